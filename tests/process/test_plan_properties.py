@@ -16,7 +16,7 @@ from appliance.engines.llama.planning.memory import UBATCH
 from appliance.engines.llama.planning.placement import EVEN_FOR
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.tensor_mode import CLEARLY as TENSOR_CLEARLY
-from appliance.engines.llama.planning.tensor_mode import TENSOR, has_good_links
+from appliance.engines.llama.planning.tensor_mode import GOOD_LINK_GB_S, TENSOR
 from appliance.errors import FatalError, ModelDoesNotFitError
 from appliance.model import Model
 from appliance.plan import CONTEXT_STEP, Memory, Plan
@@ -173,7 +173,8 @@ def clearly(best: Plan, plan: Plan) -> float:
     if plan.placement.split_mode != TENSOR:
         leaves_gpus = plan.placement.cpu_layers > 0 == best.placement.cpu_layers
         return CLEARLY if plan.kv_type == best.kv_type and not leaves_gpus else CLEARLY_ROUNDED
-    return TENSOR_CLEARLY if has_good_links(plan.placement) else float("inf")
+    links = [share.gpu.pinned_gb_s for share in plan.placement.shares]
+    return TENSOR_CLEARLY if len(links) == 2 and min(links) >= GOOD_LINK_GB_S else float("inf")
 
 
 @patient

@@ -258,9 +258,11 @@ def ubatch_words(
     """What a ubatch is taken for; empty where it decides nothing."""
     if not placement.shares or (placement.is_whole and job.ubatch == UBATCH):
         return ""
-    tokens, is_tensor = long_prompt(settings), placement.split_mode == TENSOR
+    tokens = long_prompt(settings)
     if job.ubatch < UBATCH:
-        return f"its smaller buffer leaves room {'for split mode tensor' if is_tensor else 'on faster cards'}"
+        is_tensor = placement.split_mode == TENSOR
+        gain = "makes split mode tensor the clearly faster one" if is_tensor else "leaves room on faster cards"
+        return f"its smaller buffer {gain}"
     if job.ubatch == UBATCH:
         return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
     costs = long_costs(job, resources, placement, tokens, is_pinned=is_pinned)

@@ -29,7 +29,7 @@ from appliance.engines.llama.planning.placement import Placed, place
 from appliance.engines.llama.planning.roofline import with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
-from appliance.engines.llama.planning.tensor_mode import CLEARLY, TENSOR, TRUSTED, has_good_links
+from appliance.engines.llama.planning.tensor_mode import CLEARLY, TENSOR, TRUSTED, pairs
 from appliance.engines.llama.planning.tensor_placement import place_same
 from appliance.engines.llama.planning.variations import Variations, tensor_placements, where, with_thread_count
 from appliance.errors import ModelDoesNotFitError
@@ -273,10 +273,10 @@ def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
     if inputs.model.architecture not in TRUSTED or "f16" not in offered_kinds(inputs):
         return None
     sizes = (inputs.job.ubatch,) if inputs.settings.ubatch or inputs.model.reads_whole else (inputs.job.ubatch, SMALLER)
+    cards = tuple(pairs(inputs.resources.devices))
     for ubatch in sizes:  # the smaller one where only its buffer leaves room
-        all_placed = tensor_placements(inputs, replace(found, kv_type="f16"), ubatch=ubatch)
-        trusted = [placed for placed in all_placed if has_good_links(placed.placement)]
-        best = min(trusted, key=lambda placed: placed.cost, default=None)
+        all_placed = tensor_placements(inputs, replace(found, kv_type="f16"), cards, ubatch=ubatch)
+        best = min(all_placed, key=lambda placed: placed.cost, default=None)
         if best and best.cost * CLEARLY <= found.placed.cost:
             return _tensor_plan(inputs, found, best, ubatch)
     return None

@@ -16,7 +16,7 @@ from dataclasses import replace
 from appliance.engines.llama.planning.assumptions import Assumption
 from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
 from appliance.model import Model
-from appliance.plan import Costs, Device, Placement
+from appliance.plan import Costs, Device
 
 TENSOR = "tensor"
 UNSUPPORTED = frozenset({
@@ -33,7 +33,7 @@ TRUSTED = frozenset({"llama", "gpt-oss"})
 REDUCTIONS = 2  # sums over all cards in a layer
 ROWS = 256  # a feed-forward network is cut at multiples of this: lcm(128, values of a block)
 SLOWEST_LINK_GB_S = 2.0  # below it a prompt takes minutes: not worth measuring
-GOOD_LINK_GB_S = 10.0  # PCIe 3.0 x16, or 4.0 x8
+GOOD_LINK_GB_S = 10.0  # that a prediction may rely on: PCIe 3.0 x16, or 4.0 x8
 CLEARLY = 1.25  # times as fast, by the chat job: the mode is experimental, and its constants are three figures'
 # Each fits a time of the published tables with half of the weights read by each card and 43 us of kernels a layer.
 REDUCE_US = Assumption(
@@ -63,21 +63,24 @@ def why_not(model: Model, split_modes: Sequence[str], kv_type: str = "f16") -> s
 
 
 def teams(devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
-    """The first two cards, the first three, and so on; then all other pairs with good links, of which a faster card
-    with a worse one must not rob a prediction. Slices see no other, and unified memory is one card's."""
-    usable = [d for d in devices if not d.is_slice and not d.is_unified and d.pinned_gb_s >= SLOWEST_LINK_GB_S]
+    """The first two cards, the first three, and so on. Slices see no other, and unified memory is one card's."""
+    usable = _usable(devices)
     for count in range(2, len(usable) + 1):
         yield tuple(usable[:count])
-    alike = {_figures(usable[:2])}
-    for pair in itertools.combinations([d for d in usable if d.pinned_gb_s >= GOOD_LINK_GB_S], 2):
-        if _figures(pair) not in alike:
-            alike.add(_figures(pair))
+
+
+def pairs(devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
+    """All with good links, once of each kind: a faster card with a worse link must not rob a prediction of one."""
+    alike: set[object] = set()
+    for pair in itertools.combinations([d for d in _usable(devices) if d.pinned_gb_s >= GOOD_LINK_GB_S], 2):
+        figures = tuple((d.free_mib, d.bandwidth_gb_s, d.pinned_gb_s, d.layer_us, d.tflops) for d in pair)
+        if figures not in alike:
+            alike.add(figures)
             yield pair
 
 
-def _figures(devices: Sequence[Device]) -> tuple[object, ...]:
-    """By which pairs differ."""
-    return tuple((d.free_mib, d.bandwidth_gb_s, d.pinned_gb_s, d.layer_us, d.tflops) for d in devices)
+def _usable(devices: Sequence[Device]) -> list[Device]:
+    return [d for d in devices if not d.is_slice and not d.is_unified and d.pinned_gb_s >= SLOWEST_LINK_GB_S]
 
 
 def parts_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
@@ -129,8 +132,3 @@ def exchanged(model: Model, devices: Sequence[Device], ubatch: int) -> Costs:
         fixed_ms=count * (each_us / 1000 + 2 * passes * wide / link),
         gpu_prefill_ms=count * (each_us / 1000 / ubatch + passes * wide / link),
     )
-
-
-def has_good_links(placement: Placement) -> bool:
-    """Two cards that exchange fast enough for a prediction to rely on it."""
-    return len(placement.shares) == 2 and all(s.gpu.pinned_gb_s >= GOOD_LINK_GB_S for s in placement.shares)

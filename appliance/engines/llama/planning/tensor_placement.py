@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from appliance.engines.llama.planning.memory import (
@@ -16,13 +16,15 @@ from appliance.engines.llama.planning.memory import (
 )
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, roofline_of
 from appliance.engines.llama.planning.roofline import DEPTH, in_parallel
-from appliance.engines.llama.planning.tensor_mode import TENSOR, parts_of, shares_of, teams, why_not
+from appliance.engines.llama.planning.tensor_mode import TENSOR, parts_of, shares_of, why_not
 from appliance.model import Layer
 from appliance.plan import Device, GpuAllocation, Memory, Placement
 
 
-def place_tensors(job: PlacementJob, resources: Resources, split_modes: Sequence[str]) -> tuple[Placed, ...]:
-    """One for each team of cards on which it fits, the smallest team first."""
+def place_tensors(
+    job: PlacementJob, resources: Resources, split_modes: Sequence[str], cards: Iterable[tuple[Device, ...]]
+) -> tuple[Placed, ...]:
+    """One for each of the groups of `cards` on which it fits, in their order."""
     layers = layers_of(job.model)
     fixes_some = job.gpu_layers is not None and job.gpu_layers <= len(layers)
     if fixes_some or job.cpu_expert_layers or why_not(job.model, split_modes, job.kv_type):
@@ -30,15 +32,22 @@ def place_tensors(job: PlacementJob, resources: Resources, split_modes: Sequence
     host = _host(job)
     if host.total > resources.spare_mib:
         return ()
-    found = (_placed(job, resources, team, host) for team in teams(resources.devices))
+    found = (_placed(job, resources, each, host) for each in cards)
     return tuple(placed for placed in found if placed)
 
 
 def place_same(job: PlacementJob, resources: Resources, before: Placement, split_modes: Sequence[str]) -> Placed | None:
     """On the same cards as an earlier placement."""
-    ids = [share.gpu.id for share in before.shares]
-    found = place_tensors(job, resources, split_modes)
-    return next((each for each in found if [share.gpu.id for share in each.placement.shares] == ids), None)
+    cards = cards_of(before, resources.devices)
+    found = place_tensors(job, resources, split_modes, [cards]) if cards else ()
+    return found[0] if found else None
+
+
+def cards_of(placement: Placement, devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Those of a placement; empty where one is not there any more."""
+    there = {device.id: device for device in devices}
+    cards = tuple(there[share.gpu.id] for share in placement.shares if share.gpu.id in there)
+    return cards if len(cards) == len(placement.shares) else ()
 
 
 def _placed(job: PlacementJob, resources: Resources, devices: tuple[Device, ...], host: Memory) -> Placed | None:

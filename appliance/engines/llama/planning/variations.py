@@ -3,8 +3,9 @@ more or fewer experts in host memory. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.batch import BATCH, UBATCHES_GPU, predicted_speed
@@ -20,12 +21,14 @@ from appliance.engines.llama.planning.memory import UBATCH, padded
 from appliance.engines.llama.planning.now import with_caches
 from appliance.engines.llama.planning.numa import Numa, numa_modes
 from appliance.engines.llama.planning.placement import Placed, place
-from appliance.engines.llama.planning.tensor_placement import place_tensors
+from appliance.engines.llama.planning.tensor_mode import TENSOR, teams
+from appliance.engines.llama.planning.tensor_placement import cards_of, place_tensors
 from appliance.engines.llama.planning.threads import cpus_of, thread_counts
 from appliance.plan import (
     CONTEXT_STEP,
     SMALLEST_CONTEXT,
     Costs,
+    Device,
     Plan,
     with_launch,
 )
@@ -59,10 +62,17 @@ class Variations:
                     if ubatch > padded(context):
                         continue
                     placed = _again(self._inputs, context_plan, ubatch=ubatch)
-                    in_parallel = tensor_placements(self._inputs, context_plan, ubatch=ubatch)
+                    in_parallel = tensor_placements(self._inputs, context_plan, self._teams, ubatch=ubatch)
                     for each in (placed, *self._more_experts(context_plan, ubatch, placed), *in_parallel):
                         if each:
                             yield self.at(each, context_plan, ubatch=ubatch)
+
+    @cached_property
+    def _teams(self) -> tuple[tuple[Device, ...], ...]:
+        """One of each size, which a plan's key tells apart: the prediction's cards, else the first."""
+        devices, best = self._inputs.resources.devices, self._best.placement
+        own = cards_of(best, devices) if best.split_mode == TENSOR else ()
+        return tuple(own if len(own) == len(team) else team for team in teams(devices))
 
     def _usual_knees(self) -> Iterator[Plan]:
         """The largest contexts with everything on GPUs, where the buffer of a larger ubatch takes their room."""
@@ -220,9 +230,11 @@ def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
     return replace(plan, choices=choices)
 
 
-def tensor_placements(inputs: PlanInputs, context_plan: ContextPlan, *, ubatch: int) -> tuple[Placed, ...]:
+def tensor_placements(
+    inputs: PlanInputs, context_plan: ContextPlan, cards: Iterable[tuple[Device, ...]], *, ubatch: int
+) -> tuple[Placed, ...]:
     job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
-    return place_tensors(job, inputs.resources, inputs.engine.split_modes)
+    return place_tensors(job, inputs.resources, inputs.engine.split_modes, cards)
 
 
 def _again(inputs: PlanInputs, context_plan: ContextPlan, *, ubatch: int, experts: int | None = None) -> Placed | None:

@@ -14,7 +14,7 @@ from appliance.engines.llama.planning.context import ContextPlan
 from appliance.engines.llama.planning.memory import MIB, kv_mib, layers_of
 from appliance.engines.llama.planning.placement import PlacementJob, Resources
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.tensor_mode import exchanged, why_not
+from appliance.engines.llama.planning.tensor_mode import exchanged, teams, why_not
 from appliance.engines.llama.planning.tensor_placement import place_tensors
 from appliance.engines.llama.server import placement_arguments
 from appliance.image_facts import EngineFacts
@@ -49,7 +49,8 @@ def job(of: Model, **changes: object) -> PlacementJob:
 
 def placements(of: Model, *devices: Device, **changes: object) -> list[Placement]:
     resources = Resources(devices=devices, spare_mib=64000.0, dram_gb_s=40.0)
-    return [placed.placement for placed in place_tensors(job(of, **changes), resources, MODES)]
+    found = place_tensors(job(of, **changes), resources, MODES, teams(devices))
+    return [placed.placement for placed in found]
 
 
 def machine(gpus: int, *, width: int = 16, free_mib: int | None = None) -> Hardware:
@@ -186,7 +187,7 @@ def test_each_card_reads_its_part_and_what_they_exchange_is_added() -> None:
 def test_heads_that_do_not_divide_evenly_are_waited_for() -> None:
     of = large()
     two, three = (
-        place_tensors(job(of), Resources(devices=cards, spare_mib=64000.0, dram_gb_s=40.0), MODES)[-1].speed
+        place_tensors(job(of), Resources(devices=cards, spare_mib=64000.0, dram_gb_s=40.0), MODES, [cards])[0].speed
         for cards in ((card(0), card(1)), (card(0), card(1), card(2)))
     )
     assert three.decode_tokens_per_s < two.decode_tokens_per_s  # 4 heads: two cards wait for the one with two
@@ -202,6 +203,19 @@ def test_it_is_predicted_where_it_is_clearly_faster_over_a_good_link() -> None:
     unknown = replace(of, architecture="qwen35")
     assert space(machine(2), unknown, ctx_size="8192").best.placement.split_mode == "layer"
     assert "tensor" in splits(space(machine(2), unknown, ctx_size="8192").all())
+
+
+def test_plans_beside_a_pair_that_is_not_the_first_are_of_that_pair() -> None:
+    """A plan's key names no card: two pairs would be taken for one."""
+    equal = machine(3)
+    first, *others = equal.gpus.gpus
+    slow_link = replace(first, pcie_width=4, pcie_width_max=4, bandwidth_gb_s=(first.bandwidth_gb_s or 0.0) + 4)
+    unlike = replace(equal, gpus=replace(equal.gpus, gpus=(slow_link, *others)))
+    found = space(unlike, large(), ctx_size="8192")
+    of_two = [plan for plan in found.all() if plan.placement.split_mode == "tensor" and len(plan.placement.shares) == 2]
+    assert found.best in of_two
+    assert len(of_two) > 1
+    assert {tuple(share.gpu.index for share in plan.placement.shares) for plan in of_two} == {(1, 2)}
 
 
 def test_a_prediction_tells_no_figure_of_whole_layers() -> None:
