@@ -28,6 +28,7 @@ from appliance.plan import (
     KnobEffect,
     KvCheck,
     Launch,
+    MemoryPeak,
     Offer,
     Plan,
     RuledOut,
@@ -96,6 +97,7 @@ class Inputs:
     draft: Model | None = None  # of speculative decoding
     hosts: tuple[Host, ...] = ()  # that serve with this one, by rank; empty before they joined: taken to be alike
     dram_gb_s_max: float = math.inf  # of host memory that was not measured no more is assumed
+    memory_peak: MemoryPeak | None = None  # of GPUs, seen while an earlier start served
 
     @property
     def draft_path(self) -> str | None:
@@ -222,6 +224,11 @@ class Space(Protocol):
     def kv_tokens(self, plan: Plan) -> int | None:
         """That all requests together may have in its KV cache, to compare with `Allocated`. None: not predicted."""
         return None
+
+    def kv_mib(self, plan: Plan, tokens: int) -> tuple[float, ...]:
+        """That a KV cache of so many tokens takes of each GPU of the plan. Empty: no plan counts on what was seen of an
+        engine's memory while it served, and nobody need look."""
+        return ()
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Places with the MiB that the plan needs there, and those that it may take."""
@@ -481,6 +488,11 @@ class Engine(Protocol):
         """What the log told, with what the server that is up tells of it; and where both, or the plan, do not agree, in
         words. Raises nothing."""
         return allocated, ()
+
+    async def has_peaked(self, plan: Plan, socket_path: Path) -> bool:
+        """Whether the server has done the work that takes most memory of a GPU. False where it does not tell. Raises
+        nothing."""
+        return False
 
     def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
         """What it ended with, as one of the errors of DESIGN.md section 6."""

@@ -10,6 +10,7 @@ from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import KvCheck
 from appliance.plan.kv_pair import k_and_v
 from appliance.plan.launch import PREDICTED, KnobEffect, Launch
+from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.plan import (
     CHAT_TOKENS_IN,
     CHAT_TOKENS_OUT,
@@ -56,6 +57,7 @@ __all__ = [
     "SPEED_KEPT",
     "UNMEASURED",
     "Allocated",
+    "CardPeak",
     "Choice",
     "Compilation",
     "Costs",
@@ -68,6 +70,7 @@ __all__ = [
     "KvCheck",
     "Launch",
     "Memory",
+    "MemoryPeak",
     "Offer",
     "Placement",
     "Plan",

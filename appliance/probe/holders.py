@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from appliance.probe.hardware import Gpu, GpuHolder, Hardware
@@ -21,6 +21,20 @@ def who_holds(hardware: Hardware, root: Path = Path("/")) -> str:
     parts = [words for gpu in hardware.gpus.gpus for words in _of_gpu(gpu, own)]
     parts += _of_host(hardware, query_residents(root, own))
     return "; ".join(parts) or "no other process is seen to hold memory"
+
+
+def own_pids(gpu: Gpu, tree: Collection[int], before: Gpu) -> frozenset[int]:
+    """Which holders of its memory are of the tree. Where the driver numbers processes as the host does, none is: then
+    the only one that was not there `before` our engine. Empty: nobody can say."""
+    ours = frozenset(holder.pid for holder in gpu.holders if holder.pid in tree)
+    others = frozenset(holder.pid for holder in gpu.holders) - {holder.pid for holder in before.holders}
+    return ours or (others if len(others) == 1 else frozenset())
+
+
+def held_mib(gpu: Gpu, pids: Collection[int]) -> int | None:
+    """By all of these processes; None where one is gone, or the driver does not tell of it."""
+    used = {holder.pid: holder.used_mib for holder in gpu.holders if holder.pid in pids and holder.used_mib is not None}
+    return sum(used.values()) if used and len(used) == len(pids) else None
 
 
 def parse_resident(text: str) -> tuple[str | None, int | None]:

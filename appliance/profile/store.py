@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from appliance.disk import Disk
 from appliance.errors import ConfigError
+from appliance.plan import MemoryPeak
 from appliance.profile.files import ProfileFiles, refusing
 from appliance.profile.marks import Marks, ProfileStatus
+from appliance.profile.peaks import MemoryPeaks
 from appliance.profile.reader import ForeignProfile, ProfileReader, parse
 from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile
 from appliance.profile.unfinished import UnfinishedTunings
@@ -42,6 +44,7 @@ class ProfileStore:
         self._reader = ProfileReader(self._files, warn)
         self._marks = Marks(self._files)
         self._unfinished = UnfinishedTunings(self._files, warn)
+        self._peaks = MemoryPeaks(self._files, warn)
 
     def load(self, key: Key) -> Profile | None:
         """The profile to use: a pinned one that differs in nothing but the build, else the one for exactly this key.
@@ -130,6 +133,7 @@ class ProfileStore:
                 self._marks.unpin(name)
             self._marks.unmark_stale(name)
             self._unfinished.forget(name)
+            self._peaks.forget(name)
             self._files.remove(path)
             self._files.sync()
         return Removed(id=name, alias=profile.plan.alias if profile else None, was_pinned=was_pinned)
@@ -193,6 +197,14 @@ class ProfileStore:
     def kept(self, key: Key) -> Partial:
         """Of a tuning for this key that was broken off; empty where there is none, or it cannot be read."""
         return self._unfinished.kept(key)
+
+    def peak(self, key: Key) -> MemoryPeak | None:
+        """What an engine of this key was seen to hold while it served. Changes nothing."""
+        return self._peaks.kept(key)
+
+    def keep_peak(self, key: Key, peak: MemoryPeak) -> MemoryPeak:
+        """For later starts, with what was kept before; returns both as one. Raises VolumeError."""
+        return self._peaks.keep(key, peak)
 
     def tuning(self, key: Key) -> AbstractContextManager[bool]:
         """Whether this process may measure for the key: one at a time, since two would spoil each other's figures."""

@@ -13,7 +13,7 @@ from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_
 from appliance.model import Model, digest, find_model, read_draft, read_model, with_projector
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck, RuledOut
 from appliance.probe import Cpu, Gpu, Hardware, count_oom_kills, probe
-from appliance.profile import Key, make_key
+from appliance.profile import Key, ProfileStore, make_key
 from appliance.serve.beside import check_named, sizes_beside, with_beside
 from appliance.serve.checks import check_supported, usable_gpus
 from appliance.serve.which import Located, Which, which_model
@@ -50,6 +50,10 @@ class StartInputs:
     def with_kernels(self, kernels: Kernels) -> StartInputs:
         key = Key(parts={**self.key.parts, "cpu_variant": kernels.variant})
         return replace(self, inputs=self.inputs.with_kernels(kernels), key=key)
+
+    def with_memory_peak(self, store: ProfileStore) -> StartInputs:
+        """With what an engine of an earlier start held of the GPUs, where one was seen to serve."""
+        return replace(self, inputs=replace(self.inputs, memory_peak=store.peak(self.key)))
 
     def on(self, hardware: Hardware) -> StartInputs:
         """For the machine as another probe found it."""

@@ -66,6 +66,8 @@ async def on_ready(served: ServedModel) -> None:
         engine.loaded(plan, lines, served.start.install)
         allocated, disagreements = await engine.confirm_allocated(plan, allocated, served.host.socket_path)
     served.allocated = allocated
+    if plan and supervisor and served.host.socket_path:
+        served.memory_watch.begin(plan, supervisor.pid, served.host.socket_path)
     served.report.phase(Phase.READY)
     seconds = (supervisor.ready_seconds if supervisor else None) or 0.0
     words = f"ready: the engine loaded in {seconds:.1f} s and allocated {allocated.total:,.0f} MiB"

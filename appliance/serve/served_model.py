@@ -32,6 +32,7 @@ from appliance.serve.inputs import (
     read_inputs,
     with_model,
 )
+from appliance.serve.memory_watch import MemoryWatch
 from appliance.serve.which import FromRecipe, Located, ollamas_own
 from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
@@ -58,7 +59,7 @@ class ServedModel:
         number: int = 0,
     ) -> None:
         first, second, self.trial_socket = socket_paths(start.settings.runtime_dir, number)
-        self.start = start
+        self.start = start.with_memory_peak(store)
         self._spaces: dict[tuple[KvCheck, ...], Space] = {}  # of all plans, each built once for these inputs
         self.space = self._space_with(())
         self.environment = environment
@@ -72,6 +73,7 @@ class ServedModel:
         )
         self.guard = start.engine.guard(start.install, self.inputs.image, self.hardware.cpu, report)
         self.background = BackgroundTasks(self)
+        self.memory_watch = MemoryWatch(self)
         self.profile: Profile | None = None  # that the plan is from
         self.session: TuningSession | None = None  # the last one
         self.allocated: Allocated | None = None  # by the engine that serves

@@ -68,11 +68,20 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "tuning": tuning_state(served),
         "allocated": asdict(served.allocated) if served.allocated else None,
         "memory_prediction_error": profile.prediction_error if profile else None,
+        "gpu_memory": _gpu_memory(served),
         "from_profile": profile is not None and served.session is None,
         "profile_holds": str(drift) if drift else None,
         "standing": _profile_status(served, profile),
         "engine_restarts": served.host.restarts,
     }
+
+
+def _gpu_memory(served: ServedModel) -> dict[str, Any] | None:
+    """What the engine that serves was seen to hold; None where nobody looks, or can say."""
+    peak = served.memory_watch.peak
+    if peak is None:
+        return None
+    return {"cards": [asdict(card) for card in peak.cards], "is_whole": peak.is_whole}
 
 
 def _plan(served: ServedModel) -> dict[str, Any]:

@@ -47,12 +47,17 @@ async def _serve_on(served: ServedModel, variant: str | None, error: FatalError)
 
 async def _until_given_up(served: ServedModel, backend: Backend) -> None:
     """Raises the error of the engine's ending."""
-    failing, *beside = await first_of(served.host.wait_failed(), _follow_state(served), served.background.run(backend))
+    failing, *beside = await first_of(
+        served.host.wait_failed(),
+        _follow_state(served),
+        served.background.run(backend),
+        served.memory_watch.run(backend.traffic),
+    )
     if not failing.cancelled():
         raise _ending(served, failing.result())
     for task in beside:
         if not task.cancelled():
-            task.result()  # neither ever ends but by an error, which is the end of serving
+            task.result()  # none ever ends but by an error, which is the end of serving
 
 
 def _ending(served: ServedModel, crash: Crash) -> FatalError:

@@ -59,6 +59,7 @@ ROUTES = {
 }
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations")
 FULL_PER_REQUEST = 0.25  # of the KV cache
+LONG_PROMPT = 2000  # tokens
 DEAD = "The server had an error while processing your request."
 _LIBC = ctypes.CDLL(None)
 _who = "APIServer"
@@ -358,6 +359,20 @@ def tokens_of(options: argparse.Namespace) -> int:
     return int(blocks / -(-options.max_model_len // options.block_size) * options.max_model_len)
 
 
+def hold_gpu(options: argparse.Namespace, pid: int, *, has_grown: bool) -> None:
+    """The driver's view of EngineCore. Whoever gave the file brings it back once the engine is gone."""
+    if options.fake_gpu is None:
+        return
+    mib = options.fake_gpu_mib + options.fake_gpu_growth_mib * has_grown
+    held = options.kv_cache_memory_bytes + mib * 2**20
+    lines = [line for line in options.fake_gpu.read_text().splitlines() if not line.endswith("# engine")]
+    free = next(int(line.partition("=")[2]) for line in lines if line.startswith("gpu.0.memory_free="))
+    own = [f"gpu.0.compute.0={pid}:{held}# engine", f"gpu.0.memory_free={free - held}# engine"]
+    written = options.fake_gpu.with_suffix(".new")
+    written.write_text("\n".join([*own, *lines]) + "\n")
+    written.replace(options.fake_gpu)  # a driver that is asked meanwhile reads all of it
+
+
 def compile_model(options: argparse.Namespace) -> None:
     """Reads and writes its cache as vLLM does: not at one stroke, so that a kill may leave half a file."""
     words = f"{options.max_model_len} {options.max_num_seqs} {options.max_num_batched_tokens}"
@@ -404,7 +419,8 @@ class Api(ThreadingMixIn, UnixStreamServer):
     request_queue_size = 512
 
     def __init__(self, options: argparse.Namespace, core: socket.socket) -> None:
-        self.options, self.core = options, core
+        self.options, self.core, self.core_pid = options, core, 0
+        self.prompts: list[int] = []  # tokens of each
         self.ledger = Ledger()
         self.is_dead = threading.Event()
         self.is_stopping = threading.Event()
@@ -457,10 +473,23 @@ class Api(ThreadingMixIn, UnixStreamServer):
             answer.put(None)
         return number, answer
 
+    def histogram(self) -> list[str]:
+        name = 'vllm:request_prefill_kv_computed_tokens_bucket{engine="0",le='
+        edges = [digit * 10**power for power in range(5) for digit in (1, 2, 5)]
+        with self.ledger.lock:
+            prompts = list(self.prompts)
+        shown = [f'{name}"{edge}.0"}} {sum(n <= edge for n in prompts)}.0' for edge in edges]
+        return [*shown, f'{name}"+Inf"}} {len(prompts)}.0']
+
     def forget(self, number: int) -> None:
         with self.ledger.lock:
             self.answers.pop(number, None)
         _send(self.core, {"id": number, "stop": True})
+
+    def read(self, tokens: int) -> None:
+        with self.ledger.lock:
+            self.prompts.append(tokens)
+            hold_gpu(self.options, self.core_pid, has_grown=max(self.prompts) >= LONG_PROMPT)
 
     def cached(self, prompt: list[int], salt: str) -> int:
         """Of whole blocks, and never the last token."""
@@ -552,6 +581,7 @@ class Handler(BaseHTTPRequestHandler):
             f"vllm:cache_config_info{{{labels}}} 1.0",
             f"vllm:num_requests_running {running:.1f}",
             f"vllm:kv_cache_usage_perc {min(running * FULL_PER_REQUEST, 1.0)}",
+            *self.server.histogram(),
         ]
         body = "".join(f"{line}\n" for line in lines).encode()
         self.send_response(200)
@@ -572,6 +602,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
         if self.server.is_dead.is_set():
             return self.reply(500, error_document())
+        self.server.read(len(prompt_of(request)))
         tokens = request.get("max_tokens") or request.get("max_output_tokens") or 16
         number, answer = self.server.begin(tokens)
         try:
@@ -775,6 +806,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-end-with-leader", action="store_true", help="a headless process, once the leader's is gone")
     add("--fake-worker-error", choices=["load", "first"], help="a worker raises, as it loads or at the first token")
     add("--fake-error", default="AssertionError")
+    add("--fake-gpu", type=Path, metavar="FILE", help="what fakes/nvml reads: its first card has this engine's memory")
+    add("--fake-gpu-mib", type=int, default=0, help="of that card beside the KV cache, as it is ready")
+    add("--fake-gpu-growth-mib", type=int, default=0, help="more of it since a prompt of 2,000 tokens")
     add("--fake-segments", type=Path, metavar="FILE", help="its shared memory has a name, and it stands there")
     options, rest = parser.parse_known_args(arguments)
     options.rest = rest
@@ -853,8 +887,9 @@ def main(arguments: list[str]) -> int:
     log("vLLM API server version 0.33.0", where="startup.py:120")
     log(f"non-default args: {words}", where="startup.py:96")
     core_pid, core = start_core(options)
-    server.core = core
+    server.core, server.core_pid = core, core_pid
     wait_for_core(core, core_pid)
+    hold_gpu(options, core_pid, has_grown=False)
     threading.Thread(target=server.listen_to_core, daemon=True).start()
     ending = threading.Thread(target=stop, args=(server, core_pid), daemon=True)
     signal.signal(signal.SIGTERM, lambda *_: None if ending.is_alive() else ending.start())

@@ -40,13 +40,18 @@ def parse_cache_config(answer: bytes) -> CacheConfig:
 
 async def query_cache_config(socket_path: Path) -> CacheConfig:
     """Empty where nobody answers."""
+    return parse_cache_config(await query_metrics(socket_path))
+
+
+async def query_metrics(socket_path: Path) -> bytes:
+    """The server's own. Empty where nobody answers."""
     request = f"GET {METRICS_PATH} HTTP/1.0\r\nHost: engine\r\n\r\n".encode()  # 1.0: the answer comes in one piece
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             answer = await answer_of(socket_path, request)
     except TimeoutError:
         answer = None
-    return parse_cache_config(answer[1]) if answer else CacheConfig()
+    return answer[1] if answer else b""
 
 
 def confirmed(plan: Plan, allocated: Allocated, told: CacheConfig) -> tuple[Allocated, tuple[str, ...]]:

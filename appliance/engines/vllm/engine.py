@@ -12,12 +12,13 @@ from appliance.engine_route import EngineRoute
 from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
 from appliance.engines.routes import LOAD_GAUGES
 from appliance.engines.vllm import compiled, endings, facts, last_start, log, progress, server
-from appliance.engines.vllm.cache_config import confirmed, query_cache_config
+from appliance.engines.vllm.cache_config import confirmed, query_cache_config, query_metrics
 from appliance.engines.vllm.caches import Caches
 from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
 from appliance.engines.vllm.ready import one_token
 from appliance.engines.vllm.routes import METRICS_PATH, ROUTES, parse_kv_use
+from appliance.engines.vllm.work_seen import has_filled_a_step
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
 from appliance.model import Format
@@ -108,6 +109,9 @@ class Vllm(Engine):
         self, plan: Plan, allocated: Allocated, socket_path: Path
     ) -> tuple[Allocated, tuple[str, ...]]:
         return confirmed(plan, allocated, await query_cache_config(socket_path))
+
+    async def has_peaked(self, plan: Plan, socket_path: Path) -> bool:
+        return has_filled_a_step(await query_metrics(socket_path), plan)
 
     def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
         return endings.as_error(ending, served=served)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.probe import GpuHolder, GpuProbe, Hardware, Memory
-from appliance.probe.holders import parse_resident, who_holds
+from appliance.probe import Gpu, GpuHolder, GpuProbe, Hardware, Memory
+from appliance.probe.holders import held_mib, own_pids, parse_resident, who_holds
 from tests.fakes.machines import hardware_of
 from tests.unit.probe.machine import put
 
@@ -113,3 +113,36 @@ def test_resident_memory(text: str, found: tuple[str | None, int | None]) -> Non
 @given(text=st.text())
 def test_whatever_the_kernel_says_is_no_crash(text: str) -> None:
     assert (parse_resident(f"RssAnon:{text}")[1] or 0) >= 0
+
+
+def on_card(*held: tuple[int, int | None]) -> Gpu:
+    holders = tuple(GpuHolder(pid=pid, name=None, used_mib=mib) for pid, mib in held)
+    return machine(*holders).gpus.gpus[0]
+
+
+DESKTOP = (7, 300)
+
+
+@pytest.mark.parametrize(
+    ("held", "tree", "ours"),
+    [
+        ([DESKTOP, (40, 9000)], {40, 41}, {40}),
+        ([(40, 9000), (41, 20)], {40, 41}, {40, 41}),
+        ([(7, 9000)], {7}, {7}),  # the number of a process that has gone
+        ([DESKTOP, (4711, 9000)], {40}, {4711}),  # the driver has the host's numbers
+        ([DESKTOP, (4711, 9000), (4712, 50)], {40}, set()),  # and another program began meanwhile
+        ([DESKTOP], {40}, set()),
+        ([], {40}, set()),
+        ([(40, 9000)], set(), {40}),  # /proc is hidden
+    ],
+)
+def test_which_processes_are_the_engines(held: list[tuple[int, int | None]], tree: set[int], ours: set[int]) -> None:
+    assert own_pids(on_card(*held), tree, on_card(DESKTOP)) == ours
+
+
+def test_memory_is_that_of_all_its_processes_or_unknown() -> None:
+    there = on_card((40, 9000), (41, 20), DESKTOP)
+    assert held_mib(there, {40, 41}) == 9020
+    assert held_mib(on_card((40, 9000), DESKTOP), {40, 41}) is None  # one is gone: another engine
+    assert held_mib(on_card((40, None), (41, 20)), {40, 41}) is None
+    assert held_mib(there, set()) is None

@@ -254,6 +254,10 @@ class Space:
         """The engine tells sizes, and no tokens."""
         return None
 
+    def kv_mib(self, plan: Plan, tokens: int) -> tuple[float, ...]:
+        """All buffers are there before the first request."""
+        return ()
+
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:
         what is mapped there needs no room."""

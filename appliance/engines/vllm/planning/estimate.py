@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 
 from appliance.engines.vllm.planning import assumptions as assumed
@@ -10,6 +11,7 @@ from appliance.engines.vllm.planning.inputs import Facts, total_mib
 from appliance.engines.vllm.planning.kv import KvLayout
 from appliance.engines.vllm.planning.memory import MIB, RankMemory, Reserve, kv_bytes_at, utilization
 from appliance.engines.vllm.planning.parallel import are_uneven
+from appliance.engines.vllm.planning.seen import beyond_estimate, corrected, is_decided, resized
 from appliance.engines.vllm.planning.stages import (
     Option,
     Stage,
@@ -30,8 +32,36 @@ class Estimate:
     option: Option
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def _estimated(self) -> tuple[Stage, ...]:
         return stages_of(self.facts, self.option, self.graph_sizes)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """As they were seen, where all of their work was."""
+        if self.seen_mib is None or not self._is_whole:
+            return self._estimated
+        pairs = zip(self._estimated, self.seen_mib, strict=True)
+        return tuple(replace(stage, memory=corrected(stage.memory, mib)) for stage, mib in pairs)
+
+    @cached_property
+    def seen_mib(self) -> tuple[float, ...] | None:
+        """Of each stage, what an earlier start held of a card beyond the estimate. None where it decides nothing."""
+        found = None if is_decided(self.facts) else self.seen_beyond_mib
+        if found is None or self._is_whole:
+            return found
+        ranks = self.option.layout.tensor
+        is_more = any(found[at // ranks] > reserve.growth_mib for at, reserve in enumerate(self._assumed_reserves))
+        return found if is_more else None
+
+    @property
+    def seen_beyond_mib(self) -> tuple[float, ...] | None:
+        """The same, also where the user has decided otherwise."""
+        return beyond_estimate(self.facts, self.option, self._estimated)
+
+    @property
+    def _is_whole(self) -> bool:
+        peak = self.facts.given.memory_peak
+        return peak is not None and peak.is_whole
 
     @cached_property
     def largest(self) -> Stage:
@@ -59,13 +89,21 @@ class Estimate:
     @cached_property
     def reserves(self) -> tuple[Reserve, ...]:
         """Of each card."""
+        if self.seen_mib is None:
+            return self._assumed_reserves
+        seen = (self.seen_mib[at // self.option.layout.tensor] for at in range(len(self.option.cards)))
+        pairs = zip(self._assumed_reserves, seen, strict=True)
+        return tuple(resized(reserve, mib, is_whole=self._is_whole) for reserve, mib in pairs)
+
+    @cached_property
+    def _assumed_reserves(self) -> tuple[Reserve, ...]:
         drafts = self.option.has_draft_layers
         return tuple(reserve_on(self.facts, card, drafts=drafts) for card in self.option.cards)
 
     @cached_property
     def share(self) -> float | None:
         """Of each whole card, for a first start; None where bytes are given."""
-        is_given = self.kv_asked is not None or math.isfinite(self.facts.limits.kv_mib)
+        is_given = self.kv_asked is not None or self.seen_mib is not None or math.isfinite(self.facts.limits.kv_mib)
         return None if is_given or not self.option.cards or self.fills_uneven else self._share_of_cards
 
     @cached_property
@@ -82,19 +120,21 @@ class Estimate:
 
     @cached_property
     def _share_of_cards(self) -> float:
-        """The smallest decides."""
+        """The smallest decides. Of what is assumed too, where more room was seen: beside bytes it decides nothing but
+        whether the engine starts, and it must not refuse to for a context that is larger than the estimate."""
         if self.facts.pins.utilization is not None:
             return self.facts.pins.utilization
         hardware = self.facts.hardware
         return min(
-            utilization(total_mib(gpu, hardware), room)
-            for gpu, room in zip(self.option.cards, self.room_mib, strict=True)
+            utilization(total_mib(gpu, hardware), min(rooms))
+            for gpu, *rooms in zip(self.option.cards, self.room_mib, self._assumed_room_mib, strict=True)
         )
 
     @property
     def kv_asked(self) -> int | None:
-        """Bytes of one rank that the user or an earlier start decided."""
-        return self.facts.pins.kv_bytes or self.option.kv_bytes
+        """Bytes of one rank that the user or an earlier start decided; what was seen in service counts for more than
+        what that start was left with."""
+        return self.facts.pins.kv_bytes or (self.option.kv_bytes if self.seen_mib is None else None)
 
     @cached_property
     def kv_bytes(self) -> int:
@@ -105,7 +145,8 @@ class Estimate:
         if not self.option.cards:
             return int(min(self._kv_of_host(), most))
         # What nobody measures at the start has to be enough from the beginning.
-        return int(min(self._kv_found(assumed.UNSURE_SHARE.value if self.fills_uneven else 0.0), most))
+        is_unsure = self.fills_uneven and self.seen_mib is None
+        return int(min(self._kv_found(assumed.UNSURE_SHARE.value if is_unsure else 0.0), most))
 
     def _kv_found(self, unsure: float) -> float:
         """Of the stage with fewest blocks, as bytes of the largest, less a share of what vLLM counts as its own."""
@@ -116,7 +157,7 @@ class Estimate:
         return max(0.0, found)
 
     def _kv_left(self, stage: Stage) -> int:
-        if self.fills_uneven:
+        if self.fills_uneven or self.seen_mib is not None:
             return int((self._room_of(stage) - stage.memory.counted) * MIB)
         totals = [total_mib(card, self.facts.hardware) for card in stage.cards]
         return min(kv_bytes_at(total, self._share_of_cards, stage.memory) for total in totals)
@@ -168,6 +209,11 @@ class Estimate:
     @cached_property
     def room_mib(self) -> tuple[float, ...]:
         """Of each card, what a rank's buffers may take, its context and the reserve taken off."""
+        triples = zip(self._assumed_room_mib, self._assumed_reserves, self.reserves, strict=True)
+        return tuple(room + before.mib - now.mib for room, before, now in triples)
+
+    @cached_property
+    def _assumed_room_mib(self) -> tuple[float, ...]:
         ranks, drafts = self.option.layout.ranks, self.option.has_draft_layers
         return tuple(room_on(self.facts, card, ranks, drafts=drafts) for card in self.option.cards)
 

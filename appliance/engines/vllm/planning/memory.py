@@ -81,6 +81,16 @@ class Reserve:
     def mib(self) -> float:
         return sum(mib for _, mib in self.parts)
 
+    @property
+    def lasting(self) -> tuple[tuple[str, float], ...]:
+        """Parts that stay whatever was seen in service: room for what it was not yet, and for others on the card."""
+        return tuple((words, mib) for words, mib in self.parts if words in _LASTING)
+
+    @property
+    def growth_mib(self) -> float:
+        """Assumed to be allocated after readiness."""
+        return sum(mib for words, mib in self.parts if words not in _LASTING)
+
     def describe(self) -> str:
         return " + ".join(f"{mib:,.0f} {words}" for words, mib in self.parts)
 
@@ -177,14 +187,18 @@ def context_mib(gpu: Gpu, ranks: int) -> float:
     return own + assumed.TORCH_MIB.value + (assumed.NCCL_MIB.value if ranks > 1 else 0.0)
 
 
+_MARGIN, _DISPLAY, _ASKED = "vLLM's own margin", "display", "asked for"
+_LASTING = frozenset({_MARGIN, _DISPLAY, _ASKED})
+
+
 def reserve_of(gpu: Gpu, total_mib: float, *, asked_mib: int | None, compiles_late: bool, drafts: bool) -> Reserve:
     """What is kept free of one card; `asked_mib` wins."""
     if asked_mib is not None:
-        return Reserve(parts=(("asked for", float(asked_mib)),))
-    parts = [("vLLM's own margin", assumed.REDUNDANCY_MIB.value), ("driver", assumed.DRIVER_MIB.value)]
+        return Reserve(parts=((_ASKED, float(asked_mib)),))
+    parts = [(_MARGIN, assumed.REDUNDANCY_MIB.value), ("driver", assumed.DRIVER_MIB.value)]
     parts.append(("workspaces", total_mib * assumed.WORKSPACE_SHARE.value))
     if gpu.display:
-        parts.append(("display", assumed.DISPLAY_MIB.value))
+        parts.append((_DISPLAY, assumed.DISPLAY_MIB.value))
     if compiles_late:
         parts.append(("kernels compiled at the first request", assumed.JIT_MIB.value))
     if drafts:

@@ -20,9 +20,9 @@ from appliance.engines.vllm.planning.parallel import (
     why_not_tensor,
 )
 from appliance.engines.vllm.planning.rope import rope_words
+from appliance.engines.vllm.planning.seen import is_decided
 from appliance.engines.vllm.planning.shape import Shape
 from appliance.engines.vllm.planning.speculation import offers_of
-from appliance.engines.vllm.planning.stages import reserve_on
 from appliance.engines.vllm.planning.variables import variable_choices
 from appliance.plan.choice import Choice
 
@@ -226,13 +226,17 @@ def memory(estimate: Estimate) -> Choice:
     if estimate.share is None:
         source = facts.pins.source if facts.pins.kv_bytes else "profile"
         why = f"{parts}; what an earlier start was left with" if source == "profile" else f"asked for; {parts}"
-        if estimate.kv_asked is None and estimate.fills_uneven:
+        if estimate.seen_mib is not None:
+            reserve = estimate.reserves[estimate.option.cards.index(card)].mib
+            held = f"{found.context:,.0f} of CUDA, PyTorch and NCCL and {reserve:,.0f} of reserve"
+            source, why = "measured", f"{free:,.0f} of {total:,.0f} MiB are free, less {held}; less {parts}; in bytes"
+        elif estimate.kv_asked is None and estimate.fills_uneven:
             source, why = "probe", f"{parts}; in bytes, since one share of unlike cards would leave the larger unused"
         return Choice(name="kv_cache", value=f"{kv_mib:,.0f} MiB a rank", reason=why, source=source)
     held = f"{found.context:,.0f} of CUDA, PyTorch and NCCL"
     why = (
         f"{estimate.share:g} of {total:,.0f} MiB: {free:,.0f} are free, less {held} and "
-        f"{reserve_on(facts, card, drafts=estimate.option.has_draft_layers).mib:,.0f} of reserve; less {parts}"
+        f"{estimate.reserves[estimate.option.cards.index(card)].mib:,.0f} of reserve; less {parts}"
     )
     source = facts.pins.source if facts.pins.utilization else "probe"
     return Choice(name="kv_cache", value=f"{kv_mib:,.0f} MiB a rank, predicted", reason=why, source=source)
@@ -240,13 +244,19 @@ def memory(estimate: Estimate) -> Choice:
 
 def _reserve(estimate: Estimate) -> Iterator[Choice]:
     """One line for all cards where they are alike."""
-    settings = estimate.facts.settings
+    settings, seen_mib = estimate.facts.settings, estimate.seen_beyond_mib
     source = settings.sources["reserve_mib"] if settings.is_set("reserve_mib") else "default"
+    source = source if estimate.seen_mib is None else "measured"
+    unused = ""
+    if seen_mib is not None and is_decided(estimate.facts):
+        unused = f"; {max(0.0, *seen_mib):,.0f} beyond the estimate were seen in service and are not used"
     are_alike = len(set(estimate.reserves)) == 1
     for card, reserve in zip(estimate.option.cards, estimate.reserves, strict=True):
         name = "reserve" if are_alike else f"reserve of GPU {card.index}"
         each = " each" if are_alike and len(estimate.option.cards) > 1 else ""
-        yield Choice(name=name, value=f"{reserve.mib:,.0f} MiB{each}", reason=reserve.describe(), source=source)
+        yield Choice(
+            name=name, value=f"{reserve.mib:,.0f} MiB{each}", reason=reserve.describe() + unused, source=source
+        )
         if are_alike:
             return
 

@@ -17,7 +17,14 @@ from appliance.engines.vllm.planning.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.memory import MIB, Layout
 from appliance.engines.vllm.planning.options import around, choose
-from appliance.engines.vllm.planning.speculation import UNMEASURED, applied, offers_of, speculation_of, still_applied
+from appliance.engines.vllm.planning.speculation import (
+    UNMEASURED,
+    applied,
+    offers_of,
+    speculation_of,
+    still_applied,
+    with_drafts,
+)
 from appliance.engines.vllm.planning.speed import costs_of
 from appliance.engines.vllm.planning.stages import Option
 from appliance.plan import (
@@ -100,7 +107,7 @@ class Space(doors.Space):
         if kv_bytes is not None:  # two decimals of a GiB in the engine's log
             kv_bytes = max(kv_bytes, Estimate(facts=facts, option=option).kv.bytes_for(measured.context))
         estimate = Estimate(facts=facts, option=replace(option, kv_bytes=kv_bytes))
-        if not estimate.fits and kv_bytes is not None:
+        if not estimate.fits and kv_bytes is not None and estimate.seen_mib is None:
             return f"{_lack(estimate)} for the cache of {kv_bytes / MIB:,.0f} MiB that it had"
         if not estimate.fits or estimate.context < measured.context:
             return f"{_lack(estimate)} for {measured.context:,} tokens"
@@ -121,6 +128,16 @@ class Space(doors.Space):
         if estimate is None or plan.context < 1:
             return None
         return int(estimate.blocks / estimate.kv.blocks_for(plan.context) * plan.context)
+
+    def kv_mib(self, plan: Plan, tokens: int) -> tuple[float, ...]:
+        estimate = self._estimate_of(plan)
+        if estimate is None or plan.context < 1:
+            return ()
+        if plan.speculation:
+            estimate = with_drafts(estimate, plan.speculation)
+        blocks = round(tokens * estimate.kv.blocks_for(plan.context) / plan.context)
+        each = (estimate.stage_of(rank).kv.bytes_per_block for rank in range(len(plan.placement.shares)))
+        return tuple(blocks * bytes_per_block / MIB for bytes_per_block in each)
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         return tuple((share.device, share.memory.total, share.gpu.free_mib) for share in plan.placement.shares)

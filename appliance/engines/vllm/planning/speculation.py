@@ -42,9 +42,7 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimat
     if estimate is None:
         message = f"model does not fit with {speculation.describe()}: its GPUs are not there"
         raise ModelDoesNotFitError(message, hint="use --speculation off")
-    option = replace(estimate.option, drafted=speculation.tokens, has_draft_layers=speculation.kind == "mtp")
-    facts = estimate.facts.speculating(speculation)
-    found = Estimate(facts=facts, option=option)
+    found = with_drafts(estimate, speculation)
     if found.kv.longest(found.blocks, plan.context) < plan.context:
         message = (
             f"model does not fit with {speculation.describe()}: {plan.context:,} tokens need "
@@ -62,6 +60,11 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimat
     )
     changed = replace(changed, speculation=speculation, placement=replace(plan.placement, shares=shares))
     return with_choice(changed, choice)
+
+
+def with_drafts(estimate: Estimate, speculation: Speculation) -> Estimate:
+    option = replace(estimate.option, drafted=speculation.tokens, has_draft_layers=speculation.kind == "mtp")
+    return Estimate(facts=estimate.facts.speculating(speculation), option=option)
 
 
 def _with_drafts(share: GpuAllocation, found: Estimate, rank: int) -> GpuAllocation:

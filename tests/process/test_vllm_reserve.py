@@ -1,0 +1,183 @@
+"""The reserve of a card follows what the engine was seen to hold while it served: two starts on a described GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.image_facts import dump_facts, parse_engine_facts, parse_image_facts
+from tests.golden.vllm_plans import SMS, known_flags
+from tests.process.stages.boot import Serving, eventually
+from tests.process.stages.nvml import put_machine
+from tests.process.stages.vllm_home import VllmHome
+
+MACHINE = "2x4090"
+CARD = "GPU-00000000-0000-0000-0000-000000000000"
+SETTINGS = {"devices": CARD, "idle_s": "1", "speculation": "off"}
+OF_THE_MODEL = ("--block-size", "16", "--fake-block-bytes", "368640")  # SmolLM2-135M in bfloat16
+KV_MIB = 1024  # that the fake finds left on a first start
+READY_MIB = 1100  # beside it
+REQUESTS = 20
+LONG = "word " * 2010
+
+
+class GpuHome(VllmHome):
+    """With one card in use of two; `engine_gone` is the driver that takes its memory back."""
+
+    engine_gone: Callable[[], None]
+
+    def grows(self, mib: int) -> None:
+        machine = self.variables["FAKE_NVML_MACHINE"]
+        held = ("--fake-gpu", machine, "--fake-gpu-mib", str(READY_MIB), "--fake-gpu-growth-mib", str(mib))
+        self.set_engine(*OF_THE_MODEL, *held)
+
+    def plan_with(self, **settings: str) -> dict[str, Any]:
+        return self.plan(**SETTINGS, **settings)
+
+
+@pytest.fixture
+def home(nvml_library: Path, tmp_path: Path) -> Iterator[GpuHome]:
+    driver = tmp_path / "driver"
+    driver.mkdir()
+    shutil.copy(nvml_library, driver)
+    (driver / "libcuda.so.1").touch()
+    home = GpuHome.make(tmp_path / "home")
+    assert isinstance(home, GpuHome)
+    image = parse_image_facts((home.folder / "facts/image_facts.json").read_text())
+    image = replace(image, cell="vllm-cu130", cuda="13.0", sm=SMS, driver_floor_sass="580")
+    (home.folder / "facts/image_facts.json").write_text(dump_facts(image))
+    facts = parse_engine_facts((home.folder / "facts/engine_facts.json").read_text())
+    facts = replace(facts, flags=known_flags("0.33"))
+    (home.folder / "facts/engine_facts.json").write_text(dump_facts(facts))
+
+    def engine_gone() -> None:
+        described = put_machine(driver / nvml_library.name, tmp_path, MACHINE)
+        home.variables = {name: described[name] for name in ("LD_LIBRARY_PATH", "FAKE_NVML_MACHINE")}
+
+    home.engine_gone = engine_gone
+    engine_gone()
+    yield home
+    home.free_segments()
+
+
+def reserve(plan: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(choice for choice in plan["choices"] if choice["name"] == "reserve")
+    return found
+
+
+def decided(plan: dict[str, Any]) -> tuple[Any, ...]:
+    """By the card: the host's memory goes up and down by itself."""
+    return plan["context"], plan["launch"], plan["placement"], reserve(plan)
+
+
+def serve(home: GpuHome, *, requests: int, **settings: str) -> dict[str, Any]:
+    """What is kept of memory once so many were answered, the last of them to a prompt that fills a step."""
+    with home.serving(**SETTINGS, **settings) as serving:
+        serving.wait_ready()
+        serving.event("memory_seen")
+        for words in ("hi",) * (requests - 1) + (LONG,):
+            body = {"messages": [{"role": "user", "content": words}], "max_tokens": 1}
+            assert serving.ask("POST", "/v1/chat/completions", body, key=home.key)[0] == 200
+        eventually(lambda: is_known(serving, requests), what=lambda: serving.text)
+        found: dict[str, Any] = serving.document("status")["gpu_memory"]
+        serving.terminate()
+    home.engine_gone()
+    return found
+
+
+def is_known(serving: Serving, requests: int) -> bool:
+    """The last that was kept is of all of its work."""
+    (last,) = [event for event in serving.events if event["event"] == "memory_seen"][-1:]
+    (card,) = serving.document("status")["gpu_memory"]["cards"]
+    is_told = f"{card['peak_mib']:,} MiB of" in last["message"] and card["peak_mib"] > card["ready_mib"]
+    return is_told and last["is_whole"] == (requests >= REQUESTS)
+
+
+@pytest.mark.parametrize("growth", [100, 900])
+def test_a_later_start_has_the_reserve_that_was_seen(growth: int, home: GpuHome) -> None:
+    home.grows(growth)
+    first = home.plan_with()
+    memory = serve(home, requests=REQUESTS)
+    (card,) = memory["cards"]
+    assert (card["device"], card["ready_mib"]) == (CARD, KV_MIB + READY_MIB)
+    assert card["peak_mib"] == KV_MIB + READY_MIB + growth
+    assert "--kv-cache-memory-bytes" not in home.started[-1]
+
+    (share,) = first["placement"]["shares"]
+    held_mib = READY_MIB + growth  # beside the cache
+    estimate_mib = share["gpu"]["context_mib"] + share["memory"]["total"] - share["memory"]["kv"]
+    free_mib = share["gpu"]["free_mib"] + share["gpu"]["held_back_mib"]
+    second = home.plan_with()
+    said = reserve(second)
+    seen_mib = max(0.0, held_mib - estimate_mib)
+    assumed_mib = float(reserve(first)["value"].split()[0].replace(",", "")) - 150
+    assert said["reason"] == f"150 vLLM's own margin + {seen_mib:,.0f} seen in service, assumed were {assumed_mib:,.0f}"
+    assert said["source"] == "measured"
+    kv_mib = second["placement"]["shares"][0]["memory"]["kv"]
+    assert kv_mib == pytest.approx(free_mib - held_mib - 150, abs=1)
+    with home.serving(**SETTINGS) as serving:
+        serving.wait_ready()
+        assert f"--kv-cache-memory-bytes {second['launch']['kv_bytes']} " in home.started[-1]
+        assert reserve(serving.document("plan")) == said
+        serving.terminate()
+    home.engine_gone()
+    assert "seen in service" in home.command("plan", "--explain", beside=None, **SETTINGS).stdout
+
+
+def test_growth_counts_at_once_and_a_small_need_only_after_the_largest_work(home: GpuHome) -> None:
+    home.grows(0)
+    before = home.plan_with()
+    with home.serving(**SETTINGS) as serving:
+        serving.wait_ready()
+        eventually(lambda: serving.document("status")["gpu_memory"])
+        assert serving.chat()[0] == 200
+        serving.event("memory_seen")
+        serving.terminate()
+    home.engine_gone()
+    assert decided(home.plan_with()) == decided(before)
+    home.grows(3000)
+    assert serve(home, requests=3)["is_whole"] is False
+    assert "seen in service" in reserve(home.plan_with())["reason"]
+
+
+def test_a_reserve_that_was_asked_for_stays_and_is_said(home: GpuHome) -> None:
+    home.grows(3000)
+    serve(home, requests=REQUESTS, reserve_mib="700")
+    said = reserve(home.plan_with(reserve_mib="700"))
+    assert said["value"] == "700 MiB"
+    assert said["reason"].startswith("700 asked for; ")
+    assert said["reason"].endswith("beyond the estimate were seen in service and are not used")
+    assert "--kv-cache-memory-bytes" not in home.started[-1]
+
+
+def test_a_driver_that_tells_of_no_process_tells_nothing(home: GpuHome) -> None:
+    home.set_engine(*OF_THE_MODEL)
+    before = home.plan_with()
+    with home.serving(**SETTINGS) as serving:
+        serving.wait_ready()
+        for _ in range(3):
+            assert serving.chat()[0] == 200
+        assert serving.document("status")["gpu_memory"] is None
+        serving.terminate()
+    assert "memory_seen" not in serving.names()
+    assert decided(home.plan_with()) == decided(before)
+    assert not list(home.profiles.glob("*.peak"))
+
+
+def test_a_broken_file_is_said_and_costs_nothing(home: GpuHome) -> None:
+    home.grows(100)
+    serve(home, requests=REQUESTS)
+    (path,) = home.profiles.glob("*.peak")
+    document = json.loads(path.read_text())
+    document["cards"][0]["peak_mib"] = -1
+    path.write_text(json.dumps(document))
+    assert "seen in service" not in reserve(home.plan_with())["reason"]
+    serve(home, requests=REQUESTS)
+    assert path.with_suffix(".peak-corrupt").exists()
+    assert "seen in service" in reserve(home.plan_with())["reason"]
