@@ -97,7 +97,7 @@ class Inputs:
     draft: Model | None = None  # of speculative decoding
     hosts: tuple[Host, ...] = ()  # that serve with this one, by rank; empty before they joined: taken to be alike
     dram_gb_s_max: float = math.inf  # of host memory that was not measured no more is assumed
-    memory_peak: MemoryPeak | None = None  # of GPUs, seen while an earlier start served
+    memory_peaks: tuple[MemoryPeak, ...] = ()  # of GPUs, seen while earlier starts served
 
     @property
     def draft_path(self) -> str | None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from appliance.plan.plan import Plan
 from appliance.values import dataclass
 
+_MOST_MIB = 2**30  # of any card: beyond it a figure is damaged
+
 
 @dataclass(frozen=True, kw_only=True)
 class CardPeak:
@@ -24,24 +26,24 @@ class CardPeak:
 
     @property
     def is_possible(self) -> bool:
-        return 0 <= self.kv_mib <= self.peak_mib and 0 < self.ready_mib <= self.peak_mib
+        return 0 <= self.kv_mib <= self.peak_mib <= _MOST_MIB and 0 < self.ready_mib <= self.peak_mib
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeak:
     """`cards` are those of the plan's shares, in their order. `is_whole`: the engine has done what takes most memory,
-    else its peak may still come."""
+    else its peak may still come, and decides nothing."""
 
     plan: Plan  # that served, without its choices
     cards: tuple[CardPeak, ...]
     is_whole: bool = False
 
-    def merged_with(self, before: MemoryPeak | None) -> MemoryPeak:
-        """What to keep of both: the higher peak of one configuration; of two, the one whose work was seen."""
-        if before is None:
-            return self
-        if _configuration(before.plan) != _configuration(self.plan):
-            return before if before.is_whole and not self.is_whole else self
+    def is_of(self, plan: Plan) -> bool:
+        """Whether it is one configuration with the plan that served."""
+        return _configuration(self.plan) == _configuration(plan)
+
+    def merged_with(self, before: MemoryPeak) -> MemoryPeak:
+        """The higher peak of one configuration."""
         pairs = zip(self.cards, before.cards, strict=True)
         cards = tuple(max(pair, key=lambda card: card.beside_kv_mib) for pair in pairs)
         return replace(self, cards=cards, is_whole=self.is_whole or before.is_whole)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -37,11 +37,14 @@ def query_gpus(
     *,
     child: Sequence[str] = CHILD,
     timeout_s: float = TIMEOUT_S,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> GpuProbe:
-    """What NVML says. Without its library no child is started, and no GPU is known."""
+    """What NVML says. Without its library no child is started, and no GPU is known. The child is ended as soon as
+    `is_wanted` says no, from whichever thread."""
     found, seen = find(NVML, root, environment, volume), GpuProbe()
     if found.library is not None:
-        seen = only_visible(_ask_child(reaching(environment, found.folder, volume), child, timeout_s), environment)
+        told = _ask_child(reaching(environment, found.folder, volume), child, timeout_s, is_wanted)
+        seen = only_visible(told, environment)
     elif (root / "dev/nvidiactl").exists() or (root / "proc/driver/nvidia").exists():
         seen = GpuProbe(problem=f"the NVIDIA driver is here but {NVML} is not: start the container with --gpus all")
     return replace(seen, warnings=(*seen.warnings, *found.refused))
@@ -120,9 +123,11 @@ def _is_named(gpu: Gpu, word: str) -> bool:
     return gpu.mig_profile is None and word == str(gpu.index)
 
 
-def _ask_child(environment: Mapping[str, str], child: Sequence[str], timeout_s: float) -> GpuProbe:
+def _ask_child(
+    environment: Mapping[str, str], child: Sequence[str], timeout_s: float, is_wanted: Callable[[], bool]
+) -> GpuProbe:
     try:
-        finished = run(child, timeout_s=timeout_s, environment=environment)
+        finished = run(child, timeout_s=timeout_s, environment=environment, is_wanted=is_wanted)
     except RunTimeout:
         return GpuProbe(problem=f"NVML did not answer within {timeout_s:g} s: the driver hangs")
     except OSError as error:

@@ -102,6 +102,12 @@ class ProfileFiles:
             yield
 
     @contextmanager
+    def locked_at_once(self, id_: str) -> Iterator[bool]:
+        """Whether it is ours: what can be done later waits for nobody. Raises VolumeError."""
+        with self._lock(self.path(id_, ".lock"), wait=False) as is_ours:
+            yield is_ours
+
+    @contextmanager
     def tuning(self, id_: str) -> Iterator[bool]:
         """Whether it is ours: nobody waits for another's measuring. Raises VolumeError."""
         with self._lock(self.path(id_, ".tuning"), wait=False) as is_ours:

@@ -5,14 +5,15 @@ A file that cannot be read is set aside, never fatal. What lies in which file: R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from appliance.disk import Disk
 from appliance.errors import ConfigError
-from appliance.plan import MemoryPeak
+from appliance.plan import MemoryPeak, Plan
+from appliance.probe import Gpu
 from appliance.profile.files import ProfileFiles, refusing
 from appliance.profile.marks import Marks, ProfileStatus
 from appliance.profile.peaks import MemoryPeaks
@@ -119,12 +120,14 @@ class ProfileStore:
         return not (profile.disturbance and old is not None and old.disturbance is None)
 
     def forget(self, id_: str) -> Removed:
-        """Removes the profile and its pin, also one of another schema or a damaged one. Frees space, needs none.
+        """Removes the profile and its pin, also one of another schema or a damaged one, and the memory peak of its key,
+        also where there is no profile. Frees space, needs none.
 
         The pin goes first: should it break off in between, an unpinned profile is left and not a pin without one,
         which a later profile of the same key would inherit.
         """
-        name = _only_one([each for each in self._files.ids() if each.startswith(id_)], id_)
+        there = {*self._files.ids(), *self._files.ids(".peak")}
+        name = _only_one([each for each in there if each.startswith(id_)], id_)
         path = self._files.path(name)
         with self._files.locked(name), refusing(f"profile cannot be removed: {path}"):
             profile = self._reader.peek(name)
@@ -198,13 +201,18 @@ class ProfileStore:
         """Of a tuning for this key that was broken off; empty where there is none, or it cannot be read."""
         return self._unfinished.kept(key)
 
-    def peak(self, key: Key) -> MemoryPeak | None:
-        """What an engine of this key was seen to hold while it served. Changes nothing."""
-        return self._peaks.kept(key)
+    def peaks(self, key: Key, gpus: Sequence[Gpu]) -> tuple[MemoryPeak, ...]:
+        """What engines of this key were seen to hold while they served, as far as these GPUs can. Changes nothing."""
+        return self._peaks.kept(key, gpus)
 
-    def keep_peak(self, key: Key, peak: MemoryPeak) -> MemoryPeak:
-        """For later starts, with what was kept before; returns both as one. Raises VolumeError."""
-        return self._peaks.keep(key, peak)
+    def keep_peak(self, key: Key, peak: MemoryPeak, gpus: Sequence[Gpu]) -> bool:
+        """For later starts, with what was kept before. False where another is at work there. Raises VolumeError."""
+        return self._peaks.keep(key, peak, gpus)
+
+    def doubt_peak(self, key: Key, plan: Plan) -> bool:
+        """The engine needed more than was seen of this plan. False where another is at work there. Raises
+        VolumeError."""
+        return self._peaks.doubt(key, plan)
 
     def tuning(self, key: Key) -> AbstractContextManager[bool]:
         """Whether this process may measure for the key: one at a time, since two would spoil each other's figures."""

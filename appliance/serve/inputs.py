@@ -51,9 +51,10 @@ class StartInputs:
         key = Key(parts={**self.key.parts, "cpu_variant": kernels.variant})
         return replace(self, inputs=self.inputs.with_kernels(kernels), key=key)
 
-    def with_memory_peak(self, store: ProfileStore) -> StartInputs:
-        """With what an engine of an earlier start held of the GPUs, where one was seen to serve."""
-        return replace(self, inputs=replace(self.inputs, memory_peak=store.peak(self.key)))
+    def with_memory_peaks(self, store: ProfileStore) -> StartInputs:
+        """With what engines of earlier starts held of the GPUs, where they were seen to serve."""
+        peaks = store.peaks(self.key, self.inputs.hardware.gpus.gpus)
+        return replace(self, inputs=replace(self.inputs, memory_peaks=peaks))
 
     def on(self, hardware: Hardware) -> StartInputs:
         """For the machine as another probe found it."""

@@ -41,6 +41,7 @@ async def wait_loaded(served: ServedModel) -> None:
             await on_ready(served)
             return
         error = served.start.engine.as_error(crash)
+        await served.memory_watch.on_death(before, error)
         lines = served.logs.take(supervisor) if supervisor else ()
         if isinstance(error, KernelsError):
             plan = await plan_without(served, before.cpu_variant if before else None, error)

@@ -59,7 +59,7 @@ class ServedModel:
         number: int = 0,
     ) -> None:
         first, second, self.trial_socket = socket_paths(start.settings.runtime_dir, number)
-        self.start = start.with_memory_peak(store)
+        self.start = start.with_memory_peaks(store)
         self._spaces: dict[tuple[KvCheck, ...], Space] = {}  # of all plans, each built once for these inputs
         self.space = self._space_with(())
         self.environment = environment

@@ -54,7 +54,9 @@ async def _until_given_up(served: ServedModel, backend: Backend) -> None:
         served.memory_watch.run(backend.traffic),
     )
     if not failing.cancelled():
-        raise _ending(served, failing.result())
+        error = _ending(served, failing.result())
+        await served.memory_watch.on_death(served.host.plan, error)
+        raise error
     for task in beside:
         if not task.cancelled():
             task.result()  # none ever ends but by an error, which is the end of serving
@@ -79,6 +81,7 @@ async def _follow_state(served: ServedModel) -> None:
         if supervisor is before and was_ready and not is_ready and crash is not None:
             served.report.phase(Phase.RESTARTING, crash.describe())
             _report_death(served, crash)
+            await served.memory_watch.on_death(served.host.plan, served.start.engine.as_error(crash, served=True))
         if is_ready and (not was_ready or supervisor is not before):
             await on_ready(served)
         was_ready, before = is_ready, supervisor

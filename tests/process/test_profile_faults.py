@@ -19,19 +19,24 @@ import pytest
 
 from appliance.disk import Disk
 from appliance.errors import VolumeError
-from appliance.plan import MemoryPeak
+from appliance.plan import CardPeak, MemoryPeak
 from appliance.profile import Profile, ProfileStore, dump_profile
 from appliance.profile.partial import dump_partial
 from appliance.tune.partial import Partial
 from tests.builders import BUSY, PARTIAL, key, measured, profile
+from tests.golden.vllm_plans import hardware
 from tests.mounts import tmpfs
+from tests.unit.engines.vllm.planning.vllm_spaces import ADA, best
 
 ROOT = Path(__file__).parents[2]
 OLD = profile(speed="old")
 NEW = profile(speed="new " + "x" * 5000)
 OTHER = profile(key("b2"), speed="another build")
 DATA = dump_profile(OLD).encode()
-PEAK, HIGHER = MemoryPeak(plan=OLD.plan, cards=()), MemoryPeak(plan=OLD.plan, cards=(), is_whole=True)
+GPUS = hardware(ADA).gpus.gpus
+ON_CARD = replace(best(ADA), choices=())
+CARDS = (CardPeak(device=ON_CARD.placement.shares[0].gpu.id, kv_mib=9000.5, ready_mib=20_000, peak_mib=20_600),)
+PEAK, HIGHER = MemoryPeak(plan=ON_CARD, cards=CARDS), MemoryPeak(plan=ON_CARD, cards=CARDS, is_whole=True)
 BEGUN = Partial(measurements=OLD.measurements[:1])
 FURTHER = replace(PARTIAL, measurements=(*OLD.measurements, measured(OLD.plan, conditions=BUSY)))
 OPERATIONS = (
@@ -90,7 +95,8 @@ ACTIONS: dict[str, tuple[Action, tuple[Profile | None, ...]]] = {
     "save": (lambda store: store.save(NEW), (OLD, NEW)),
     "save what was disturbed": (lambda store: store.save(replace(NEW, disturbance="heat")), (OLD,)),
     "keep": (lambda store: store.keep(OLD.key, FURTHER), (OLD,)),
-    "keep a peak": (lambda store: store.keep_peak(OLD.key, HIGHER), (OLD,)),
+    "keep a peak": (lambda store: store.keep_peak(OLD.key, HIGHER, GPUS), (OLD,)),
+    "doubt a peak": (lambda store: store.doubt_peak(OLD.key, ON_CARD), (OLD,)),
     "save another": (lambda store: store.save(OTHER), (OLD,)),
     "pin": (lambda store: store.pin(OLD.key.id), (OLD,)),
     "unpin": (lambda store: store.unpin(OLD.key.id), (OLD,)),
@@ -115,8 +121,8 @@ def prepared(folder: Path, action: str) -> list[str]:
     if action in ("mark stale again", "save over stale", "forget stale", "ask for stale"):
         assert store.mark_stale(OLD, BEFORE)
     store.keep(OLD.key, BEGUN)
-    if action == "keep a peak":
-        store.keep_peak(OLD.key, PEAK)
+    if action.endswith("a peak"):
+        store.keep_peak(OLD.key, HIGHER if action == "doubt a peak" else PEAK, GPUS)
     for kind in ("json", "partial", "stale"):
         (folder / f".{OLD.key.id}.{kind}.0011.tmp").write_bytes(b"{half")  # of a writer that was killed
     return []
@@ -145,7 +151,7 @@ def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
     for path in folder.glob("[!.]*.partial"):
         assert path.read_text() in {dump_partial(OLD.key, seen) for seen in (BEGUN, FURTHER)}
     assert store.kept(OLD.key) in (BEGUN, FURTHER, Partial())
-    assert store.peak(OLD.key) in (None, PEAK, HIGHER)
+    assert store.peaks(OLD.key, GPUS) in ((), (PEAK,), (HIGHER,))
     # And it works: a pin that is there is one that can be lifted.
     if found is not None:
         store.unpin(found.key.id)

@@ -49,7 +49,7 @@ async def query_metrics(socket_path: Path) -> bytes:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             answer = await answer_of(socket_path, request)
-    except TimeoutError:
+    except (OSError, ValueError):  # too late, or no HTTP
         answer = None
     return answer[1] if answer else b""
 

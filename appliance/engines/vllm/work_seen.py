@@ -11,7 +11,10 @@ from appliance.plan import Plan
 REQUESTS_MIN = 20
 MOST_OF_A_STEP = 0.9
 # Histogram over requests: tokens of the prompt that were computed, in buckets of 1, 2, 5, 10, … (v1/metrics/loggers.py)
-_BUCKET = re.compile(rb'^vllm:request_prefill_kv_computed_tokens_bucket\{[^}]*le="([^"]+)"[^}]*\} ([0-9.e+]+)$', re.M)
+_NUMBER = rb"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+_BUCKET = re.compile(
+    rb'^vllm:request_prefill_kv_computed_tokens_bucket\{[^}]*le="(\+Inf|%b)"[^}]*\} (%b)$' % (_NUMBER, _NUMBER), re.M
+)
 
 
 def has_filled_a_step(answer: bytes, plan: Plan) -> bool:

@@ -37,8 +37,8 @@ class Estimate:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """As they were seen, where all of their work was."""
-        if self.seen_mib is None or not self._is_whole:
+        """As they were seen to be in service, else as estimated."""
+        if self.seen_mib is None:
             return self._estimated
         pairs = zip(self._estimated, self.seen_mib, strict=True)
         return tuple(replace(stage, memory=corrected(stage.memory, mib)) for stage, mib in pairs)
@@ -46,22 +46,12 @@ class Estimate:
     @cached_property
     def seen_mib(self) -> tuple[float, ...] | None:
         """Of each stage, what an earlier start held of a card beyond the estimate. None where it decides nothing."""
-        found = None if is_decided(self.facts) else self.seen_beyond_mib
-        if found is None or self._is_whole:
-            return found
-        ranks = self.option.layout.tensor
-        is_more = any(found[at // ranks] > reserve.growth_mib for at, reserve in enumerate(self._assumed_reserves))
-        return found if is_more else None
+        return None if is_decided(self.facts) else self.seen_beyond_mib
 
     @property
     def seen_beyond_mib(self) -> tuple[float, ...] | None:
-        """The same, also where the user has decided otherwise."""
+        """The same, also where it was decided otherwise."""
         return beyond_estimate(self.facts, self.option, self._estimated)
-
-    @property
-    def _is_whole(self) -> bool:
-        peak = self.facts.given.memory_peak
-        return peak is not None and peak.is_whole
 
     @cached_property
     def largest(self) -> Stage:
@@ -93,7 +83,7 @@ class Estimate:
             return self._assumed_reserves
         seen = (self.seen_mib[at // self.option.layout.tensor] for at in range(len(self.option.cards)))
         pairs = zip(self._assumed_reserves, seen, strict=True)
-        return tuple(resized(reserve, mib, is_whole=self._is_whole) for reserve, mib in pairs)
+        return tuple(resized(reserve, mib) for reserve, mib in pairs)
 
     @cached_property
     def _assumed_reserves(self) -> tuple[Reserve, ...]:

@@ -60,6 +60,7 @@ class RankMemory:
     graphs: float
     vision: float
     context: float  # CUDA context, PyTorch's and NCCL's own
+    sampling: float = 0.0  # of the activations: where all sequences are sampled at once, beyond a forward pass
 
     @property
     def beside_kv(self) -> float:
@@ -117,9 +118,11 @@ def rank_memory(
 ) -> RankMemory:
     """Of a rank of one stage. `gpu` None: the host."""
     layers = len(stage_kinds(shape, layout, stage))
+    activation = activation_mib(shape, dtype, batch, layout.tensor)
     return RankMemory(
         weights=weights_mib(shape, dtype, layout, stage),
-        activation=activation_mib(shape, dtype, batch, layout.tensor),
+        activation=activation,
+        sampling=activation - forward_mib(shape, dtype, batch, layout.tensor),
         graphs=0.0 if gpu is None else graphs_mib(layers, graph_sizes, graph_mode),
         vision=assumed.VISION_MIB.value if has_vision and shape.has_vision else 0.0,
         context=0.0 if gpu is None else context_mib(gpu, layout.ranks),
@@ -153,7 +156,13 @@ def ends_mib(shape: Shape, dtype: str) -> tuple[float, float]:
 
 
 def activation_mib(shape: Shape, dtype: str, batch: Batch, tensor: int = 1) -> float:
-    """Peak of one forward pass over a full batch: what lives at once in the widest part of a layer, or in the sampler.
+    """Peak of one step over a full batch: in the forward pass, or in the sampler."""
+    sampler = batch.seqs * (1 + batch.drafted) * shape.vocabulary * SAMPLER_BYTES
+    return max(forward_mib(shape, dtype, batch, tensor), sampler * assumed.ACTIVATION_SHARE.value / MIB)
+
+
+def forward_mib(shape: Shape, dtype: str, batch: Batch, tensor: int = 1) -> float:
+    """What lives at once in the widest part of a layer.
 
     Dense: residual, its norm, and gate, up and their product. Experts: the gathered inputs and both products of each
     token and expert. Attention: query, key, value and their output.
@@ -168,9 +177,7 @@ def activation_mib(shape: Shape, dtype: str, batch: Batch, tensor: int = 1) -> f
         state = shape.linear
         linear = (4 * state.key_heads * state.key_length + 6 * state.value_heads * state.value_length) // tensor
     widest = max(attention, dense, routed, linear)
-    forward = batch.tokens * (always + widest) * size
-    sampler = batch.seqs * (1 + batch.drafted) * shape.vocabulary * SAMPLER_BYTES
-    return max(forward, sampler) * assumed.ACTIVATION_SHARE.value / MIB
+    return batch.tokens * (always + widest) * size * assumed.ACTIVATION_SHARE.value / MIB
 
 
 def graphs_mib(layers: int, sizes: Sequence[int], mode: str) -> float:

@@ -250,12 +250,17 @@ def _reserve(estimate: Estimate) -> Iterator[Choice]:
     unused = ""
     if seen_mib is not None and is_decided(estimate.facts):
         unused = f"; {max(0.0, *seen_mib):,.0f} beyond the estimate were seen in service and are not used"
+        unused += ": nothing would fit" if estimate.facts.ignores_peaks else ""
     are_alike = len(set(estimate.reserves)) == 1
     for card, reserve in zip(estimate.option.cards, estimate.reserves, strict=True):
         name = "reserve" if are_alike else f"reserve of GPU {card.index}"
         each = " each" if are_alike and len(estimate.option.cards) > 1 else ""
         yield Choice(
-            name=name, value=f"{reserve.mib:,.0f} MiB{each}", reason=reserve.describe() + unused, source=source
+            name=name,
+            value=f"{reserve.mib:,.0f} MiB{each}",
+            reason=reserve.describe() + unused,
+            source=source,
+            is_refusal=estimate.facts.ignores_peaks,
         )
         if are_alike:
             return

@@ -1,6 +1,7 @@
 """What an earlier start held of its cards beside the KV cache, in place of what is assumed to grow after readiness.
 
-Only of the configuration that served: tokens of a step, ranks and graphs decide what is held, the context does not.
+Only once its largest work was seen: before, what is held contains no activations. Only of the configuration that
+served: tokens of a step, ranks and graphs decide what is held, the context does not.
 Such a plan is given its cache in bytes. What the estimate of weights, activations and graphs is wrong by is in the
 figure as well, so that `free - held beside the cache - margin` are left for the cache, whatever was assumed. Pure.
 """
@@ -19,36 +20,40 @@ from appliance.plan import MemoryPeak
 
 
 def beyond_estimate(facts: Facts, option: Option, stages: Sequence[Stage]) -> tuple[float, ...] | None:
-    """MiB of each stage that were held beyond its estimate, of the rank with most; below 0 where it was less. None
-    where this configuration was not seen."""
-    peak = facts.given.memory_peak
-    if peak is None or not _is_of(peak, facts, option):
+    """MiB of each stage that were held beyond its estimate, of the rank with most; below 0 where it was less. What
+    sampling takes beyond a forward pass is left out, as a prompt does not show it. None where this configuration was
+    not seen."""
+    peak = next((each for each in facts.given.memory_peaks if each.is_whole and _is_of(each, facts, option)), None)
+    if peak is None:
         return None
     held = [card.beside_kv_mib for card in peak.cards]
     ranks = option.layout.tensor
-    return tuple(max(held[at * ranks : (at + 1) * ranks]) - stage.memory.beside_kv for at, stage in enumerate(stages))
+    return tuple(
+        max(held[at * ranks : (at + 1) * ranks]) - (stage.memory.beside_kv - stage.memory.sampling)
+        for at, stage in enumerate(stages)
+    )
 
 
 def is_decided(facts: Facts) -> bool:
-    """By the user: what is left free, or how much the cache takes. Then what was seen is not used."""
+    """By the user: what is left free, or how much the cache takes; or since nothing fits beside what was seen. Then it
+    is not used."""
     pins = facts.pins
-    return facts.settings.is_set("reserve_mib") or pins.utilization is not None or pins.kv_bytes is not None
+    is_asked = facts.settings.is_set("reserve_mib") or pins.utilization is not None or pins.kv_bytes is not None
+    return is_asked or facts.ignores_peaks
 
 
-def resized(reserve: Reserve, beyond_mib: float, *, is_whole: bool) -> Reserve:
-    """With what was seen in place of the parts that stand for growth. Before the work that takes most was seen, what is
-    assumed is the least."""
-    seen_mib = max(0.0, beyond_mib, 0.0 if is_whole else reserve.growth_mib)
+def resized(reserve: Reserve, beyond_mib: float) -> Reserve:
+    """With what was seen in place of the parts that stand for growth."""
     words = f"seen in service, assumed were {reserve.growth_mib:,.0f}"
-    return Reserve(parts=(*reserve.lasting, (words, seen_mib)))
+    return Reserve(parts=(*reserve.lasting, (words, max(0.0, beyond_mib))))
 
 
 def corrected(memory: RankMemory, beyond_mib: float) -> RankMemory:
     """Less was held of what the estimate assumes, the widest guess first, where less was held of all."""
     less_mib, parts = max(0.0, -beyond_mib), {}
-    for name in ("activation", "vision", "graphs"):
+    for name, least_mib in (("activation", memory.sampling), ("vision", 0.0), ("graphs", 0.0)):
         assumed_mib: float = getattr(memory, name)
-        parts[name] = max(0.0, assumed_mib - less_mib)
+        parts[name] = max(least_mib, assumed_mib - less_mib)
         less_mib -= assumed_mib - parts[name]
     return replace(memory, **parts)
 

@@ -27,6 +27,7 @@ from appliance.engines.vllm.planning.speculation import (
 )
 from appliance.engines.vllm.planning.speed import costs_of
 from appliance.engines.vllm.planning.stages import Option
+from appliance.errors import ModelDoesNotFitError
 from appliance.plan import (
     Allocated,
     Choice,
@@ -54,7 +55,7 @@ class Space(doors.Space):
 
     @cached_property
     def _best(self) -> Estimate:
-        return choose(self._facts)
+        return _chosen(self._facts)
 
     @cached_property
     def best(self) -> Plan:
@@ -68,7 +69,7 @@ class Space(doors.Space):
         if kind is None:
             return self.best
         speculation = speculation_of(kind, UNMEASURED)
-        plan = plan_of(choose(self._facts.speculating(speculation)))
+        plan = plan_of(_chosen(self._facts.speculating(speculation)))
         source = self._facts.settings.sources["speculation"]
         why = f"asked for; {speculation.describe()}"
         choice = Choice(name="speculation", value=kind, reason=why, source=source)
@@ -224,6 +225,16 @@ class Space(doors.Space):
             block_size=launch.asked_block_size,
             kv_bytes=launch.kv_bytes if cards else None,
         )
+
+
+def _chosen(facts: Facts) -> Estimate:
+    """What was seen in service stops no start: where nothing fits beside it, it is left out and said."""
+    try:
+        return choose(facts)
+    except ModelDoesNotFitError:
+        if not facts.given.memory_peaks:
+            raise
+        return choose(replace(facts, ignores_peaks=True))
 
 
 def _same_cards(plan: Plan, cards: tuple[Gpu, ...]) -> tuple[Gpu, ...] | None:

@@ -50,6 +50,18 @@ def test_what_agrees_is_said_by_nobody() -> None:
 
 
 @pytest.mark.parametrize(
+    "answer", [b"x" * 200_000, b"HTTP/1.0 " + b"2" * 5000 + b" OK\r\n\r\n", b"", b"HTTP/1.0 200 OK\r\n\r\nodd"]
+)
+async def test_an_answer_that_is_none_tells_nothing(answer: bytes, tmp_path: Path) -> None:
+    async def say(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_unix_server(say, tmp_path / "engine.sock"):
+        assert await query_cache_config(tmp_path / "engine.sock") == CacheConfig()
+
+
+@pytest.mark.parametrize(
     ("told", "words"),
     [
         (replace(TOLD, tokens=32_768), "its log has 32,896 tokens, its metrics 32,768"),

@@ -38,6 +38,12 @@ def test_the_plan_of_these_tests_reads_2048_tokens_in_a_step() -> None:
         (b"", False),
         (b"vllm:num_requests_running 1.0\n\xff", False),
         (metrics(*[30] * 19, 2001).replace(b"_tokens_bucket", b"_bucket"), False),
+        (metrics(*[30] * 19, 2001).replace(b" 20.0\n", b" 2e+1\n"), True),
+        *(
+            (metrics(*[30] * 19, 2001).replace(b" 20.0\n", odd), False)
+            for odd in (b" .\n", b" 1e\n", b" NaN\n", b" +\n")
+        ),
+        (metrics(*[30] * 19, 2001).replace(b'le="+Inf"', b'le="x"').replace(b" 19.0\n", b" ..\n"), False),
     ],
 )
 def test_a_full_step_among_enough_requests(answer: bytes, is_done: bool) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.planning.memory import MIB, Reserve, reserve_of
+from appliance.engines.vllm.planning.memory import MIB, Batch, Reserve, forward_mib, reserve_of
 from appliance.engines.vllm.planning.seen import resized
+from appliance.engines.vllm.planning.shape import shape_of
 from appliance.engines.vllm.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.plan import Allocated, CardPeak, MemoryPeak, Plan, Speculation, with_launch
@@ -40,7 +41,7 @@ def seen(plan: Plan, beyond_mib: float, *, is_whole: bool = True) -> MemoryPeak:
 
 def space(peak: MemoryPeak | None, machine: str = ADA, **flags: str) -> Space:
     given = inputs(hardware(machine), folder_model(MODELS[machine]), flags)
-    return Space(replace(given, memory_peak=peak))
+    return Space(replace(given, memory_peaks=() if peak is None else (peak,)))
 
 
 def free_mib(plan: Plan, at: int = 0) -> float:
@@ -74,10 +75,49 @@ def test_what_was_held_beside_the_cache_is_left_for_it_again(beyond_mib: int) ->
     assert 0 < (launch(plan).utilization or 0) <= (launch(FIRST).utilization or 0)  # the engine starts where it did
 
 
-def test_before_the_largest_work_was_seen_only_growth_counts() -> None:
-    assert space(seen(FIRST, 200, is_whole=False)).best == FIRST
-    grown = space(seen(FIRST, 900, is_whole=False)).best
-    assert held_back_mib(grown) == pytest.approx(MARGIN_MIB + 900, abs=1)
+def test_before_the_largest_work_was_seen_a_peak_decides_nothing() -> None:
+    """Without activations it would leave more for the cache than vLLM itself finds, or less than it was left with."""
+    kv_mib = FIRST.placement.shares[0].memory.kv
+    left = Allocated(kv=kv_mib - 300)
+    for beyond_mib in (-600, 0, 200, 900, 2000):
+        there = space(seen(FIRST, beyond_mib, is_whole=False))
+        assert there.best == FIRST
+        assert there.now(FIRST, left) == space(None).now(FIRST, left)
+
+
+def test_one_configuration_of_several_is_found() -> None:
+    other = seen(with_launch(FIRST, max_num_seqs=8), 3000)
+    wanted = seen(FIRST, 900)
+    given = inputs(hardware(ADA), folder_model(MODELS[ADA]), {})
+    both = Space(replace(given, memory_peaks=(other, replace(wanted, is_whole=False), wanted))).best
+    assert both == space(wanted).best
+
+
+def test_what_sampling_takes_beyond_a_prompt_stays_beside_what_was_seen() -> None:
+    """A full step tells nothing of all sequences that are sampled at once."""
+    many = {"parallel": "256"}
+    first = space(None, **many).best
+    (share,) = first.placement.shares
+    shape = shape_of(folder_model(MODELS[ADA]))
+    batch = Batch(tokens=launch(first).max_num_batched_tokens, seqs=256)
+    sampling_mib = share.memory.compute - forward_mib(shape, launch(first).dtype, batch)
+    assert sampling_mib > 100
+    for beyond_mib in (-600, 0, 900):
+        peak = seen(first, beyond_mib)
+        plan = space(peak, **many).best
+        left_mib = free_mib(plan) - peak.cards[0].beside_kv_mib - MARGIN_MIB
+        assert plan.placement.shares[0].memory.kv == pytest.approx(left_mib - sampling_mib, abs=1)
+
+
+def test_a_peak_beside_which_nothing_fits_is_left_out_and_said() -> None:
+    share = FIRST.placement.shares[0]
+    peak = seen(FIRST, share.memory.kv + 1000)
+    plan = space(peak).best
+    assert (launch(plan), plan.placement) == (launch(FIRST), FIRST.placement)
+    (said,) = (choice for choice in plan.choices if choice.name == "reserve")
+    assert said.is_refusal
+    assert said.reason.endswith("seen in service and are not used: nothing would fit")
+    assert space(peak, speculation="ngram").predicted.speculation is not None
 
 
 @pytest.mark.parametrize(
@@ -135,6 +175,35 @@ def test_a_measured_plan_that_would_not_fit_at_its_peak_is_passed_over() -> None
     assert "40,960 tokens" in lacking
 
 
+@given(
+    st.sampled_from(sorted(MODELS)),
+    st.integers(-4000, 30_000),
+    st.integers(0, 2000),
+    st.sampled_from([{}, {"parallel": "256"}, {"ubatch": "8192"}]),
+)
+@settings(max_examples=examples(60))
+def test_cache_and_what_was_held_beside_it_are_never_above_what_is_free(
+    machine: str, beyond_mib: int, less_mib: int, flags: dict[str, str]
+) -> None:
+    first = space(None, machine, **flags).best
+    there = with_cards(machine)
+    cards = tuple(replace(card, vram_free_mib=max(0, (card.vram_free_mib or 0) - less_mib)) for card in there.gpus.gpus)
+    given_ = inputs(replace(there, gpus=replace(there.gpus, gpus=cards)), folder_model(MODELS[machine]), flags)
+    whole = seen(first, beyond_mib)
+    try:
+        unseen = Space(given_).best
+    except ModelDoesNotFitError:
+        return
+    assert Space(replace(given_, memory_peaks=(replace(whole, is_whole=False),))).best == unseen
+    plan = Space(replace(given_, memory_peaks=(whole,))).best
+    if not any("seen in service, assumed were" in choice.reason for choice in plan.choices):
+        return
+    for share, card in zip(plan.placement.shares, whole.cards, strict=True):
+        assert share.gpu.id == card.device
+        free_now_mib = share.gpu.free_mib + share.gpu.held_back_mib
+        assert share.memory.kv + card.beside_kv_mib + MARGIN_MIB <= free_now_mib + 1
+
+
 def test_the_cache_is_counted_by_the_engines_own_tokens() -> None:
     for machine in MODELS:
         there = space(None, machine)
@@ -162,7 +231,7 @@ def test_no_plan_counts_on_memory_that_is_not_there(
     there = with_cards(machine)
     cards = tuple(replace(card, vram_free_mib=max(0, (card.vram_free_mib or 0) - less_mib)) for card in there.gpus.gpus)
     there = replace(there, gpus=replace(there.gpus, gpus=cards))
-    given_ = replace(inputs(there, folder_model(MODELS[machine]), flags), memory_peak=peak)
+    given_ = replace(inputs(there, folder_model(MODELS[machine]), flags), memory_peaks=(peak,))
     try:
         plan = Space(given_).best
     except ModelDoesNotFitError:
@@ -176,12 +245,11 @@ def test_no_plan_counts_on_memory_that_is_not_there(
         assert asked_mib is None or reserve_mib == pytest.approx(asked_mib, abs=1e-6)
 
 
-@given(st.floats(-FAR, FAR), st.booleans(), st.booleans(), st.booleans())
+@given(st.floats(-FAR, FAR), st.booleans(), st.booleans())
 @settings(max_examples=examples(100))
-def test_a_reserve_is_never_below_what_stays(beyond_mib: float, is_whole: bool, late: bool, drafts: bool) -> None:
+def test_a_reserve_is_never_below_what_stays(beyond_mib: float, late: bool, drafts: bool) -> None:
     card = replace(hardware(ADA).gpus.gpus[0], display=True)
     assumed = reserve_of(card, 24_564.0, asked_mib=None, compiles_late=late, drafts=drafts)
-    found = resized(assumed, beyond_mib, is_whole=is_whole)
+    found = resized(assumed, beyond_mib)
     assert isinstance(found, Reserve)
     assert found.mib >= sum(mib for _, mib in assumed.lasting) == MARGIN_MIB + 256
-    assert found.mib >= (0 if is_whole else assumed.mib)
