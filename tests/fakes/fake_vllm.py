@@ -113,7 +113,7 @@ def worker(pipe: socket.socket, rank: int, options: argparse.Namespace) -> NoRet
                 watched.clear()
             rest = take_orders(running, rest + data)
         for number, progress in list(running.items()):
-            if options.fake_worker_error == "first":
+            if options.fake_worker_error == ("first" if number == 1 else "second"):
                 raised("WorkerProc hit an exception.", options.fake_error, "multiproc_executor.py:1189")
                 leave(1)
             progress[0] += 1
@@ -804,7 +804,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-exit", type=int, default=1)
     add("--fake-core-first-s", type=float, default=0.0, help="other hosts notice an end so long before the API server")
     add("--fake-end-with-leader", action="store_true", help="a headless process, once the leader's is gone")
-    add("--fake-worker-error", choices=["load", "first"], help="a worker raises, as it loads or at the first token")
+    add("--fake-worker-error", choices=["load", "first", "second"], help="a worker raises: as it loads, at a request")
     add("--fake-error", default="AssertionError")
     add("--fake-gpu", type=Path, metavar="FILE", help="what fakes/nvml reads: its first card has this engine's memory")
     add("--fake-gpu-mib", type=int, default=0, help="of that card beside the KV cache, as it is ready")

@@ -180,5 +180,7 @@ def test_a_child_that_prints_garbage(nvml_library: Path) -> None:
     environment = {"LD_LIBRARY_PATH": str(nvml_library.parent)}
     found = query_gpus(Path("/"), environment, child=(sys.executable, "-c", "print('hello')"))
     assert (found.problem or "").startswith("the NVML child printed no report")
+    unwanted = query_gpus(Path("/"), environment, child=("sleep", "3600"), timeout_s=3600, is_wanted=lambda: False)
+    assert unwanted.problem is not None
     missing = query_gpus(Path("/"), environment, child=("/nowhere/python",))
     assert (missing.problem or "").startswith("the NVML child could not be started")

@@ -19,17 +19,19 @@ from tests.process.stages.vllm_home import VllmHome
 
 MACHINE = "2x4090"
 CARD = "GPU-00000000-0000-0000-0000-000000000000"
-SETTINGS = {"devices": CARD, "idle_s": "1", "speculation": "off"}
+SETTINGS = {"devices": CARD, "speculation": "off"}
 OF_THE_MODEL = ("--block-size", "16", "--fake-block-bytes", "368640")  # SmolLM2-135M in bfloat16
 KV_MIB = 1024  # that the fake finds left on a first start
 READY_MIB = 1100  # beside it
 REQUESTS = 20
+RUNS_OUT = "torch.OutOfMemoryError: CUDA out of memory"
 LONG = "word " * 2010
 
 
 class GpuHome(VllmHome):
     """With one card in use of two; `engine_gone` is the driver that takes its memory back."""
 
+    program = "tests.fakes.quick_looks"
     engine_gone: Callable[[], None]
 
     def grows(self, mib: int) -> None:
@@ -130,8 +132,8 @@ def test_a_later_start_has_the_reserve_that_was_seen(growth: int, home: GpuHome)
     assert "seen in service" in home.command("plan", "--explain", beside=None, **SETTINGS).stdout
 
 
-def test_growth_counts_at_once_and_a_small_need_only_after_the_largest_work(home: GpuHome) -> None:
-    home.grows(0)
+def test_what_was_held_before_the_largest_work_decides_nothing(home: GpuHome) -> None:
+    home.grows(3000)
     before = home.plan_with()
     with home.serving(**SETTINGS) as serving:
         serving.wait_ready()
@@ -141,9 +143,44 @@ def test_growth_counts_at_once_and_a_small_need_only_after_the_largest_work(home
         serving.terminate()
     home.engine_gone()
     assert decided(home.plan_with()) == decided(before)
-    home.grows(3000)
     assert serve(home, requests=3)["is_whole"] is False
+    assert decided(home.plan_with()) == decided(before)
+
+
+@pytest.mark.parametrize("when", ["load", "first", "second"])
+def test_an_engine_that_runs_out_of_memory_is_no_measure_for_the_next(when: str, home: GpuHome) -> None:
+    home.grows(100)
+    before = home.plan_with()
+    serve(home, requests=REQUESTS)
     assert "seen in service" in reserve(home.plan_with())["reason"]
+    home.set_engine(*OF_THE_MODEL, "--fake-worker-error", when, "--fake-error", RUNS_OUT)
+    with home.serving(**SETTINGS) as serving:
+        if when != "second":
+            assert serving.wait_exit() == 41
+        else:
+            serving.wait_ready()
+            serving.chat()
+            serving.event("engine_died")
+            serving.terminate()
+    assert decided(home.plan_with()) == decided(before)
+
+
+def test_a_peak_that_no_card_can_hold_is_said_and_forgotten_by_its_id(home: GpuHome) -> None:
+    home.grows(100)
+    before = home.plan_with()
+    serve(home, requests=REQUESTS)
+    (path,) = home.profiles.glob("*.peak")
+    document = json.loads(path.read_text())
+    document["peaks"][0]["cards"][0]["peak_mib"] = 10**9
+    path.write_text(json.dumps(document))
+    assert decided(home.plan_with()) == decided(before)
+    with home.serving(**SETTINGS) as serving:
+        serving.wait_ready()
+        assert "is not believed, not used: 1,000,000,000 MiB of " in serving.event("profile_set_aside")["message"]
+        serving.terminate()
+    home.engine_gone()
+    assert home.command("profiles", "forget", path.stem).returncode == 0
+    assert not path.exists()
 
 
 def test_a_reserve_that_was_asked_for_stays_and_is_said(home: GpuHome) -> None:
@@ -175,7 +212,7 @@ def test_a_broken_file_is_said_and_costs_nothing(home: GpuHome) -> None:
     serve(home, requests=REQUESTS)
     (path,) = home.profiles.glob("*.peak")
     document = json.loads(path.read_text())
-    document["cards"][0]["peak_mib"] = -1
+    document["peaks"][0]["cards"][0]["peak_mib"] = -1
     path.write_text(json.dumps(document))
     assert "seen in service" not in reserve(home.plan_with())["reason"]
     serve(home, requests=REQUESTS)
