@@ -105,7 +105,7 @@ class MemoryWatch:
         finally:
             is_wanted = False
         supervisor = self._served.host.supervisor
-        if held is None or supervisor is None or supervisor.pid != engine.pid or engine is not self._engine:
+        if held is None or supervisor is None or supervisor.pid != engine.pid:
             return  # nobody can say, or another takes its place
         engine.peak = _risen(engine, held, is_whole=is_whole)
         kept = engine.kept

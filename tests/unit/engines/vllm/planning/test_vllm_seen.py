@@ -185,15 +185,14 @@ def test_a_measured_plan_that_would_not_fit_at_its_peak_is_passed_over() -> None
 def test_cache_and_what_was_held_beside_it_are_never_above_what_is_free(
     machine: str, beyond_mib: int, less_mib: int, flags: dict[str, str]
 ) -> None:
-    first = space(None, machine, **flags).best
     there = with_cards(machine)
     cards = tuple(replace(card, vram_free_mib=max(0, (card.vram_free_mib or 0) - less_mib)) for card in there.gpus.gpus)
     given_ = inputs(replace(there, gpus=replace(there.gpus, gpus=cards)), folder_model(MODELS[machine]), flags)
-    whole = seen(first, beyond_mib)
     try:
-        unseen = Space(given_).best
+        first, unseen = space(None, machine, **flags).best, Space(given_).best
     except ModelDoesNotFitError:
         return
+    whole = seen(first, beyond_mib)
     assert Space(replace(given_, memory_peaks=(replace(whole, is_whole=False),))).best == unseen
     plan = Space(replace(given_, memory_peaks=(whole,))).best
     if not any("seen in service, assumed were" in choice.reason for choice in plan.choices):
