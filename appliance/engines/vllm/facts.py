@@ -14,6 +14,7 @@ from appliance import documents
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
 from appliance.run import RunTimeout, run
+from appliance.settings import process_environment
 
 BINARY = "vllm"
 PYTHON = "python"  # beside it: Python with vLLM's packages and none of ours
@@ -61,6 +62,8 @@ def _environment(folder: Path) -> Mapping[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONSAFEPATH": "1",  # else the folder of the script, this one, would be searched for modules
         "VLLM_NO_USAGE_STATS": "1",
+        # While an image for CUDA is built something else stands there for the driver's library.
+        "LD_LIBRARY_PATH": process_environment().get("LD_LIBRARY_PATH", ""),
     }
 
 

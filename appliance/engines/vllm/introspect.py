@@ -25,6 +25,7 @@ LIBRARIES = ("torch", "triton", "flashinfer-python", "transformers", "tokenizers
 
 
 def main(out: Path) -> None:
+    settle_platform()
     found = {
         **version_facts(),
         **parser_facts(serve_parser()),
@@ -35,6 +36,17 @@ def main(out: Path) -> None:
         "libraries": libraries(),
     }
     out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def settle_platform() -> None:
+    """A build for CUDA is asked as one, of which no GPU is known: where it finds none it takes itself for a build of no
+    platform, which has no parser, and where it finds one some of its answers would be of that one."""
+    if import_module("torch").version.cuda is None:
+        return
+    platforms = import_module("vllm.platforms")
+    platforms.builtin_platform_plugins["cuda"] = lambda: "vllm.platforms.cuda.CudaPlatform"
+    # Else torch is asked, which ends with an error on any machine without a driver.
+    type(platforms.current_platform).get_device_capability = classmethod(lambda *_, **__: None)
 
 
 def version_facts() -> dict[str, str]:
