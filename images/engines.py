@@ -24,10 +24,11 @@ class EngineFiles:
     repository: str  # on GitHub, where its commit is: the bill of materials names it so
     folder: str  # only images of this engine have it
     binary: str  # `appliance engine-facts` asks it while the image is built
-    version_line: str  # what it says to --version, with {version}, {build} and {commit} of the matrix
+    version_line: str  # what it says to `version_argv`, with {version}, {build} and {commit} of the matrix
     packages: str  # what the runtime stage asks Debian for
     caches: Mapping[str, str]  # variable -> folder below the cache of this build; what is not named here goes to HOME
     gpu_files: re.Pattern[str]  # what cuobjdump is asked about
+    version_argv: tuple[str, ...] = ()  # what else is asked than the binary with --version
     # What an image may have beyond the others, and must have.
     tools: re.Pattern[str] | None = None
     headers: re.Pattern[str] | None = None
@@ -46,6 +47,11 @@ _VLLM = EngineFiles(
     folder="/opt/vllm",
     binary="/opt/vllm/bin/vllm",
     version_line="{version}",
+    version_argv=(
+        "/opt/vllm/bin/python",
+        "-c",
+        "import vllm; print(vllm.__version__)",
+    ),  # --version asks for a GPU first
     packages="g++ libc6-dev libgomp1 libpython3-dev libstdc++6 python3 tini",
     caches={
         "HOME": "home",
@@ -77,6 +83,7 @@ _VLLM = EngineFiles(
 _VLLM_ON_CPU = replace(
     _VLLM,
     version_line="{version}+cpu",
+    version_argv=(),
     packages="g++ libc6-dev libgomp1 libnuma1 libpython3-dev libstdc++6 libtcmalloc-minimal4 python3 tini",
     caches={
         "HOME": "home",

@@ -32,6 +32,7 @@ from images import (
     environment,
     gate,
     integrity,
+    libraries,
     licenses,
     model,
     packages,
@@ -67,6 +68,7 @@ CUDA_TOOLKIT = re.compile(
 HEADER = re.compile(r"\.(?:h|hh|hpp|cuh|inl)$")
 GPU_BACKEND = re.compile(r"(?:^|/)libggml-(?:cuda|hip|musa)\.so$")
 ELF_MACHINES: Mapping[Platform, int] = {"linux/amd64": 62, "linux/arm64": 183}
+FOREIGN_STUB = re.compile(r"/stubs/(?:aarch64|x86_64)-[^/]+/[^/]+\.so$")
 TOOL_PARTS = ("/cc1", "/cc1plus", "/dist-packages/pip/", "/site-packages/pip/", "/lib/pip/")
 LEFTOVER = re.compile(
     r"^(?:var/lib/apt/lists/.+|var/cache/apt/.+\.(?:bin|deb)|var/cache/ldconfig/aux-cache|var/log/.+|tmp/.+|root/\..+|"
@@ -94,11 +96,12 @@ class ImageSnapshot:
     config: Mapping[str, Any]  # of the image, as the engine inspects it
     tree: Tree
     version: docker.Finished  # `appliance version`
-    engine_version: docker.Finished  # what the engine's binary says to --version
+    engine_version: docker.Finished  # what the engine says of itself
     secrets: frozenset[bytes] = frozenset()  # certificates that were lent to the build
     kernels: tuple[gate.Report, ...] = ()  # of a CUDA cell, one for each chip
     jit: docker.Finished | None = None  # of a cell whose cuBLAS compiles when it runs
     cpu_kernels: cpu_kernels.Report | None = None  # of an engine with CPU variants
+    unresolved: tuple[libraries.Unresolved, ...] | None = None  # None: the image's loader could not be asked
     debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
     build_id: str = ""  # that this tree would give the image, on its base and of its packages
@@ -164,7 +167,8 @@ def gather(
         config=found.config,
         tree=tree,
         version=engine.run(image, ("version",)),
-        engine_version=engine.run(image, ("--version",), entrypoint=(cell.engine.files.binary,)),
+        engine_version=_ask_version(cell, engine, image),
+        unresolved=libraries.query(engine, image),
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
         kernels=kernels,
         jit=_compile(cell, engine, image),
@@ -180,6 +184,11 @@ def gather(
             {"APPLIANCE_BUILD_ID": found.labels.get(BUILD_ID_LABEL, "")},
         ),
     )
+
+
+def _ask_version(cell: Cell, engine: docker.Engine, image: str) -> docker.Finished:
+    binary, *arguments = cell.engine.files.version_argv or (cell.engine.files.binary, "--version")
+    return engine.run(image, tuple(arguments), entrypoint=(binary,))
 
 
 def _compile(cell: Cell, engine: docker.Engine, image: str) -> docker.Finished | None:
@@ -315,13 +324,26 @@ def check_jit(snapshot: ImageSnapshot) -> Check:
 
 
 def check_platform(snapshot: ImageSnapshot) -> Check:
-    """BuildKit labels a foreign platform without looking at the files, so they are asked themselves."""
+    """BuildKit labels a foreign platform without looking at the files, so they are asked themselves. Stubs in a folder
+    that names their platform are for linking programs for it."""
     machine = ELF_MACHINES[snapshot.platform]
     files = snapshot.tree.files.values()
     ours = [entry for entry in files if entry.machine is not None and entry.path not in snapshot.tree.base]
-    foreign = [f"{entry.path} (ELF machine {entry.machine})" for entry in ours if entry.machine != machine]
-    detail = f"{snapshot.platform}, {len(ours)} ELF files{_colon(foreign)}"
+    others = [entry for entry in ours if entry.machine != machine]
+    foreign = [f"{entry.path} (ELF machine {entry.machine})" for entry in others if not FOREIGN_STUB.search(entry.path)]
+    stubs = f", {len(others)} of them stubs of others" if others and not foreign else ""
+    detail = f"{snapshot.platform}, {len(ours)} ELF files{stubs}{_colon(foreign)}"
     return Check(name="platform", ok=bool(ours) and not foreign, detail=detail)
+
+
+def check_libraries(snapshot: ImageSnapshot) -> Check:
+    name, unresolved = "every library is found", snapshot.unresolved
+    if unresolved is None:
+        return Check(name=name, ok=False, detail="the image's loader could not be asked")
+    names = {path.rpartition("/")[2] for path in snapshot.tree.files}
+    wrong = libraries.faults(unresolved, names, libraries.load_known())
+    detail = "; ".join(wrong[:5]) + _more(wrong) if wrong else libraries.describe(unresolved, names)
+    return Check(name=name, ok=not wrong, detail=detail)
 
 
 def check_no_driver(snapshot: ImageSnapshot) -> Check:
@@ -577,6 +599,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_kernels,
     check_jit,
     check_platform,
+    check_libraries,
     check_no_driver,
     check_tools,
     check_licenses,

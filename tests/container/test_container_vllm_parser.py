@@ -19,10 +19,11 @@ from appliance.engines.vllm import server
 from appliance.errors import FatalError
 from appliance.image_facts import ENGINE_FACTS_PATH, EngineFacts, parse_engine_facts
 from images.matrix import load
-from tests.container.stages.vllm_image import IMAGE, NEWER, answered, needs_image
+from tests.container.stages.vllm_image import FOR_CUDA, IMAGE, NEWER, answered, answered_for_cuda, needs_image
 from tests.golden.vllm_plans import CASES, SOCKET, engine_facts, known_flags, nodes_of, space
 
 ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests/data/vllm"
 PARSE = Path(__file__).parent / "stages/vllm_parse.py"
 MINIMAL = [
     *("serve", "/data/models/m", "--uds", "/tmp/v.sock", "--served-model-name", "m", "alias", "--dtype", "bfloat16"),
@@ -64,6 +65,19 @@ def test_the_command_lines_of_all_golden_plans_are_taken(newer: bool) -> None:
     assert [(name, said) for name, said in zip(names, complaints(lines, newer=newer), strict=True) if said] == []
 
 
+def test_the_build_for_cuda_takes_them_as_well() -> None:
+    needs_image(FOR_CUDA)
+    names, lines = zip(*golden_lines(facts(FOR_CUDA)), strict=True)
+    said = answered_for_cuda(PARSE, [*lines, ["serve", "/m", "--spec-method", "medusa"]])
+    assert [(name, words) for name, words in zip(names, said[:-1], strict=True) if words] == []
+    assert "invalid choice: 'medusa'" in (said[-1] or "")
+
+
+def test_the_build_for_cuda_says_of_itself_what_plans_are_tested_with() -> None:
+    needs_image(FOR_CUDA)
+    assert facts(FOR_CUDA) == parse_engine_facts((DATA / "facts-0.33-cu130.json").read_text("utf-8"))
+
+
 def test_the_newer_python_is_that_of_the_gpu_images_and_it_answers() -> None:
     assert {cell.engine.version for cell in load(ROOT).cells if cell.id.startswith("vllm-cu")} == {NEWER}
     taken, refused = complaints([MINIMAL, ["serve", "/m", "--spec-method", "medusa"]], newer=True)
@@ -71,8 +85,8 @@ def test_the_newer_python_is_that_of_the_gpu_images_and_it_answers() -> None:
     assert "invalid choice: 'medusa'" in (refused or ""), "0.32 takes it"
 
 
-def facts() -> EngineFacts:
-    argv = ["docker", "run", "--rm", "--network", "none", "--entrypoint", "cat", IMAGE, ENGINE_FACTS_PATH]
+def facts(image: str = IMAGE) -> EngineFacts:
+    argv = ["docker", "run", "--rm", "--network", "none", "--entrypoint", "cat", image, ENGINE_FACTS_PATH]
     return parse_engine_facts(subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120).stdout)
 
 

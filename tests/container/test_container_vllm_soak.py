@@ -89,7 +89,7 @@ def kill_in_mid_stream(stage: Stage, member: str, number: int) -> None:
     assert members.keys() >= set(MEMBERS)
     with stream(stage) as reply:
         lines = reply.iter_lines()
-        next(lines)
+        first = next(lines)
         began = time.monotonic()
         os.kill(members[member], 9)
         rest = [line for line in lines if line]
@@ -100,7 +100,7 @@ def kill_in_mid_stream(stage: Stage, member: str, number: int) -> None:
     ready_s = round(time.monotonic() - began, 2)
     left = sorted(segments & shared(stage))
     note(stage, what="kill", member=member, round=number, told_s=told_s, gone_s=gone_s, ready_s=ready_s, left=left)
-    assert any(b'"error"' in line for line in rest[-4:])
+    assert any(b'"error"' in line for line in rest[-4:]), f"{first!r}, then {rest}\n{stage.logs()}"
     assert b"data: [DONE]" not in rest
     assert not left
     assert not old & everything(stage)

@@ -1,4 +1,4 @@
-"""A library of the driver left in a real image: built like any other, and caught by `verify` with its path."""
+"""A library of the driver in a real image, and one of its own gone: built like any other, and caught by `verify`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.container.stages.containers import IMAGE, ROOT
 
 # What a linker leaves behind that was given the toolkit's stub, and what a careless COPY of a whole folder brings.
 PLANT = "RUN cp /opt/llama/libllama.so /opt/llama/libcuda.so.1 && ln -s libcuda.so.1 /usr/lib/libcuda.so && echo {mark}"
+LOSE = "RUN rm /opt/llama/libmtmd.so*"
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def planted(tmp_path: Path) -> Iterator[build.Job]:
     cell = matrix.select(matrix.load(ROOT).cells, "llama-cpu")[0]
     mark = f"appliance-test-{uuid.uuid4().hex}"
     (tmp_path / cell.folder).mkdir(parents=True)
-    lines = (f"FROM {cell.base.reference}", "USER 0", PLANT.format(mark=mark), "USER appliance", "")
+    lines = (f"FROM {cell.base.reference}", "USER 0", PLANT.format(mark=mark), LOSE, "USER appliance", "")
     (tmp_path / cell.folder / "Dockerfile").write_text("\n".join(lines))
     yield build.Job(
         cell=cell,
@@ -41,11 +42,14 @@ def planted(tmp_path: Path) -> Iterator[build.Job]:
             engine.prune_cache(record.id)
 
 
-def test_a_library_of_the_driver_is_caught_in_a_built_image(tmp_path: Path, planted: build.Job) -> None:
+def test_a_library_too_many_and_one_too_few_are_caught_in_a_built_image(tmp_path: Path, planted: build.Job) -> None:
     engine = docker.Engine()
     build.build(tmp_path, planted, engine)
     # Without CPU variants: executing each in an emulator takes a minute, and `make verify` does that.
     cell = replace(planted.cell, engine=replace(planted.cell.engine, cpu_variants={}))
-    found = verify.check_no_driver(verify.gather(ROOT, cell, engine, image=planted.tag, ca_bundle=None, cuobjdump=None))
+    snapshot = verify.gather(ROOT, cell, engine, image=planted.tag, ca_bundle=None, cuobjdump=None)
+    driver, found = verify.check_no_driver(snapshot), verify.check_libraries(snapshot)
+    assert not driver.ok
+    assert driver.detail == "opt/llama/libcuda.so.1, usr/lib/libcuda.so"
     assert not found.ok
-    assert found.detail == "opt/llama/libcuda.so.1, usr/lib/libcuda.so"
+    assert "/opt/llama/llama-server needs libmtmd.so" in found.detail

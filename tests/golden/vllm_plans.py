@@ -143,8 +143,8 @@ def _whole_a100() -> Hardware:
 
 @cache
 def known_flags(release: str) -> tuple[str, ...]:
-    """Of 0.32's parser as it answered, of 0.33 as its sources have it."""
-    file = {"0.32": "facts-0.32-cpu.json", "0.33": "flags-0.33.json"}[release]
+    """As the parsers in both images answered."""
+    file = {"0.32": "facts-0.32-cpu.json", "0.33": "facts-0.33-cu130.json"}[release]
     return tuple(json.loads((DATA / file).read_text())["flags"])
 
 

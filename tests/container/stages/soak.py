@@ -118,7 +118,9 @@ def is_alive(pid: int) -> bool:
 def stream(stage: Stage) -> requests.Response:
     """Of an answer that takes minutes."""
     where = f"{stage.base}/v1/chat/completions"
-    return requests.post(where, json=ENDLESS, headers=stage.authorized(), stream=True, timeout=300)
+    reply = requests.post(where, json=ENDLESS, headers=stage.authorized(), stream=True, timeout=300)
+    assert reply.status_code == 200, f"{reply.text}\n{stage.logs()}"
+    return reply
 
 
 def seconds_until_gone(pids: set[int], since: float) -> float:

@@ -20,17 +20,19 @@ import pytest
 import requests
 
 IMAGE = os.environ.get("APPLIANCE_TEST_VLLM_IMAGE", "appliance:vllm-cpu")
+FOR_CUDA = "appliance:vllm-cu130"
 INDEX = "https://pypi.org/simple/vllm/"
 NEWER = "0.33.0"
 SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / ".make"
+DRIVER = ROOT / "images/templates/parts/vllm-driver.j2"
 IMPORT_S = 300  # 12 s of CPU time; a cold disk and a busy machine take minutes
 
 
-def needs_image() -> None:
-    if subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True, check=False).returncode:
-        pytest.skip(f"{IMAGE} is not here: python -m images build --only vllm-cpu")
+def needs_image(image: str = IMAGE) -> None:
+    if subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode:
+        pytest.skip(f"{image} is not here: python -m images build --only {image.rpartition(':')[2]}")
 
 
 def answered(program: Path, question: Any, *, newer: bool = False, model: Path | None = None) -> Any:
@@ -41,6 +43,19 @@ def answered(program: Path, question: Any, *, newer: bool = False, model: Path |
     if newer:  # vLLM's own launcher sets the path
         argv += ["-v", f"{newer_python()}:/newer:ro", "-e", "PYTHONPATH=/newer:/opt/vllm/lib"]
     argv += ["--entrypoint", "python3" if newer else "/opt/vllm/bin/python", IMAGE, "/program.py"]
+    done = subprocess.run(
+        argv, input=json.dumps(question), capture_output=True, text=True, check=False, timeout=IMPORT_S
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def answered_for_cuda(program: Path, question: Any) -> Any:
+    """By the build for CUDA, with the stand-in for the driver that its image is built with."""
+    _, stand_in = DRIVER.read_text().split("\n", 1)
+    argv = ["docker", "run", "--rm", "-i", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--tmpfs", "/data"]
+    argv += ["--tmpfs", "/run/driver:exec,mode=1777", "-v", f"{program}:/program.py:ro", "--entrypoint", "sh", FOR_CUDA]
+    argv += ["-c", f"{stand_in}/opt/vllm/bin/python /program.py"]
     done = subprocess.run(
         argv, input=json.dumps(question), capture_output=True, text=True, check=False, timeout=IMPORT_S
     )

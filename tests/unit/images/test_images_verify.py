@@ -18,6 +18,7 @@ from images import (
     environment,
     gate,
     integrity,
+    libraries,
     matrix,
     model,
     recipe,
@@ -54,6 +55,7 @@ def sound(cell: Cell) -> ImageSnapshot:
         tree=_tree(cell),
         version=docker.Finished(code=0, lines=("appliance: 0.1.0",)),
         engine_version=docker.Finished(code=0, lines=("version: 0.5.0-dev (build 11312, commit 0c1e57098)",)),
+        unresolved=(),
         secrets=frozenset({CERTIFICATE, b"MIIBpublic"}),
         debian=LOCK,
         asked="tini",
@@ -331,6 +333,10 @@ def _vllm(snapshot: ImageSnapshot) -> ImageSnapshot:
     return replace(snapshot, cell=VLLM_CELL, engine_version=said)
 
 
+def _lacking(library: str, file: str) -> Fault:
+    return lambda snapshot: replace(snapshot, unresolved=(libraries.Unresolved(library=library, file=file),))
+
+
 def _vllm_without(path: str) -> Fault:
     return lambda snapshot: _without(path)(_vllm(snapshot))
 
@@ -430,6 +436,14 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_kernels, _file("opt/llama/libggml-cuda.so"), "no GPU in this cell: opt/llama/libggml-cuda.so"),
     (verify.check_platform, _file("opt/llama/libllama.so", machine=183), "opt/llama/libllama.so (ELF machine 183)"),
     (verify.check_platform, _without("opt/llama/llama-server"), "0 ELF files"),
+    (verify.check_platform, _file("opt/stubs/aarch64-linux-gnu/a/libx.so", machine=183), "(ELF machine 183)"),
+    (verify.check_libraries, lambda sound: replace(sound, unresolved=None), "could not be asked"),
+    (
+        verify.check_libraries,
+        _lacking("libgomp.so.1", "/opt/llama/llama-server"),
+        "/opt/llama/llama-server needs libgomp.so.1",
+    ),
+    (verify.check_libraries, _lacking("libtbb.so.12", "/opt/llama/llama-server"), "llama-server needs libtbb.so.12"),
     (verify.check_no_driver, _file("opt/llama/libcuda.so.1"), "opt/llama/libcuda.so.1"),
     (verify.check_no_driver, _file("usr/lib/libcuda.so", kind="link"), "usr/lib/libcuda.so"),
     (verify.check_no_driver, _file("usr/lib/libnvidia-ml.so.580.65.06"), "libnvidia-ml"),

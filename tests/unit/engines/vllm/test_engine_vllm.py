@@ -16,6 +16,7 @@ from tests.builders import IMAGE
 
 ROOT = Path(__file__).parents[4]
 SAID = ROOT / "tests/data/vllm/facts-0.32-cpu.json"  # of the image vllm-cpu
+SAID_FOR_CUDA = SAID.with_name("facts-0.33-cu130.json")  # of the image vllm-cu130, built without a GPU
 FACTS = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=(), kv_types=())
 
 
@@ -138,9 +139,8 @@ def test_serve_and_plan_end_with_10_before_they_look_for_a_model(
 
 
 def test_what_0_33_takes_differently_is_known() -> None:
-    """Its Python files over the CPU build's torch 2.13; the wheel's own is 2.14, and its libraries need CUDA."""
     old = parse_engine_facts(SAID.read_text("utf-8"))
-    new = parse_engine_facts(SAID.with_name("facts-0.33-python.json").read_text("utf-8"))
+    new = parse_engine_facts(SAID_FOR_CUDA.read_text("utf-8"))
     assert (new.version, new.commit) == ("0.33.0", "4ba787ec9")
     # `--no-enable-x` is listed as `--disable-x`, and the other way round.
     turned = {flag for flag in old.flags if flag.startswith(("--no-enable-", "--no-disable-"))}

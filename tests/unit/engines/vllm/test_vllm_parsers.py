@@ -22,7 +22,7 @@ from tests.golden.vllm_plans import arguments, hardware, inputs
 from tests.shapes.folders import folder_model
 
 DATA = Path(__file__).parents[3] / "data/vllm"
-FACTS = parse_engine_facts((DATA / "facts-0.33-python.json").read_text())
+FACTS = parse_engine_facts((DATA / "facts-0.33-cu130.json").read_text())
 THINK = frozenset({"<think>", "</think>"})
 CALL = frozenset({"<tool_call>", "</tool_call>"})
 DEEPSEEK = frozenset({"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"})

@@ -423,7 +423,7 @@ def test_an_argument_that_cannot_be_taken_is_10(words: str, said: str) -> None:
 
 
 def with_choices(words: str) -> Plan:
-    facts = parse_engine_facts((DATA / "facts-0.33-python.json").read_text())
+    facts = parse_engine_facts((DATA / "facts-0.33-cu130.json").read_text())
     given = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), {"engine_arg": words})
     return Space(replace(given, facts=facts)).best
 

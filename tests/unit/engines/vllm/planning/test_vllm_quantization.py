@@ -91,7 +91,7 @@ def test_the_method_is_called_as_the_engine_calls_it(found: object, method: str)
 
 
 def known_methods() -> tuple[QuantizationFacts, ...]:
-    return parse_engine_facts((DATA / "facts-0.33-python.json").read_text()).quantizations
+    return parse_engine_facts((DATA / "facts-0.33-cu130.json").read_text()).quantizations
 
 
 def with_methods(machine: str, model: Model) -> Plan:
