@@ -120,7 +120,7 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
     else:
         checks += _machine_checks(settings, hardware, image, subject)
         checks += settings_checks(settings, subject.engine)
-        checks.append(engine_check(subject.engine, subject.install, image, subject.variant))
+        checks.append(engine_check(subject.engine, subject.install, image, hardware.gpus, subject.variant))
         for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.plan):
             checks.append(check)
             best = found or best

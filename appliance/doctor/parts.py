@@ -16,13 +16,14 @@ from appliance.errors import ConfigError, EngineLibraryError, FatalError, ModelA
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
-from appliance.probe import Hardware
+from appliance.probe import GpuProbe, Hardware
 from appliance.serve.beside import check_named
 from appliance.serve.inputs import check_settings
 from appliance.settings import Settings
 from appliance.volume import open_volume, read_key
 
 SPARE_MIB = 1024  # profiles, caches and the next small model
+_NO_DRIVER = "start the container with --gpus all on a machine with a GPU"
 
 
 def volume_check(settings: Settings, hardware: Hardware) -> Check:
@@ -79,11 +80,16 @@ def settings_checks(settings: Settings, engine: Engine) -> Iterator[Check]:
         yield failed("settings", error)
 
 
-def engine_check(engine: Engine, install: Install, image: ImageFacts, cpu_variant: str | None = None) -> Check:
+def engine_check(
+    engine: Engine, install: Install, image: ImageFacts, gpus: GpuProbe, cpu_variant: str | None = None
+) -> Check:
     """Starts it for its version: what was written at build must be what is there."""
     binary, facts = install.engine_dir / engine.binary, install.facts
+    if words := engine.why_unasked(image, gpus):
+        seen = f"{_shown_engine(image, facts)}, as the image says; it is not asked, since {words}"
+        return warned("engine", seen, _NO_DRIVER)
     try:
-        found = engine.query_facts(binary, cpu_variant=cpu_variant)
+        found = engine.query_installed(install, cpu_variant=cpu_variant)
     except OSError as error:
         message = f"the engine cannot be started: {binary}: {error.strerror}"
         return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))

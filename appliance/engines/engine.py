@@ -35,7 +35,7 @@ from appliance.plan import (
     Shortage,
     Speculation,
 )
-from appliance.probe import Cpu, Gpu, Hardware
+from appliance.probe import Cpu, Gpu, GpuProbe, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
@@ -411,6 +411,14 @@ class Engine(Protocol):
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         """Runs it. Raises EngineLibraryError (44) or EngineArgumentsError (40), and OSError where it is not there."""
+
+    def query_installed(self, install: Install, *, cpu_variant: str | None = None) -> EngineFacts:
+        """What it says on this machine. Raises likewise."""
+        return self.query_facts(install.engine_dir / self.binary, cpu_variant=cpu_variant)
+
+    def why_unasked(self, image: ImageFacts, gpus: GpuProbe) -> str | None:
+        """Why it cannot be asked on this machine, where that is no fault of the image."""
+        return None
 
     def query_devices(
         self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False

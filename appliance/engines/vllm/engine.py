@@ -20,10 +20,10 @@ from appliance.engines.vllm.ready import one_token
 from appliance.engines.vllm.routes import METRICS_PATH, ROUTES, parse_kv_use
 from appliance.engines.vllm.work_seen import has_filled_a_step
 from appliance.errors import FatalError
-from appliance.image_facts import EngineFacts
+from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Format
 from appliance.plan import Allocated, Compilation, GpuAllocation, KvCheck, Launch, Plan, Shortage
-from appliance.probe import Hardware
+from appliance.probe import GpuProbe, Hardware
 
 SETTINGS = frozenset({
     "chat_template_file", "devices", "engine_arg", "kv_type", "mmproj", "nodes", "parallel", "reserve_mib",
@@ -48,6 +48,14 @@ class Vllm(Engine):
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return facts.read_facts(binary, "")
+
+    def query_installed(self, install: Install, *, cpu_variant: str | None = None) -> EngineFacts:
+        return facts.query_facts(install.engine_dir / self.binary, driver_dir=install.driver_dir)
+
+    def why_unasked(self, image: ImageFacts, gpus: GpuProbe) -> str | None:
+        if image.cuda is None or gpus.libcuda is not None:
+            return None
+        return "its libraries need the GPU driver's libcuda.so.1, which cannot be found"
 
     def query_devices(
         self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False

@@ -31,18 +31,18 @@ def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
     return query_facts(binary)
 
 
-def query_facts(binary: Path) -> EngineFacts:
-    """Likewise."""
+def query_facts(binary: Path, *, driver_dir: Path | None = None) -> EngineFacts:
+    """Likewise. `driver_dir` as in Install."""
     with tempfile.TemporaryDirectory(prefix="vllm-facts-") as folder:
         answer = Path(folder) / "facts.json"
-        _ask(binary.with_name(PYTHON), answer)
+        _ask(binary.with_name(PYTHON), answer, driver_dir)
         return parse_facts(answer.read_text(encoding="utf-8"))
 
 
-def _ask(python: Path, answer: Path) -> None:
+def _ask(python: Path, answer: Path, driver_dir: Path | None) -> None:
     argv = (str(python), str(INTROSPECT), str(answer))
     try:
-        done = run(argv, timeout_s=TIMEOUT_S, environment=_environment(answer.parent))
+        done = run(argv, timeout_s=TIMEOUT_S, environment=_environment(answer.parent, driver_dir))
     except (OSError, RunTimeout) as error:
         message = f"vLLM's Python cannot be asked: {python}: {error}"
         raise EngineLibraryError(message, hint="the image is damaged; build it again") from error
@@ -52,18 +52,19 @@ def _ask(python: Path, answer: Path) -> None:
         raise EngineLibraryError(message, hint="a library is missing, or vLLM has moved what introspect.py reads")
 
 
-def _environment(folder: Path) -> Mapping[str, str]:
+def _environment(folder: Path, driver_dir: Path | None) -> Mapping[str, str]:
     """Nothing that the engine writes on import stays: all its caches follow HOME or these."""
     caches = ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
+    # While an image for CUDA is built something stands in for the driver's library, and is found by this.
+    folders = [str(each) for each in (process_environment().get("LD_LIBRARY_PATH"), driver_dir) if each]
     return {
+        **({"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}),
         "PATH": os.defpath,
         **dict.fromkeys((*caches, "XDG_CONFIG_HOME"), str(folder)),
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONSAFEPATH": "1",  # else the folder of the script, this one, would be searched for modules
         "VLLM_NO_USAGE_STATS": "1",
-        # While an image for CUDA is built something else stands there for the driver's library.
-        "LD_LIBRARY_PATH": process_environment().get("LD_LIBRARY_PATH", ""),
     }
 
 

@@ -41,24 +41,24 @@ _KNOWN: tuple[tuple[Stage, str, str], ...] = (
     (
         Stage.COMPILE,
         r"Compiling model again due to a load failure from .*?/(?P<key>[0-9a-f]{8,64})/rank\S*, reason: (?P<reason>.*)",
-        "cache {cache}, key {key}: {reason}",
+        "cache miss, key {key}: {reason}",
     ),
     (
         Stage.COMPILE,
         r"Directly load AOT compilation from path .*?/(?P<key>[0-9a-f]{8,64})/rank",
-        "cache {cache}, key {key}",
+        "cache hit, key {key}",
     ),
     (Stage.COMPILE, r"Using cache directory: .*/torch_compile_cache/(?P<key>[0-9a-f]{8,64})/", "key {key}"),
     (
         Stage.COMPILE,
         r"Directly load the compiled graph\(s\) for compile range (?P<range>.*?) from the cache",
-        "cache {cache}",
+        "cache hit",
     ),
     (Stage.COMPILE, r"Dynamo bytecode transform time: (?P<seconds>[0-9.]+) s", "traced in {seconds} s"),
     (
         Stage.COMPILE,
         r"Compiling a graph for compile range (?P<range>.*?) takes (?P<seconds>[0-9.]+) s",
-        "cache {cache}, {seconds} s",
+        "cache miss, {seconds} s",
     ),
     (Stage.COMPILE, r"torch\.compile (?:took|takes) (?P<seconds>[0-9.]+) s in total", "{seconds} s"),
     (Stage.PROFILE, r"Available KV cache memory: (?P<gib>-?[0-9.]+) GiB", "{gib} GiB are left for the KV cache"),
@@ -74,7 +74,7 @@ _KNOWN: tuple[tuple[Stage, str, str], ...] = (
     (Stage.FIRST_TOKEN, r"Application startup complete", "its first token is awaited"),
 )
 _ROWS = tuple((stage, re.compile(pattern), words) for stage, pattern, words in _KNOWN)
-_HIT, _MISS = re.compile(r"^Directly load"), re.compile(r"^Compiling (?:model again|a graph)")
+_CACHE = re.compile(r"^cache (?P<cache>hit|miss)\b")  # of the words of a row
 _COMPILED = re.compile(r"torch\.compile (?:took|takes) ([0-9.]+) s in total")
 _SHORT_KEY = 10
 _GIB = 1024.0
@@ -86,7 +86,7 @@ def step_of(line: str) -> LoadStep | None:
     for stage, pattern, words in _ROWS:
         if found := pattern.search(text):
             facts = {name: value[:_SHORT_KEY] if name == "key" else value for name, value in found.groupdict().items()}
-            facts |= {"cache": "hit"} if _HIT.search(text) else {"cache": "miss"} if _MISS.search(text) else {}
+            facts |= outcome.groupdict() if (outcome := _CACHE.match(words)) else {}
             return LoadStep(stage=str(stage), words=f"{stage}: {words.format(**facts)}", facts=facts)
     return None
 

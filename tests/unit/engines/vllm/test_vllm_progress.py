@@ -38,6 +38,20 @@ def test_the_ladder_of_a_real_start_is_climbed_in_its_order() -> None:
     assert "profile: room for 32,768 tokens" in words
 
 
+# Of a part of a model, and of a line in which another process wrote: neither begins as a whole line does.
+@given(
+    line=st.sampled_from((*COLD, *WARM, *AOT_HIT, *AOT_MISS, *LOG)),
+    before=st.sampled_from(("", "[backbone] ", "{", "(Worker pid=9) ")) | st.text(max_size=8),
+    after=st.text(max_size=8),
+)
+def test_a_line_with_anything_around_it_breaks_nothing_and_says_the_same_of_the_cache(
+    line: str, before: str, after: str
+) -> None:
+    mark, found, text = line.partition("] ")
+    step, garbled = step_of(line), step_of(f"{mark}{found}{before}{text}{after}")
+    assert (garbled and garbled.facts.get("cache")) == (step and step.facts.get("cache"))
+
+
 def test_nothing_of_a_good_start_is_an_error() -> None:
     assert [line for line in LOG if is_error(line)] == []
 
@@ -55,6 +69,10 @@ def test_what_is_as_it_should_be_is_not_shown() -> None:
         (AOT_HIT, CompileCache(is_hit=True, key="5f0e1d2c3b")),
         (AOT_MISS, CompileCache(is_hit=False, key="5f0e1d2c3b", reason="Compile cache file corrupted.")),
         ((*WARM, COLD[3]), CompileCache(is_hit=False, key="0a1b2c3d4e")),
+        (
+            (AOT_MISS[0].replace("Compiling", "[backbone] Compiling"),),
+            CompileCache(is_hit=False, key="5f0e1d2c3b", reason="Compile cache file corrupted."),
+        ),
         (LOG, CompileCache()),
     ],
 )
