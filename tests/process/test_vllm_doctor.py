@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from appliance.probe.driver import find
+from appliance.settings import process_environment
 from tests.ports import free_port
 from tests.process.stages.vllm_home import FACTS, LIBRARIES, VllmHome
 
@@ -92,3 +94,16 @@ def test_the_plan_is_the_start_s_own(home: VllmHome) -> None:
     _, checks = examined(home, speculation="ngram")
     assert checks["speculation"]["value"].startswith("ngram: asked for")
     assert examined(home)[1]["speculation"]["value"].startswith("off: until it is measured: ngram")
+
+
+def test_an_engine_for_gpus_is_not_asked_where_their_driver_is_not(home: VllmHome) -> None:
+    if find("libcuda.so.1", Path("/"), process_environment(), home.data).library:
+        pytest.skip("this machine has a GPU's driver")
+    path = home.folder / "facts/image_facts.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "cell": "vllm-cu130", "cuda": "13.0", "sm": ["89"]}))
+    (home.folder / "engine/bin/python").write_text("#!/bin/sh\nexit 1\n")
+    document, checks = examined(home)
+    assert checks["engine"]["status"] == "warn"
+    assert "0.32.0, python 3.12.11, torch 2.13.0+cpu, as the image says" in checks["engine"]["value"]
+    assert "libcuda.so.1" in checks["engine"]["value"]
+    assert document["exit_code"] == home.command("serve", port=str(free_port())).returncode != 0

@@ -104,6 +104,14 @@ def test_a_python_that_cannot_import_vllm_is_44(tmp_path: Path, script: str, mes
     assert caught.value.exit_code == 44
 
 
+def test_the_driver_is_looked_for_where_the_machine_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/run/driver")
+    with pytest.raises(EngineLibraryError, match="at /run/driver:/usr/lib/wsl/lib"):
+        vllm_facts.query_facts(
+            pretend(tmp_path / "bin", 'echo "at $LD_LIBRARY_PATH" >&2; exit 1'), driver_dir=Path("/usr/lib/wsl/lib")
+        )
+
+
 def test_a_launcher_without_its_python_is_44(tmp_path: Path) -> None:
     with pytest.raises(EngineLibraryError, match=r"cannot be asked: .*/bin/python: .*No such file") as caught:
         vllm_facts.read_facts(tmp_path / "bin/vllm", "")
