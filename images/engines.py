@@ -29,6 +29,7 @@ class EngineFiles:
     caches: Mapping[str, str]  # variable -> folder below the cache of this build; what is not named here goes to HOME
     gpu_files: re.Pattern[str]  # what cuobjdump is asked about
     version_argv: tuple[str, ...] = ()  # what else is asked than the binary with --version
+    backends: tuple[str, ...] = ()  # of attention, which must have said on which chips they run
     # What an image may have beyond the others, and must have.
     tools: re.Pattern[str] | None = None
     headers: re.Pattern[str] | None = None
@@ -84,6 +85,7 @@ _VLLM_ON_CPU = replace(
     _VLLM,
     version_line="{version}+cpu",
     version_argv=(),
+    backends=("CPU_ATTN",),
     packages="g++ libc6-dev libgomp1 libnuma1 libpython3-dev libstdc++6 libtcmalloc-minimal4 python3 tini",
     caches={
         "HOME": "home",

@@ -1,4 +1,4 @@
-"""Whether everything that an image's files are linked with is there: `ldd` over the whole of it, in a container."""
+"""Whether everything that an image's files are linked with is there: `ldd` over them, in a container of the image."""
 
 from __future__ import annotations
 
@@ -12,79 +12,113 @@ import yaml
 from images import docker
 
 _DATA = Path(__file__).with_name("libraries.yaml")
-# Files without a suffix are asked if they may be executed. Stubs are for linking alone, never loaded. What is no ELF
-# file gets an answer without an arrow.
+FOLDERS = ("opt", "usr/local")
+STUBS = "/stubs/"  # for linking alone, never loaded
+LIBRARY = re.compile(r"\.so(?:\.|$)")
+# Each ELF file is asked, and counted where it was. A program that is linked statically has no loader to ask.
 _SCRIPT = r"""
-cd /
+cd / && ldd /bin/sh | grep -q '=> /' || exit 3
 find opt usr/local -type f \( -name '*.so' -o -name '*.so.*' -o -perm -111 \) ! -path '*/stubs/*' -exec sh -c '
+  asked=0
   for file; do
-    ldd "$file" 2> /dev/null | sed -n "s|^[[:space:]]*\(.*\) => not found.*|\1 /$file|p"
-  done' sh {} +
-echo done
+    case "$(head -c 4 "$file" | tr -d "\177\0")" in ELF*) ;; *) [ -r "$file" ] && continue ;; esac
+    said=$(ldd "$file" 2>&1) && asked=$((asked + 1)) || case "$said" in
+      *"not a dynamic executable"*) printf "static\t%s\n" "/$file"; continue ;;
+      *) printf "unread\t%s\t%s\n" "/$file" "$said" | head -n 1; continue ;;
+    esac
+    printf "%s\n" "$said" | while read -r library rest; do
+      case "$rest" in
+        "=> not found"*) printf "needs\t%s\t%s\n" "/$file" "$library" ;;
+        *"version "*" not found"*) printf "version\t%s\t%s\n" "/$file" "$library $rest" ;;
+      esac
+    done
+  done
+  printf "asked\t%s\n" "$asked"' sh {} +
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unresolved:
-    library: str  # as the file names it
     file: str  # path in the image
+    library: str  # as the file names it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Absence:
-    """Known and harmless."""
+class Answers:
+    """`faults` in words: what cannot be read, and versions of symbols that a library has not."""
+
+    asked: int
+    unresolved: tuple[Unresolved, ...] = ()
+    faults: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """Libraries of which the loader finds nothing by itself, and which do no harm. `is_here`: in the image under
+    another path, and loaded from there before."""
 
     library: re.Pattern[str]
     file: re.Pattern[str]
     why: str
+    is_here: bool = False
+    is_of_cuda: bool = False  # in images for GPUs alone
 
 
-def query(engine: docker.Engine, image: str) -> tuple[Unresolved, ...] | None:
-    """What the image's own loader does not find, by its path and the run paths of each file. None where it could not be
-    asked."""
+def query(engine: docker.Engine, image: str) -> Answers | str:
+    """What the image's own loader says; in words where it could not be asked."""
     finished = engine.run(image, ("-c", _SCRIPT), entrypoint=("sh",))
-    if finished.code != 0 or not finished.lines or finished.lines[-1] != "done":
-        return None
-    return parse(finished.lines[:-1])
+    if finished.code != 0:
+        return f"the image's loader cannot be asked: exit code {finished.code}: {' '.join(finished.lines[-2:])}"
+    return parse(finished.lines)
 
 
-def parse(lines: Iterable[str]) -> tuple[Unresolved, ...]:
-    """Of lines with a name and a path. ValueError for any other."""
-    found = []
-    for line in lines:
-        library, _, file = line.partition(" ")
-        if not file.startswith("/"):
-            message = f"no name and path: {line!r}"
-            raise ValueError(message)
-        found.append(Unresolved(library=library, file=file))
-    return tuple(found)
+def parse(lines: Iterable[str]) -> Answers:
+    """Of the script's lines; others, which programs wrote on standard error, are passed over."""
+    rows = [line.split("\t") for line in lines]
+    return Answers(
+        asked=sum(int(row[1]) for row in rows if row[0] == "asked"),
+        unresolved=tuple(Unresolved(file=row[1], library=row[2]) for row in rows if row[0] == "needs"),
+        faults=tuple(f"{row[1]}: {' '.join(row[2:])}" for row in rows if row[0] in ("unread", "version")),
+        static=tuple(row[1] for row in rows if row[0] == "static"),
+    )
 
 
-def load_known() -> tuple[Absence, ...]:
+def load_known() -> tuple[Known, ...]:
     rows = yaml.safe_load(_DATA.read_text("utf-8"))
     return tuple(
-        Absence(library=re.compile(row["library"]), file=re.compile(row["file"]), why=row["why"]) for row in rows
+        Known(
+            library=re.compile(row["library"]),
+            file=re.compile(row["file"]),
+            why=row["why"],
+            is_here=row.get("is_here", False),
+            is_of_cuda=row.get("is_of_cuda", False),
+        )
+        for row in rows
     )
 
 
-def faults(unresolved: Iterable[Unresolved], names: Collection[str], known: Iterable[Absence]) -> list[str]:
-    """Those that are nowhere and not known. `names` are the file names in the image: what is there under another path
-    is loaded by the process first, as `import torch` does for all that is linked with torch."""
-    rows = tuple(known)
-    return sorted(
-        f"{each.file} needs {each.library}"
-        for each in unresolved
-        if each.library not in names and not any(_is_of(row, each) for row in rows)
-    )
+def faults(answers: Answers, names: Collection[str], known: Iterable[Known], *, has_cuda: bool) -> list[str]:
+    """`names`: of the ELF files that the image has."""
+    rows = tuple(row for row in known if has_cuda or not row.is_of_cuda)
+    needs = [each for each in answers.unresolved if not any(_is_of(row, each, names) for row in rows)]
+    libraries = [path for path in answers.static if LIBRARY.search(path)]
+    return [
+        *answers.faults,
+        *(f"{path}: the loader takes it for no library" for path in libraries),
+        *sorted(f"{each.file} needs {each.library}" for each in needs),
+    ]
 
 
-def describe(unresolved: Collection[Unresolved], names: Collection[str]) -> str:
-    absent = sorted({each.library.partition(".so")[0] for each in unresolved if each.library not in names})
-    loaded = {each.library for each in unresolved if each.library in names}
-    words = [f"loaded by others first: {len(loaded)}"] if loaded else []
-    words += [f"known to be absent: {', '.join(absent)}"] if absent else []
-    return "; ".join(words) or "all are found"
+def describe(answers: Answers, names: Collection[str]) -> str:
+    absent = {each.library.partition(".so")[0] for each in answers.unresolved if each.library not in names}
+    here = {each.library for each in answers.unresolved if each.library in names}
+    words = [f"of {answers.asked} files"]
+    words += [f"loaded by others first: {len(here)}"] if here else []
+    words += [f"known to be absent: {', '.join(sorted(absent))}"] if absent else []
+    return "; ".join(words)
 
 
-def _is_of(row: Absence, found: Unresolved) -> bool:
-    return bool(row.library.fullmatch(found.library) and row.file.fullmatch(found.file))
+def _is_of(row: Known, found: Unresolved, names: Collection[str]) -> bool:
+    is_named = bool(row.library.fullmatch(found.library) and row.file.fullmatch(found.file))
+    return is_named and (found.library in names or not row.is_here)

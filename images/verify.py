@@ -68,7 +68,9 @@ CUDA_TOOLKIT = re.compile(
 HEADER = re.compile(r"\.(?:h|hh|hpp|cuh|inl)$")
 GPU_BACKEND = re.compile(r"(?:^|/)libggml-(?:cuda|hip|musa)\.so$")
 ELF_MACHINES: Mapping[Platform, int] = {"linux/amd64": 62, "linux/arm64": 183}
-FOREIGN_STUB = re.compile(r"/stubs/(?:aarch64|x86_64)-[^/]+/[^/]+\.so$")
+# For linking programs of another platform, which the folder names.
+STUB = re.compile(r"^opt/vllm/lib/nvidia_cutlass_dsl/cu\d+/lib/stubs/(?P<of>aarch64|x86_64)-[^/]+/[^/]+\.so$")
+STUB_MACHINES = {"x86_64": 62, "aarch64": 183}
 TOOL_PARTS = ("/cc1", "/cc1plus", "/dist-packages/pip/", "/site-packages/pip/", "/lib/pip/")
 LEFTOVER = re.compile(
     r"^(?:var/lib/apt/lists/.+|var/cache/apt/.+\.(?:bin|deb)|var/cache/ldconfig/aux-cache|var/log/.+|tmp/.+|root/\..+|"
@@ -101,7 +103,7 @@ class ImageSnapshot:
     kernels: tuple[gate.Report, ...] = ()  # of a CUDA cell, one for each chip
     jit: docker.Finished | None = None  # of a cell whose cuBLAS compiles when it runs
     cpu_kernels: cpu_kernels.Report | None = None  # of an engine with CPU variants
-    unresolved: tuple[libraries.Unresolved, ...] | None = None  # None: the image's loader could not be asked
+    linked: libraries.Answers | str = "the image's loader was not asked"
     debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
     build_id: str = ""  # that this tree would give the image, on its base and of its packages
@@ -168,7 +170,7 @@ def gather(
         tree=tree,
         version=engine.run(image, ("version",)),
         engine_version=_ask_version(cell, engine, image),
-        unresolved=libraries.query(engine, image),
+        linked=libraries.query(engine, image),
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
         kernels=kernels,
         jit=_compile(cell, engine, image),
@@ -324,26 +326,42 @@ def check_jit(snapshot: ImageSnapshot) -> Check:
 
 
 def check_platform(snapshot: ImageSnapshot) -> Check:
-    """BuildKit labels a foreign platform without looking at the files, so they are asked themselves. Stubs in a folder
-    that names their platform are for linking programs for it."""
+    """BuildKit labels a foreign platform without looking at the files, so they are asked themselves."""
     machine = ELF_MACHINES[snapshot.platform]
     files = snapshot.tree.files.values()
-    ours = [entry for entry in files if entry.machine is not None and entry.path not in snapshot.tree.base]
-    others = [entry for entry in ours if entry.machine != machine]
-    foreign = [f"{entry.path} (ELF machine {entry.machine})" for entry in others if not FOREIGN_STUB.search(entry.path)]
-    stubs = f", {len(others)} of them stubs of others" if others and not foreign else ""
+    compiled = [entry for entry in files if entry.machine is not None and entry.path not in snapshot.tree.base]
+    ours = [entry for entry in compiled if not _is_stub(entry)]
+    foreign = [f"{entry.path} (ELF machine {entry.machine})" for entry in ours if entry.machine != machine]
+    stubs = f", {len(compiled) - len(ours)} stubs" if len(compiled) > len(ours) else ""
     detail = f"{snapshot.platform}, {len(ours)} ELF files{stubs}{_colon(foreign)}"
     return Check(name="platform", ok=bool(ours) and not foreign, detail=detail)
 
 
+def _is_stub(entry: Entry) -> bool:
+    found = STUB.search(entry.path)
+    return found is not None and STUB_MACHINES[found["of"]] == entry.machine
+
+
 def check_libraries(snapshot: ImageSnapshot) -> Check:
-    name, unresolved = "every library is found", snapshot.unresolved
-    if unresolved is None:
-        return Check(name=name, ok=False, detail="the image's loader could not be asked")
-    names = {path.rpartition("/")[2] for path in snapshot.tree.files}
-    wrong = libraries.faults(unresolved, names, libraries.load_known())
-    detail = "; ".join(wrong[:5]) + _more(wrong) if wrong else libraries.describe(unresolved, names)
+    """The loader is asked of as many files as the layers have, so that nothing it could not see passes."""
+    name, answers = "every library is found", snapshot.linked
+    if isinstance(answers, str):
+        return Check(name=name, ok=False, detail=answers)
+    files = [each for each in snapshot.tree.files.values() if each.machine is not None and _is_linked(each)]
+    names = {PurePosixPath(each.path).name for each in files}
+    has_cuda = snapshot.cell.target.cuda is not None
+    asked = answers.asked + len(answers.static)
+    wrong = libraries.faults(answers, names, libraries.load_known(), has_cuda=has_cuda)
+    if not files or asked != len(files):
+        wrong.insert(0, f"the loader was asked of {asked} files, and the layers have {len(files)}")
+    detail = "; ".join(wrong[:5]) + _more(wrong) if wrong else libraries.describe(answers, names)
     return Check(name=name, ok=not wrong, detail=detail)
+
+
+def _is_linked(entry: Entry) -> bool:
+    is_there = entry.path.startswith(tuple(f"{folder}/" for folder in libraries.FOLDERS))
+    is_loaded = bool(libraries.LIBRARY.search(entry.path)) or entry.mode & 0o111 == 0o111
+    return is_there and is_loaded and libraries.STUBS not in f"/{entry.path}"
 
 
 def check_no_driver(snapshot: ImageSnapshot) -> Check:
@@ -448,14 +466,16 @@ def check_engine_facts(snapshot: ImageSnapshot) -> Check:
     said = (facts.version, facts.build, facts.commit)
     commit_agrees = bool(facts.commit) is bool(engine.commit) and engine.commit.startswith(facts.commit)
     is_complete = bool(facts.flags) and bool(facts.kv_types)
+    unread = set(snapshot.engine_files.backends) - {each.name for each in facts.attention if each.sms is not None}
     pairs = cell_pairs(snapshot.cell)
-    is_complete = is_complete and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs
+    is_complete = is_complete and not unread and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs
     built = engine.cpu_variants.get(snapshot.platform)
     variants = [each.name for each in facts.cpu_variants]
     is_complete = is_complete and sorted(variants) == sorted(built.built if built else ())
     ok = commit_agrees and said[:2] == (engine.version, engine.build or 0) and is_complete
     counts = f"{len(facts.flags)} flags, {len(facts.kv_types)} KV types, {len(facts.kv_pairs)} pairs"
-    return Check(name=name, ok=ok, detail=f"{said}, {counts}, CPU variants: {', '.join(variants) or 'none'}")
+    unasked = f", without chips: {', '.join(sorted(unread))}" if unread else ""
+    return Check(name=name, ok=ok, detail=f"{said}, {counts}, CPU variants: {', '.join(variants) or 'none'}{unasked}")
 
 
 def cell_pairs(cell: Cell) -> tuple[str, ...]:

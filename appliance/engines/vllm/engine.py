@@ -47,10 +47,11 @@ class Vllm(Engine):
         return parse_kv_use(answer)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
-        return facts.read_facts(binary, "")
+        return facts.query_facts(binary)
 
     def query_installed(self, install: Install, *, cpu_variant: str | None = None) -> EngineFacts:
-        return facts.query_facts(install.engine_dir / self.binary, driver_dir=install.driver_dir)
+        driver = str(install.driver_dir) if install.driver_dir else None
+        return facts.query_facts(install.engine_dir / self.binary, library_path=driver)
 
     def why_unasked(self, image: ImageFacts, gpus: GpuProbe) -> str | None:
         if image.cuda is None or gpus.libcuda is not None:

@@ -28,21 +28,22 @@ def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
     if kv_pairs:
         message = f"this engine has no pairs of KV types: {kv_pairs}, given by --kv-pairs"
         raise EngineArgumentsError(message, hint="leave --kv-pairs out")
-    return query_facts(binary)
+    # There something stands in for the driver's library. On a user's machine this variable may name any folder.
+    return query_facts(binary, library_path=process_environment().get("LD_LIBRARY_PATH"))
 
 
-def query_facts(binary: Path, *, driver_dir: Path | None = None) -> EngineFacts:
-    """Likewise. `driver_dir` as in Install."""
+def query_facts(binary: Path, *, library_path: str | None = None) -> EngineFacts:
+    """Likewise. `library_path` is where it looks for libraries beyond the loader's own places."""
     with tempfile.TemporaryDirectory(prefix="vllm-facts-") as folder:
         answer = Path(folder) / "facts.json"
-        _ask(binary.with_name(PYTHON), answer, driver_dir)
+        _ask(binary.with_name(PYTHON), answer, library_path)
         return parse_facts(answer.read_text(encoding="utf-8"))
 
 
-def _ask(python: Path, answer: Path, driver_dir: Path | None) -> None:
+def _ask(python: Path, answer: Path, library_path: str | None) -> None:
     argv = (str(python), str(INTROSPECT), str(answer))
     try:
-        done = run(argv, timeout_s=TIMEOUT_S, environment=_environment(answer.parent, driver_dir))
+        done = run(argv, timeout_s=TIMEOUT_S, environment=_environment(answer.parent, library_path))
     except (OSError, RunTimeout) as error:
         message = f"vLLM's Python cannot be asked: {python}: {error}"
         raise EngineLibraryError(message, hint="the image is damaged; build it again") from error
@@ -52,13 +53,11 @@ def _ask(python: Path, answer: Path, driver_dir: Path | None) -> None:
         raise EngineLibraryError(message, hint="a library is missing, or vLLM has moved what introspect.py reads")
 
 
-def _environment(folder: Path, driver_dir: Path | None) -> Mapping[str, str]:
+def _environment(folder: Path, library_path: str | None) -> Mapping[str, str]:
     """Nothing that the engine writes on import stays: all its caches follow HOME or these."""
     caches = ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
-    # While an image for CUDA is built something stands in for the driver's library, and is found by this.
-    folders = [str(each) for each in (process_environment().get("LD_LIBRARY_PATH"), driver_dir) if each]
     return {
-        **({"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}),
+        **({"LD_LIBRARY_PATH": library_path} if library_path else {}),
         "PATH": os.defpath,
         **dict.fromkeys((*caches, "XDG_CONFIG_HOME"), str(folder)),
         "HF_HUB_OFFLINE": "1",

@@ -55,7 +55,7 @@ def sound(cell: Cell) -> ImageSnapshot:
         tree=_tree(cell),
         version=docker.Finished(code=0, lines=("appliance: 0.1.0",)),
         engine_version=docker.Finished(code=0, lines=("version: 0.5.0-dev (build 11312, commit 0c1e57098)",)),
-        unresolved=(),
+        linked=libraries.Answers(asked=1),
         secrets=frozenset({CERTIFICATE, b"MIIBpublic"}),
         debian=LOCK,
         asked="tini",
@@ -333,8 +333,8 @@ def _vllm(snapshot: ImageSnapshot) -> ImageSnapshot:
     return replace(snapshot, cell=VLLM_CELL, engine_version=said)
 
 
-def _lacking(library: str, file: str) -> Fault:
-    return lambda snapshot: replace(snapshot, unresolved=(libraries.Unresolved(library=library, file=file),))
+def _linked(answers: libraries.Answers | str) -> Fault:
+    return lambda snapshot: replace(snapshot, linked=answers)
 
 
 def _vllm_without(path: str) -> Fault:
@@ -417,6 +417,7 @@ def _unlocked(snapshot: ImageSnapshot) -> ImageSnapshot:
     return replace(_label("io.appliance.reproducible", "no")(snapshot), debian=None)
 
 
+STUB = "opt/vllm/lib/nvidia_cutlass_dsl/cu13/lib/stubs/aarch64-unknown-linux-gnu/libcute_dsl_runtime.so"
 FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_start, _start_fails, "PermissionError: /data/cache"),
     (verify.check_engine_version, _engine_says("version: 0 (build 0, commit unknown)"), "build 0, commit unknown"),
@@ -436,14 +437,20 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_kernels, _file("opt/llama/libggml-cuda.so"), "no GPU in this cell: opt/llama/libggml-cuda.so"),
     (verify.check_platform, _file("opt/llama/libllama.so", machine=183), "opt/llama/libllama.so (ELF machine 183)"),
     (verify.check_platform, _without("opt/llama/llama-server"), "0 ELF files"),
-    (verify.check_platform, _file("opt/stubs/aarch64-linux-gnu/a/libx.so", machine=183), "(ELF machine 183)"),
-    (verify.check_libraries, lambda sound: replace(sound, unresolved=None), "could not be asked"),
+    (verify.check_platform, _file("opt/stubs/aarch64-linux-gnu/libx.so", machine=183), "(ELF machine 183)"),
+    (verify.check_platform, _file(STUB.replace("aarch64", "x86_64"), machine=183), "(ELF machine 183)"),
+    (
+        verify.check_platform,
+        lambda sound: _without("opt/llama/llama-server")(_file(STUB, machine=183)(sound)),
+        "0 ELF files, 1 stubs",
+    ),
+    (verify.check_libraries, _linked("the image's loader cannot be asked: exit code 3"), "exit code 3"),
+    (verify.check_libraries, _linked(libraries.Answers(asked=0)), "asked of 0 files, and the layers have 1"),
     (
         verify.check_libraries,
-        _lacking("libgomp.so.1", "/opt/llama/llama-server"),
-        "/opt/llama/llama-server needs libgomp.so.1",
+        _linked(libraries.Answers(asked=1, unresolved=(libraries.Unresolved(file="/opt/a", library="libgomp.so.1"),))),
+        "/opt/a needs libgomp.so.1",
     ),
-    (verify.check_libraries, _lacking("libtbb.so.12", "/opt/llama/llama-server"), "llama-server needs libtbb.so.12"),
     (verify.check_no_driver, _file("opt/llama/libcuda.so.1"), "opt/llama/libcuda.so.1"),
     (verify.check_no_driver, _file("usr/lib/libcuda.so", kind="link"), "usr/lib/libcuda.so"),
     (verify.check_no_driver, _file("usr/lib/libnvidia-ml.so.580.65.06"), "libnvidia-ml"),
@@ -650,7 +657,7 @@ def _tree(cell: Cell) -> Tree:
         _entry(IMAGE_PATH, content=dump_facts(image_facts).encode()),
         _entry(f"{LIBRARY}/__init__.py"),
         _entry(f"{LIBRARY}/__pycache__/__init__.cpython-311.pyc", content=CODE),
-        _entry("opt/llama/llama-server", machine=62),
+        _entry("opt/llama/llama-server", machine=62, mode=0o755),
         _entry("opt/appliance/licenses/llama.cpp/LICENSE"),
         _entry(f"{WHEEL}/METADATA"),
         _entry(f"{WHEEL}/licenses/LICENSE"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.__main__ import main
+from appliance.engines.engine import Install
 from appliance.engines.vllm import facts as vllm_facts
 from appliance.errors import ConfigError, EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts, dump_facts, parse_engine_facts
@@ -104,12 +105,19 @@ def test_a_python_that_cannot_import_vllm_is_44(tmp_path: Path, script: str, mes
     assert caught.value.exit_code == 44
 
 
-def test_the_driver_is_looked_for_where_the_machine_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_s_stand_in_is_found_and_a_user_s_folder_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doctor would load from a folder of the volume what a start does not."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/run/driver")
-    with pytest.raises(EngineLibraryError, match="at /run/driver:/usr/lib/wsl/lib"):
-        vllm_facts.query_facts(
-            pretend(tmp_path / "bin", 'echo "at $LD_LIBRARY_PATH" >&2; exit 1'), driver_dir=Path("/usr/lib/wsl/lib")
-        )
+    binary = pretend(tmp_path / "bin", 'echo "at ${LD_LIBRARY_PATH-nothing}" >&2; exit 1')
+    with pytest.raises(EngineLibraryError, match="at /run/driver"):
+        vllm_facts.read_facts(binary, "")
+    install = Install(engine_dir=binary.parents[1], facts=FACTS, cache_dir=tmp_path)
+    engine = load_engine(replace(IMAGE, engine="vllm"))
+    for installed, said in ((install, "nothing"), (replace(install, driver_dir=Path("/usr/lib/wsl/lib")), "/usr/lib/")):
+        with pytest.raises(EngineLibraryError, match=f"at {said}"):
+            engine.query_installed(installed)
 
 
 def test_a_launcher_without_its_python_is_44(tmp_path: Path) -> None:
