@@ -106,8 +106,17 @@ def faults(answers: Answers, names: Collection[str], known: Iterable[Known], *, 
     return [
         *answers.faults,
         *(f"{path}: the loader takes it for no library" for path in libraries),
-        *sorted(f"{each.file} needs {each.library}" for each in needs),
+        *(_lost(library, [each.file for each in needs if each.library == library]) for library in _named(needs)),
     ]
+
+
+def _named(found: Iterable[Unresolved]) -> list[str]:
+    return sorted({each.library for each in found})
+
+
+def _lost(library: str, files: list[str]) -> str:
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{library}, needed by {min(files)}{more}"
 
 
 def describe(answers: Answers, names: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from tests.container.stages.containers import IMAGE, ROOT
 
 # What a linker leaves behind that was given the toolkit's stub, and what a careless COPY of a whole folder brings.
 PLANT = "RUN cp /opt/llama/libllama.so /opt/llama/libcuda.so.1 && ln -s libcuda.so.1 /usr/lib/libcuda.so && echo {mark}"
-# One that is gone, and one that is there and not found.
+# One that is gone, and one that is there, is not found, and does not find its neighbours.
 LOSE = "RUN rm /opt/llama/libmtmd.so* && mkdir /opt/llama/sub && mv /opt/llama/libllama-common.so* /opt/llama/sub/"
 
 
@@ -53,5 +53,4 @@ def test_a_library_too_many_and_one_too_few_are_caught_in_a_built_image(tmp_path
     assert not driver.ok
     assert driver.detail == "opt/llama/libcuda.so.1, usr/lib/libcuda.so"
     assert not found.ok
-    assert "/opt/llama/llama-server needs libllama-common.so" in found.detail
-    assert "/opt/llama/llama-server needs libmtmd.so" in found.detail
+    assert {"libllama-common", "libmtmd"} < {fault.partition(".so")[0] for fault in found.detail.split("; ")}

@@ -59,7 +59,7 @@ def test_what_is_known_to_be_absent_is_no_fault_and_is_named(file: str, library:
     ],
 )
 def test_anything_else_is_a_fault(file: str, library: str) -> None:
-    assert judged(file, library) == [f"{file} needs {library}"]
+    assert judged(file, library) == [f"{library}, needed by {file}"]
 
 
 def test_the_driver_s_library_is_nothing_that_a_cpu_image_may_need() -> None:
@@ -68,7 +68,7 @@ def test_the_driver_s_library_is_nothing_that_a_cpu_image_may_need() -> None:
 
 def test_what_torch_loads_must_be_in_the_image() -> None:
     assert judged(KERNELS, "libtorch.so", "libtorch.so") == []
-    assert judged(KERNELS, "libtorch.so") == [f"{KERNELS} needs libtorch.so"]
+    assert judged(KERNELS, "libtorch.so") == [f"libtorch.so, needed by {KERNELS}"]
     answers = Answers(asked=1, unresolved=(Unresolved(file=KERNELS, library="libtorch.so"),))
     assert libraries.describe(answers, {"libtorch.so"}) == "of 1 files; loaded by others first: 1"
 
@@ -76,7 +76,14 @@ def test_what_torch_loads_must_be_in_the_image() -> None:
 def test_a_library_that_is_only_elsewhere_in_the_image_is_a_fault_where_nobody_loads_it_first() -> None:
     """As when a backend has lost its run path: the file is there and is not found."""
     file = "/opt/llama/libggml-cuda.so"
-    assert judged(file, "libcudart.so.13", "libcudart.so.13") == [f"{file} needs libcudart.so.13"]
+    assert judged(file, "libcudart.so.13", "libcudart.so.13") == [f"libcudart.so.13, needed by {file}"]
+
+
+def test_a_library_that_many_files_need_is_one_fault() -> None:
+    lost = [("/opt/b", "libx.so.1"), ("/opt/a", "libx.so.1"), ("/opt/a", "liby.so.2")]
+    answers = Answers(asked=2, unresolved=tuple(Unresolved(file=file, library=library) for file, library in lost))
+    found = libraries.faults(answers, (), (), has_cuda=False)
+    assert found == ["libx.so.1, needed by /opt/a and 1 more", "liby.so.2, needed by /opt/a"]
 
 
 def test_what_the_loader_cannot_read_is_a_fault() -> None:

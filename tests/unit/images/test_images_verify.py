@@ -449,7 +449,7 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (
         verify.check_libraries,
         _linked(libraries.Answers(asked=1, unresolved=(libraries.Unresolved(file="/opt/a", library="libgomp.so.1"),))),
-        "/opt/a needs libgomp.so.1",
+        "libgomp.so.1, needed by /opt/a",
     ),
     (verify.check_no_driver, _file("opt/llama/libcuda.so.1"), "opt/llama/libcuda.so.1"),
     (verify.check_no_driver, _file("usr/lib/libcuda.so", kind="link"), "usr/lib/libcuda.so"),
