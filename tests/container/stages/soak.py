@@ -104,8 +104,16 @@ def processes(stage: Stage) -> list[tuple[int, int, str]]:
     return [(int(pid), int(group), line.strip()) for pid, group, line in found]
 
 
+def others(stage: Stage) -> set[int]:
+    """All that are not in its group: those of the appliance, and what had left the group of an engine."""
+    leader = tree(stage).get("api")
+    return {pid for pid, group, _ in processes(stage) if group != leader}
+
+
 def shared(stage: Stage) -> set[str]:
-    return set(stage.run("ls", "/dev/shm").split())
+    """Segments of shared memory, and sockets: but for the one that each engine in turn has."""
+    segments = stage.run("find", "/dev/shm", "-mindepth", "1")
+    return set((segments + stage.run("find", "/tmp", "-type", "s", "-not", "-name", "appliance-*.sock")).split())
 
 
 def is_alive(pid: int) -> bool:
