@@ -5,7 +5,9 @@ Run by `make test CELL=vllm-cpu`, which takes minutes: left out without `APPLIAN
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import requests
 from docker.types import Mount
 
+from appliance.engines.vllm.routes import ROUTES
 from tests.container.stages.containers import ROOT, Stage, ended, started, volume, wait_for
 
 IMAGE = os.environ.get("APPLIANCE_TEST_VLLM_IMAGE", "")
@@ -22,6 +25,9 @@ MESSAGES = [{"role": "user", "content": "In one sentence: what is a lighthouse f
 # Words of a command line in its tree.
 TREE = {"api": "vllm.entrypoints.cli.main", "core": "VLLM::EngineCore", "worker": "VLLM::Worker"}
 SERVED = {"APPLIANCE_MODEL": "/models/small"}
+# What this engine announces at its start, by its own log.
+ANNOUNCED = re.findall(r"Route: (\S+), Methods: (\w+)", (ROOT / "tests/data/vllm/start-0.32-cpu.log").read_text())
+OURS = {"/health", "/metrics", "/v1/models"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,8 +68,24 @@ def test_every_dialect_is_answered_and_what_is_none_is_refused_politely(stage: S
     assert post(stage, "/tokenize", {"prompt": "one two three"}).json()["count"] == 3
     vector = post(stage, "/v1/embeddings", {"input": "a"})
     assert (vector.status_code, vector.json()["error"]["code"]) == (400, "model_gives_text")
-    assert post(stage, "/invocations", {"prompt": "a"}).status_code == 404
     assert requests.post(f"{stage.base}/v1/chat/completions", json={}, timeout=60).status_code == 401
+
+
+def test_no_route_of_its_own_exists_outside_but_the_safe_ones(stage: Stage) -> None:
+    refused = [row for row in ANNOUNCED if row[0] not in {route.path for route in ROUTES} | OURS]
+    assert {("/invocations", "POST"), ("/generative_scoring", "POST"), ("/scale_elastic_ep", "POST")} <= set(refused)
+    for path, method in refused:
+        url = stage.base + path.format(response_id="a")
+        body = {"prompt": "a"} if method == "POST" else None
+        assert requests.request(method, url, json=body, headers=stage.authorized(), timeout=60).status_code == 404, path
+
+
+def test_doctor_asks_the_engine_itself_and_ends_in_what_a_start_would(stage: Stage) -> None:
+    found = json.loads(stage.run("appliance", "doctor", "--json"))
+    assert (found["will_start"], found["exit_code"]) == (True, 0)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks["engine"]["value"].startswith("vllm 0.32.0, ")
+    assert checks["model fits"]["status"] == "pass"
 
 
 def test_its_cache_has_as_many_tokens_as_predicted(stage: Stage) -> None:

@@ -80,6 +80,8 @@ def test_each_process_of_two_ranks_and_then_the_container_end_in_mid_stream(
     """Four deaths in a row: after a sixth within a minute the appliance would give up."""
     with started(kept, **options(model, TWO_RANKS)) as stage:
         stage.wait_ready(START_S)
+        (ready,) = [event["message"] for event in stage.events() if event["event"] == "ready"]
+        assert ready.endswith("tokens, as predicted")
         for member in MEMBERS:
             kill_in_mid_stream(stage, member, number)
         stop_in_mid_stream(stage, number)
