@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,33 +53,40 @@ ENDLESS = {
 }
 
 
-def write_model(folder: Path, tokenizer_of: Path) -> None:
-    """Of zeros, with another model's tokenizer: what it says is of no interest, and it never ends."""
+def write_model(folder: Path, tokenizer_of: Path, **shape: Any) -> None:
+    """Of zeros, with another model's tokenizer: what it says is of no interest, and it never ends. `shape`: what its
+    configuration has in place of `SHAPE`."""
     vocabulary = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
+    config = {**SHAPE, "vocab_size": vocabulary, **shape}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": vocabulary}))
+    (folder / "config.json").write_text(json.dumps(config))
     for name in TOKENIZER:
         if (tokenizer_of / name).is_file():
             shutil.copy(tokenizer_of / name, folder / name)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in tensors(vocabulary):
-        begin, end = end, end + 2 * math.prod(shape)
-        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    for name, dimensions in tensors(config):
+        begin, end = end, end + 2 * math.prod(dimensions)
+        entries[name] = {"dtype": "BF16", "shape": list(dimensions), "data_offsets": [begin, end]}
     header = json.dumps(entries).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + end)
 
 
-def tensors(vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    width, inner = int(SHAPE["hidden_size"]), int(SHAPE["intermediate_size"])  # type: ignore[call-overload]
-    kv = 2 * 64
-    yield "model.embed_tokens.weight", (vocabulary, width)
-    for layer in range(4):
+def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    yield "model.embed_tokens.weight", (config["vocab_size"], width)
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        for name, rows in (("q_proj", width), ("k_proj", kv), ("v_proj", kv), ("o_proj", width)):
-            yield f"{prefix}.self_attn.{name}.weight", (rows, width)
+        for name, shape in (
+            ("q_proj", (q, width)),
+            ("k_proj", (kv, width)),
+            ("v_proj", (kv, width)),
+            ("o_proj", (width, q)),
+        ):
+            yield f"{prefix}.self_attn.{name}.weight", shape
         for name, shape in (("gate_proj", (inner, width)), ("up_proj", (inner, width)), ("down_proj", (width, inner))):
             yield f"{prefix}.mlp.{name}.weight", shape
         for name in ("input_layernorm", "post_attention_layernorm"):
