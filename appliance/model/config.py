@@ -36,6 +36,9 @@ _LATENTS_CACHED = frozenset(
     ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash", "pangu_ultra_moe")
 )
 _ATTENDING = {"attention": False, "full_attention": False, "sliding_attention": True, "chunked_attention": True}
+# Every layer slides where the file has a window and names no layers: their configurations in transformers 5.19 add
+# none, and vLLM then gives all layers the model's window.
+_ALL_SLIDE = frozenset(("ministral", "mistral", "mixtral", "phi3", "starcoder2"))
 # What tells of a cache that is not one of keys and values, or of one latent row, of every token in every layer.
 _OTHER_CACHES = {
     "index_topk": "sparse attention keeps a second cache, for its indexer",
@@ -113,7 +116,8 @@ class Config:
         other = sorted({str(kind)[:40] for kind in self._layer_types() or () if kind not in _ATTENDING})
         if other:
             return f"layers of a kind whose cache is not known: {', '.join(other[:4])}"
-        if self._has_window() and self._layer_types() is None and not self.number("window_period", default=0):
+        says_which = self._layer_types() is not None or self.number("window_period", default=0) or self._all_slide()
+        if self._has_window() and not says_which:
             return "it has a sliding window and does not say which layers slide: sliding_window"
         return None
 
@@ -124,7 +128,7 @@ class Config:
         if not self._has_window():
             return [False] * layers
         if kinds is None:
-            return [(number + 1) % period != 0 for number in range(layers)] if period else [False] * layers
+            return [(number + 1) % period != 0 if period else self._all_slide() for number in range(layers)]
         if len(kinds) != layers:
             self.fail(f"its layer_types must name {layers} layers, and names {len(kinds)}")
         return [_ATTENDING.get(kind, False) for kind in kinds]
@@ -141,6 +145,9 @@ class Config:
 
     def _has_window(self) -> bool:
         return self.is_true("use_sliding_window", default=True) and self.number("window", default=0) > 0
+
+    def _all_slide(self) -> bool:
+        return str(self._inner.get("model_type")) in _ALL_SLIDE
 
     def _layer_types(self) -> list[str] | None:
         kinds = self._inner.get("layer_types")

@@ -1,4 +1,4 @@
-"""The KV cache of the real vLLM has as many tokens as predicted: twelve shapes, one rank and two, several budgets.
+"""The KV cache of the real vLLM has as many tokens as predicted: thirteen shapes, one rank and two, several budgets.
 
 Run by `make test CELL=vllm-cpu`: left out without `APPLIANCE_TEST_VLLM_IMAGE`, the image's name.
 """
@@ -19,7 +19,8 @@ from tests.container.stages.soak import START_S, write_model
 IMAGE = os.environ.get("APPLIANCE_TEST_VLLM_IMAGE", "")
 MODEL = ROOT / ".make/models/SmolLM2-135M-Instruct.Q4_1"  # whose tokenizer is lent
 BYTES = "--kv-cache-memory-bytes 50000000"  # no whole number of blocks in any shape
-MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}
+SLIDING = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}
+HYBRID = {**SLIDING, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 
 
 def shape(kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
@@ -47,7 +48,8 @@ def _needed() -> None:
         pytest.param(shape(1, 64), 2, 4096, "", id="MQA, which both ranks keep"),
         pytest.param(shape(4, 128), 2, 16384, "", id="128, two ranks, 16k"),
         pytest.param(shape(2, 128), 2, 4096, BYTES, id="GQA of 128, two ranks, bytes"),
-        pytest.param(shape(2, 64, **MISTRAL), 1, 16384, "", id="sliding window"),
+        pytest.param(shape(2, 64, **SLIDING), 1, 16384, "", id="sliding window"),
+        pytest.param(shape(2, 64, **HYBRID), 1, 16384, "", id="three of four layers slide"),
     ],
 )
 def test_its_cache_has_as_many_tokens_as_predicted(

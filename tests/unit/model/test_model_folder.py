@@ -99,6 +99,9 @@ def test_sliding_windows(tmp_path: Path) -> None:
         "sliding",
         "full",
     ]
+    all_slide = facts(tmp_path, sliding_window=128, model_type="mistral")
+    assert {(layer.kind, layer.window) for layer in all_slide.stack} == {("sliding", 128)}
+    assert {layer.kind for layer in facts(tmp_path, sliding_window=None, model_type="mistral").stack} == {"full"}
     unsaid = facts(tmp_path, sliding_window=128)
     assert (unsaid.cache_kind, unsaid.stack) == ("unsupported", ())
     assert "does not say which layers slide" in (unsaid.cache_reason or "")
