@@ -6,6 +6,7 @@ One event a line, as {"time", "level", "event", "message", …facts}; `event` is
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from datetime import UTC, datetime
@@ -39,6 +40,11 @@ class Report:
         since = self.progress.since if phase is self.progress.phase else time.monotonic()
         self.progress = Progress(phase=phase, message=message, since=since, facts=facts)
 
+    def take_logs(self) -> None:
+        """What modules without a report of their own log, as warnings of the event `log`: a line of text among the
+        others would be none for a script."""
+        logging.getLogger("appliance").addHandler(_LogHandler(self))
+
     def _say(self, level: str, event: str, message: str, facts: dict[str, Any]) -> None:
         if self._is_text:
             self._say_text(level, message)
@@ -57,3 +63,12 @@ class Report:
         Terminal(file=self._stream, soft_wrap=True, highlight=False).print(
             Text.assemble((seconds, "dim"), (message, _STYLES[level]))
         )
+
+
+class _LogHandler(logging.Handler):
+    def __init__(self, report: Report) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._report.warning("log", record.getMessage())

@@ -340,7 +340,11 @@ def load(options: argparse.Namespace) -> None:
     if not options.enforce_eager:
         compile_model(options)
     pause(options, "profile")
-    log("Available KV cache memory: 1.00 GiB", where="gpu_worker.py:773")
+    given = f"reserved {options.kv_cache_memory_bytes / 2**30:.2f} GiB memory for KV Cache as specified by "
+    log(
+        f"Initial free memory 20.1 GiB, {given}kv_cache_memory_bytes config and skipped memory profiling.",
+        where="gpu_worker.py:665",
+    )  # noqa: E501
     blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
     concurrency = blocks / -(-options.max_model_len // options.block_size)
     tokens = f"{tokens_of(options):,}"

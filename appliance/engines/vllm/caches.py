@@ -157,13 +157,23 @@ def _is_unused(folder: Path) -> bool:
 
 def _locked(path: Path, how: int) -> int:
     """An open file, locked until it is closed or its process ends. Raises BlockingIOError where another has it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+        try:
+            fcntl.flock(handle, how)
+            if _is_at(path, handle):
+                return handle
+        except OSError:
+            os.close(handle)
+            raise
+        os.close(handle)  # another start removed it in between
+
+
+def _is_at(path: Path, handle: int) -> bool:
     try:
-        fcntl.flock(handle, how)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def _files(build_dir: Path, folders: Iterable[str]) -> Iterator[Path]:

@@ -27,6 +27,7 @@ from appliance.errors import (
     GpuUnusableError,
     ModelUnreadableError,
     NoKernelError,
+    VolumeError,
 )
 from appliance.plan import Shortage
 from appliance.values import dataclass
@@ -112,6 +113,7 @@ RULES: tuple[Rule, ...] = (
         EngineGpuMemoryError,
         _LESS,
         r"CUDA out of memory|CUDA error: out of memory|torch\.OutOfMemoryError: CUDA|cudaErrorMemoryAllocation",
+        r"CUBLAS_STATUS_ALLOC_FAILED|NCCL WARN Cuda failure 2\b",
     ),
     _rule(
         "out of host memory",
@@ -166,7 +168,33 @@ RULES: tuple[Rule, ...] = (
         "environment is no number",
         ConfigError,
         "a variable VLLM_* of the container is not a whole number: take it out",
-        r"invalid literal for int\(\) with base 10",
+        r"^  Value error, invalid literal for int\(\) with base 10",
+    ),
+    _rule(
+        "volume is full",
+        VolumeError,
+        "the volume is full, or its disk: free some of it; `appliance models list` shows what lies there",
+        r"\[Errno 28\] No space left on device(?!: '/(?:tmp|dev)/)",
+    ),
+    _rule(
+        "kernel too large for the chip",
+        EngineNotReadyError,
+        "a kernel wants more of this chip's own fast memory than it has: choose another with "
+        '--engine-arg "--attention-backend NAME", and report it with the lines above',
+        r"OutOfResources: out of resource: ",
+    ),
+    _rule(
+        "a step took too long",
+        EngineNotReadyError,
+        "one of its processes was silent for longer than vLLM waits, 300 s by itself: set "
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS to more",
+        r"TimeoutError: RPC call to \S+ timed out",
+    ),
+    _rule(
+        "packages of the model's own code",
+        ModelUnreadableError,
+        "the code in the model's folder needs packages that the image has not: use another upload of it",
+        r"This modeling file requires the following packages",
     ),
     _rule(
         "needs code of its own",
@@ -205,6 +233,7 @@ RULES: tuple[Rule, ...] = (
 _MEMORY = (EngineGpuMemoryError, EngineHostMemoryError)
 
 _KILLED = re.compile(r"died unexpectedly \(exit code: -9\)|Failed core proc\(s\): \{[^}]*: -9\b")
+_LOST = re.compile(r"Worker proc \S+ died unexpectedly")
 _LONGEST = re.compile(r"the estimated maximum model length is (\d+)")
 _KV_NEEDED = re.compile(r"\(([0-9.]+) GiB KV cache is needed.*available KV cache memory \(([0-9.]+) GiB\)")
 _FREE_OF = re.compile(
@@ -250,9 +279,14 @@ def cause_of(ending: Ending) -> tuple[Rule, str] | None:
     for line in _causes(ending):
         text = parse_line(line).text
         for rule in RULES:
-            if rule.words.search(text):
+            if rule.words.search(text) and not _is_of_a_request(ending, line, rule.kind):
                 return rule, line
     return None
+
+
+def _is_of_a_request(ending: Ending, line: str, kind: type[FatalError]) -> bool:
+    """Once it serves, the API server logs what clients send, and has no memory of a GPU: nothing of it is a cause."""
+    return ending.was_ready and issubclass(kind, _MEMORY) and parse_line(line).process == "APIServer"
 
 
 def shortage_of(error: FatalError, lines: Iterable[str]) -> Shortage | None:
@@ -303,7 +337,14 @@ def _line_of_a_kill(log: Sequence[str]) -> str | None:
 
 
 def _unknown(ending: Ending) -> str:
-    return hint_of_unknown(ending, lost_a_process=_line_of_a_kill(ending.log) is not None)
+    was_killed = _line_of_a_kill(ending.log) is not None and not any(_is_raised(line) for line in ending.log)
+    return hint_of_unknown(ending, lost_a_process=was_killed)
+
+
+def _is_raised(line: str) -> bool:
+    """Whether a process behind the API server ended by itself, and said of what."""
+    found = parse_line(line)
+    return found.depth > 0 and found.is_cause and not _LOST.match(found.text)
 
 
 def _causes(ending: Ending) -> Iterator[str]:

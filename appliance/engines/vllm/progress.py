@@ -62,6 +62,7 @@ _KNOWN: tuple[tuple[Stage, str, str], ...] = (
     ),
     (Stage.COMPILE, r"torch\.compile (?:took|takes) (?P<seconds>[0-9.]+) s in total", "{seconds} s"),
     (Stage.PROFILE, r"Available KV cache memory: (?P<gib>-?[0-9.]+) GiB", "{gib} GiB are left for the KV cache"),
+    (Stage.PROFILE, r"reserved (?P<gib>[0-9.]+) GiB memory for KV Cache as specified", "{gib} GiB are the KV cache's"),
     (Stage.PROFILE, r"KV cache size: (?P<tokens>[0-9,]+) tokens", "room for {tokens} tokens"),
     (Stage.GRAPHS, r"Capturing CUDA graphs.*?: +(?P<percent>\d+)%", "{percent} %"),
     (Stage.GRAPHS, r"Graph capturing finished in (?P<seconds>[0-9.]+) secs", "captured in {seconds} s"),
@@ -117,6 +118,7 @@ def compile_cache(lines: Iterable[str]) -> CompileCache:
 _ALLOCATED = (
     ("model", re.compile(r"Model loading took ([0-9.]+) GiB memory")),
     ("kv", re.compile(r"Available KV cache memory: ([0-9.]+) GiB")),
+    ("kv", re.compile(r"reserved ([0-9.]+) GiB memory for KV Cache as specified by kv_cache_memory_bytes")),
     ("kv", re.compile(r"Explicitly set \(([0-9.]+)/[0-9.]+\) GiB for KV cache")),
     ("compute", re.compile(r"Graph capturing finished in \d+ secs, took ([0-9.]+) GiB")),
 )

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -64,3 +66,21 @@ def test_a_phase_keeps_its_beginning_while_it_lasts() -> None:
     report.phase(Phase.READY)
     assert report.progress.is_ready
     assert report.progress.since > since
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    """Of the product, without what a test adds to it."""
+    found = logging.getLogger("appliance")
+    before = list(found.handlers)
+    yield found
+    found.handlers[:] = before
+
+
+def test_what_a_module_logs_is_an_event_like_any_other(log: logging.Logger) -> None:
+    stream = io.StringIO()
+    Report("json", stream).take_logs()
+    log.getChild("engines.vllm.caches").warning("removed %d files that a start left", 3)
+    log.getChild("engines.vllm.caches").info("nothing")
+    (row,) = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert (row["level"], row["event"], row["message"]) == ("warning", "log", "removed 3 files that a start left")

@@ -14,6 +14,8 @@ from appliance.plan.choice import Choice
 from appliance.settings import Settings
 
 PREFIX = "VLLM_"
+LOGGING = "VLLM_LOGGING_"
+LOG_IS_READ = "the log is read by the appliance"
 NETWORK = ("NCCL_", "GLOO_", "UCX_")  # of the libraries that carry what ranks send each other
 LIBRARIES = ("FLASHINFER_", "OMP_", "PYTORCH_", "TORCH", "TRITON_")
 SOURCE = "environment of the container"
@@ -41,13 +43,11 @@ KEPT: Mapping[str, str] = MappingProxyType({
     "VLLM_CACHE_ROOT": "caches lie on the volume, one folder for each build",
     "VLLM_RPC_BASE_PATH": "sockets lie in the runtime folder",
     "VLLM_HOST_IP": "127.0.0.1, and in a group the host's address towards its leader",
-    "VLLM_LOGGING_COLOR": "the log is read by the appliance",
-    "VLLM_LOGGING_CONFIG_PATH": "the log is read by the appliance",
-    "VLLM_LOGGING_LEVEL": "the log is read by the appliance",
-    "VLLM_CONFIGURE_LOGGING": "the log is read by the appliance",
+    "VLLM_CONFIGURE_LOGGING": LOG_IS_READ,
     "VLLM_DO_NOT_TRACK": "nothing is sent to anybody",
     "VLLM_NO_USAGE_STATS": "nothing is sent to anybody",
     "VLLM_PORT": "the engine listens on a private socket",
+    "VLLM_USE_RUST_FRONTEND": "what is known of routes, log and endings is of the other one",
 })  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def own_variables(settings: Settings) -> tuple[tuple[str, str], ...]:
         if found[name].strip().lower() not in ("0", "false"):
             message = f"variable {name} contradicts the plan: '{found[name]}' ({SOURCE}): {why}"
             raise ConfigError(message, hint=instead)
-    return tuple(sorted((name, value) for name, value in found.items() if name not in KEPT and name not in REFUSED))
+    return tuple(sorted((name, value) for name, value in found.items() if not _why_kept(name) and name not in REFUSED))
 
 
 def variable_choices(settings: Settings, build_id: str) -> tuple[Choice, ...]:
@@ -81,12 +81,17 @@ def _not_passed(settings: Settings, build_id: str) -> Iterator[Choice]:
     """What the image sets itself, for whoever runs the engine by hand, is nothing that a user asked for."""
     caches = f"{settings.data_dir / 'cache' / build_id}/"
     for name, value in sorted(_set(settings, (PREFIX, *LIBRARIES)).items()):
-        why = KEPT.get(name) or ("it is off without it" if name in REFUSED else None)
+        why = _why_kept(name) or ("it is off without it" if name in REFUSED else None)
         if not name.startswith(PREFIX):
             why = "of a library: the engine gets variables of vLLM and of its network alone"
         if why and not value.startswith(caches):
             yield Choice(name=name.lower(), value="not passed on", reason=why, source=SOURCE, is_refusal=True)
 
 
+def _why_kept(name: str) -> str | None:
+    return LOG_IS_READ if name.startswith(LOGGING) else KEPT.get(name)
+
+
 def _set(settings: Settings, prefixes: str | tuple[str, ...]) -> dict[str, str]:
+    """An empty one is not set: compose passes on so what a host has not."""
     return {name: value for name, value in settings.environment.items() if name.startswith(prefixes) and value}

@@ -210,3 +210,64 @@ def test_no_log_makes_it_fail(lines: list[str], first: int) -> None:
 def test_a_file_that_is_gone_is_the_model_s_only_where_the_model_is(path: str, code: int) -> None:
     line = f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
     assert as_error(crash(f"(EngineCore pid=9) ERROR 11-22 12:00:40 [core.py:1583] {line}")).exit_code == code
+
+
+CORE = "(EngineCore pid=117) ERROR 11-22 12:00:40 [core.py:1583] "
+GONE = (
+    "(APIServer pid=17) WARNING 11-22 12:00:41 [core_client.py:688] [shutdown] MPClient: engine core exited "
+    "unexpectedly"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "remedy"),
+    [
+        pytest.param(
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            41,
+            "smaller --ctx-size",
+            id="cuBLAS",
+        ),
+        pytest.param(
+            "x:211:211 [0] init.cc:87 NCCL WARN Cuda failure 2 'out of memory'", 41, "smaller --ctx-size", id="NCCL"
+        ),
+        pytest.param(
+            "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 98304, Hardware limit: "
+            "65536. Reducing block sizes or `num_stages` may help.",
+            43,
+            "--attention-backend",
+            id="Triton",
+        ),
+        pytest.param(
+            "TimeoutError: RPC call to sample_tokens timed out.", 43, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", id="RPC"
+        ),
+        pytest.param(
+            "OSError: [Errno 28] No space left on device: '/data/cache/b/vllm/x'", 50, "volume is full", id="volume"
+        ),
+        pytest.param("OSError: [Errno 28] No space left on device: '/tmp/x'", 43, "last lines", id="not the volume"),
+        pytest.param("ValueError: invalid literal for int() with base 10: 'lm_head'", 43, "last lines", id="no number"),
+        pytest.param(
+            "ImportError: This modeling file requires the following packages that were not found in your environment: "
+            "flash_attn. Run `pip install flash_attn`",
+            30,
+            "another upload",
+            id="code of the model",
+        ),
+    ],
+)
+def test_a_line_of_the_engine_is_its_cause(line: str, code: int, remedy: str) -> None:
+    found = as_error(crash(line if "NCCL" in line else CORE + line, GONE))
+    assert found.exit_code == code
+    assert remedy in (found.hint or "")
+    assert isinstance(found, EngineError) is (code >= 40 and code < 50)
+    assert getattr(found, "was_memory", False) is (code == 41)
+
+
+def test_what_a_client_sent_is_no_memory_that_ran_out() -> None:
+    sent = "(APIServer pid=17) ERROR 11-22 12:00:40 [serving.py:1] ValueError: CUDA out of memory. Tried to allocate"
+    served = as_error(crash(sent, GONE, was_ready=True))
+    assert isinstance(served, EngineDiedError)
+    assert not served.was_memory
+    real = as_error(crash(sent, CORE + "torch.OutOfMemoryError: CUDA out of memory.", GONE, was_ready=True))
+    assert isinstance(real, EngineDiedError)
+    assert real.was_memory

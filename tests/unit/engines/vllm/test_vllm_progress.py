@@ -105,6 +105,15 @@ def test_graphs_and_memory_of_a_gpu() -> None:
     assert [step.words for line in lines[3:] if (step := step_of(line))] == ["graphs: 51 %", "graphs: captured in 2 s"]
 
 
+def test_bytes_that_were_given_are_told_in_words_of_their_own() -> None:
+    """Of GPUs: v1/worker/gpu_worker.py:657 of 0.33.0."""
+    line = (
+        "(EngineCore pid=117) INFO 11-22 12:00:40 [gpu_worker.py:657] Initial free memory 78.2 GiB, reserved 2.00 GiB "
+        "memory for KV Cache as specified by kv_cache_memory_bytes config and skipped memory profiling."
+    )
+    assert parse_allocated((line,)).kv == 2048.0
+
+
 def test_the_cache_is_told_in_tokens_exactly() -> None:
     allocated = parse_allocated(LOG)
     assert (allocated.model, allocated.kv_tokens) == (0.0, 32_768)

@@ -514,6 +514,9 @@ def test_variables_of_the_network_reach_the_engine_on_one_host() -> None:
     [
         ("VLLM_ENABLE_STARTUP_PLAN", "0", "it is off without it"),
         ("VLLM_HOST_IP", "10.0.0.9", "127.0.0.1"),
+        ("VLLM_LOGGING_PREFIX", "[n] ", "the log is read"),
+        ("VLLM_LOGGING_LEVEL", "DEBUG", "the log is read"),
+        ("VLLM_USE_RUST_FRONTEND", "1", "of the other one"),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "of a library"),
         ("TORCHINDUCTOR_CACHE_DIR", "/elsewhere", "of a library"),
     ],
