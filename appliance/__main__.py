@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from appliance.model import Format
     from appliance.probe import Hardware
     from appliance.probe.described import DescribedMachine
-    from appliance.report import Report
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
 EPILOG = (
@@ -260,23 +259,19 @@ def _on_the_host(words: Sequence[str]) -> int:
 
 
 def _serve(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.report import Report
     from appliance.serve.run import serve
 
-    return _run_loop(serve(settings, environment, _report(settings)))
+    with Report(settings.log).taking_logs() as report:
+        return _run_loop(serve(settings, environment, report))
 
 
 def _tune(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.report import Report
     from appliance.serve.run import measure_only
 
-    return _run_loop(measure_only(settings, environment, _report(settings)))
-
-
-def _report(settings: Settings) -> Report:
-    from appliance.report import Report
-
-    report = Report(settings.log)
-    report.take_logs()
-    return report
+    with Report(settings.log).taking_logs() as report:
+        return _run_loop(measure_only(settings, environment, report))
 
 
 def _run_loop(main: Coroutine[Any, Any, int]) -> int:

@@ -9,6 +9,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -40,10 +42,16 @@ class Report:
         since = self.progress.since if phase is self.progress.phase else time.monotonic()
         self.progress = Progress(phase=phase, message=message, since=since, facts=facts)
 
-    def take_logs(self) -> None:
+    @contextmanager
+    def taking_logs(self) -> Iterator[Report]:
         """What modules without a report of their own log, as warnings of the event `log`: a line of text among the
         others would be none for a script."""
-        logging.getLogger("appliance").addHandler(_LogHandler(self))
+        logger, handler = logging.getLogger("appliance"), _LogHandler(self)
+        logger.addHandler(handler)
+        try:
+            yield self
+        finally:
+            logger.removeHandler(handler)
 
     def _say(self, level: str, event: str, message: str, facts: dict[str, Any]) -> None:
         if self._is_text:

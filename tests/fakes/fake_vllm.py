@@ -344,7 +344,7 @@ def load(options: argparse.Namespace) -> None:
     log(
         f"Initial free memory 20.1 GiB, {given}kv_cache_memory_bytes config and skipped memory profiling.",
         where="gpu_worker.py:665",
-    )  # noqa: E501
+    )
     blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
     concurrency = blocks / -(-options.max_model_len // options.block_size)
     tokens = f"{tokens_of(options):,}"

@@ -5,7 +5,6 @@ python -m tests.golden.vllm_plans    writes tests/golden/vllm/*.txt anew: read t
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from appliance.engines.vllm import server
 from appliance.engines.vllm.planning.launch import launch_of
 from appliance.engines.vllm.planning.space import Space
 from appliance.errors import FatalError
-from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts
 from appliance.model import Model
 from appliance.plan import Kernels, Plan, explain
 from appliance.probe import Hardware
@@ -68,6 +67,12 @@ CASES = (
         model="qwen3.6-27b-awq",
         flags={**PUBLISHED, "kv_type": "fp8_e4m3"},
         name="2x2080ti-22g_fp8-cache",
+    ),
+    Case(
+        machine="2x2080ti-22g",
+        model="qwen3.6-27b-awq",
+        flags={**PUBLISHED, "ctx_size": "262144", "kv_type": "int8_per_token_head"},
+        name="2x2080ti-22g_int8-cache_262144",
     ),
     Case(machine="4x2080ti-22g", model="qwen3.6-27b-awq"),
     Case(machine="4x2080ti-22g", model="llama-3.3-70b-awq"),
@@ -142,10 +147,10 @@ def _whole_a100() -> Hardware:
 
 
 @cache
-def known_flags(release: str) -> tuple[str, ...]:
-    """As the parsers in both images answered."""
+def engine_facts(release: str = "0.33") -> EngineFacts:
+    """As both images answered."""
     file = {"0.32": "facts-0.32-cpu.json", "0.33": "facts-0.33-cu130.json"}[release]
-    return tuple(json.loads((DATA / file).read_text())["flags"])
+    return parse_engine_facts((DATA / file).read_text("utf-8"))
 
 
 def image(machine: Hardware) -> ImageFacts:
@@ -160,10 +165,6 @@ def image(machine: Hardware) -> ImageFacts:
         cuda="13.0" if has_gpu else None,
         sm=SMS if has_gpu else (),
     )
-
-
-def engine_facts() -> EngineFacts:
-    return EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=known_flags("0.33"), kv_types=())
 
 
 def inputs(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from appliance.image_facts import dump_facts, parse_engine_facts, parse_image_facts
-from tests.golden.vllm_plans import SMS, known_flags
+from tests.golden.vllm_plans import SMS, engine_facts
 from tests.process.stages.boot import Serving, eventually
 from tests.process.stages.nvml import put_machine
 from tests.process.stages.vllm_home import VllmHome
@@ -55,7 +55,7 @@ def home(nvml_library: Path, tmp_path: Path) -> Iterator[GpuHome]:
     image = replace(image, cell="vllm-cu130", cuda="13.0", sm=SMS, driver_floor_sass="580")
     (home.folder / "facts/image_facts.json").write_text(dump_facts(image))
     facts = parse_engine_facts((home.folder / "facts/engine_facts.json").read_text())
-    facts = replace(facts, flags=known_flags("0.33"))
+    facts = replace(facts, flags=engine_facts("0.33").flags)
     (home.folder / "facts/engine_facts.json").write_text(dump_facts(facts))
 
     def engine_gone() -> None:

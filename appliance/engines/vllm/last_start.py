@@ -33,6 +33,7 @@ class LastStart:
     reason: str | None  # of a miss, where the engine explains it
     parts: Mapping[str, Any]
     moved: tuple[str, ...] = ()
+    is_first: bool = True  # no start before it is kept
 
     def describe(self) -> str:
         if self.is_hit is None:
@@ -41,19 +42,27 @@ class LastStart:
         key = f", key {self.key}" if self.key else ""
         if self.is_hit:
             return f"{found}{key}"
-        why = self.reason or (f"another {', '.join(self.moved)} than before" if self.moved else "nothing was kept yet")
-        return f"{found}{key}: {why}"
+        return f"{found}{key}: {self.reason or self._why_missed()}"
+
+    def _why_missed(self) -> str:
+        if self.moved:
+            return f"another {', '.join(self.moved)} than before"
+        return "nothing was kept yet" if self.is_first else "all that is known of its key is as before"
 
 
 def last_start(plan: Plan, lines: Iterable[str], before: LastStart | None) -> LastStart:
     """By the log of a start that became ready."""
     found, parts = compile_cache(lines), compile_parts(plan)
-    moved = tuple(name for name in sorted(parts) if before and before.parts.get(name) != _as_read(parts[name]))
-    return LastStart(is_hit=found.is_hit, key=found.key, reason=found.reason, parts=parts, moved=moved)
+    old, new = (before.parts if before else {}), _as_read(parts)
+    moved = tuple(name for name in sorted(old.keys() | new.keys()) if before and old.get(name) != new.get(name))
+    return LastStart(
+        is_hit=found.is_hit, key=found.key, reason=found.reason, parts=parts, moved=moved, is_first=before is None
+    )
 
 
-def _as_read(value: object) -> object:
-    return json.loads(json.dumps(value))
+def _as_read(parts: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(parts))
+    return found
 
 
 def load(cache_dir: Path) -> LastStart | None:
@@ -67,7 +76,7 @@ def load(cache_dir: Path) -> LastStart | None:
 def keep(plan: Plan, lines: Iterable[str], cache_dir: Path) -> None:
     """A volume that refuses is no reason not to serve."""
     found = last_start(plan, lines, load(cache_dir))
-    document = {"is_hit": found.is_hit, "key": found.key, "reason": found.reason}
+    document = {"is_hit": found.is_hit, "key": found.key, "reason": found.reason, "is_first": found.is_first}
     text = json.dumps({**document, "parts": found.parts, "moved": found.moved}, indent=1, sort_keys=True)
     temporary = cache_dir / f".{NAME}.{secrets.token_hex(8)}.tmp"
     try:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -68,19 +67,11 @@ def test_a_phase_keeps_its_beginning_while_it_lasts() -> None:
     assert report.progress.since > since
 
 
-@pytest.fixture
-def log() -> Iterator[logging.Logger]:
-    """Of the product, without what a test adds to it."""
-    found = logging.getLogger("appliance")
-    before = list(found.handlers)
-    yield found
-    found.handlers[:] = before
-
-
-def test_what_a_module_logs_is_an_event_like_any_other(log: logging.Logger) -> None:
-    stream = io.StringIO()
-    Report("json", stream).take_logs()
-    log.getChild("engines.vllm.caches").warning("removed %d files that a start left", 3)
-    log.getChild("engines.vllm.caches").info("nothing")
+def test_what_a_module_logs_is_an_event_like_any_other() -> None:
+    stream, log = io.StringIO(), logging.getLogger("appliance.engines.vllm.caches")
+    with Report("json", stream).taking_logs():
+        log.warning("removed %d files that a start left", 3)
+        log.info("nothing")
+    log.warning("the program is over")
     (row,) = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert (row["level"], row["event"], row["message"]) == ("warning", "log", "removed 3 files that a start left")

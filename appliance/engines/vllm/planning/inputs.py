@@ -14,6 +14,7 @@ from appliance.engines.vllm.planning.kv_types import choose_kv_types
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.precision import (
     attention_choice,
+    check_attention,
     check_method,
     choose_dtype,
     gdn_choice,
@@ -102,6 +103,7 @@ def read_facts(given: Inputs) -> Facts:
     chip = _weakest(cards, given.hardware, is_mla="mla" in shape.kinds)
     dtype, by_dtype = choose_dtype(shape, chip, pins)
     kv = choose_kv_types(settings, engine, chip, dtype, shape.quantization)
+    check_attention(shape, chip, pins, engine)
     backend, by_attention = attention_choice(chip, kv.chosen, pins)
     gdn, by_gdn = gdn_choice(shape, chip, pins)
     by_weights = quantization_choice(shape, chip)

@@ -36,7 +36,7 @@ def choose(facts: Facts) -> Estimate:
     found = [Estimate(facts=facts, option=option) for option in base_options(facts)]
     fitting = [each for each in found if each.fits]
     if not fitting:
-        raise _refusal(facts, found)
+        raise _refusal_of_bytes(facts) or _refusal(facts, found)
     return _best(facts, fitting)
 
 
@@ -216,6 +216,20 @@ def _refuse_shared_memory(facts: Facts, ranks: int) -> None:
         f"shared memory is too small for {ranks} ranks{where}: {facts.shm_mib} MiB in /dev/shm, {needed} are needed"
     )
     raise ConfigError(message, hint="start the container with --ipc=host or --shm-size 4g")
+
+
+def _refusal_of_bytes(facts: Facts) -> ConfigError | None:
+    """Where a cache of other bytes than were asked for would fit."""
+    pins = facts.pins
+    free = replace(facts, pins=replace(pins, kv_bytes=None))
+    fitting = [each for option in base_options(free) if (each := Estimate(facts=free, option=option)).fits]
+    if pins.kv_bytes is None or not fitting:
+        return None
+    best = _best(free, fitting)
+    tokens = facts.settings.ctx_size or min(facts.wanted, CONTEXT_STEP)
+    message = f"setting engine_arg holds a KV cache that no plan can have: {pins.kv_bytes:,} bytes ({pins.source})"
+    least = f"{best.kv.bytes_for(tokens):,} bytes are needed for {tokens:,} tokens"
+    return ConfigError(message, hint=f"{least}, and {best.kv_bytes:,} may be used on each rank; or leave it out")
 
 
 def _refusal(facts: Facts, found: list[Estimate]) -> ModelDoesNotFitError:

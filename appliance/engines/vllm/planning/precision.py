@@ -7,7 +7,7 @@ from appliance.engines.vllm.chips import Chip, methods_for, weights_kernel
 from appliance.engines.vllm.planning.engine_args import Pins
 from appliance.engines.vllm.planning.shape import Shape
 from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
-from appliance.image_facts import EngineFacts
+from appliance.image_facts import AttentionBackend, EngineFacts
 from appliance.model import Model
 from appliance.plan.choice import Choice
 
@@ -73,6 +73,22 @@ def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:
         raise NoKernelError(message, hint=f"take the model as one of {', '.join(methods_for(chip.sm))}, or in 16 bits")
     why = f"kernels: {found.kernel}{group_words}; it needs SM {found.least_sm} and this is {chip.name}"
     return Choice(name="quantization", value=method, reason=why, source="model", detail=found.source)
+
+
+def check_attention(shape: Shape, chip: Chip, pins: Pins, engine: EngineFacts) -> None:
+    """Raises ConfigError (10) for a backend that this GPU or this model cannot have."""
+    asked = pins.attention_backend
+    if asked is None or chip.sm is None or not engine.attention:  # on a CPU none may be asked for
+        return
+    found = {each.name: _computes(each, chip.sm, is_mla="mla" in shape.kinds) for each in engine.attention}
+    if not found.get(asked.upper()):
+        what = f"is not for this model on {chip.name}" if asked.upper() in found else "this engine has not"
+        message = f"setting engine_arg holds an attention backend that {what}: '{asked[:40]}' ({pins.source})"
+        raise ConfigError(message, hint=f"one of {', '.join(chip.backends)}, or leave it out")
+
+
+def _computes(backend: AttentionBackend, sm: int, *, is_mla: bool) -> bool:
+    return (backend.sms is None or str(sm) in backend.sms) and backend.is_mla in (None, is_mla)
 
 
 def attention_choice(chip: Chip, kv_type: str, pins: Pins) -> tuple[str | None, Choice]:

@@ -31,10 +31,25 @@ def test_a_miss_is_told_with_the_parts_of_the_key_that_moved(tmp_path: Path) -> 
     assert second
     assert second.moved == ("context", "seqs")
     assert second.describe().endswith(f"another {', '.join(second.moved)} than before")
+    keep(PLAN, COLD, tmp_path)
+    keep(PLAN, COLD, tmp_path)
+    again = load(tmp_path)
+    assert again
+    assert again.describe().endswith(": all that is known of its key is as before")
     keep(WIDER, WARM, tmp_path)
     third = load(tmp_path)
     assert third
-    assert (third.describe(), third.moved) == ("the last start hit it, key 0a1b2c3d4e", ())
+    assert (third.describe(), third.moved) == ("the last start hit it, key 0a1b2c3d4e", ("context", "seqs"))
+
+
+def test_a_part_of_the_key_that_is_gone_has_moved(tmp_path: Path) -> None:
+    more = with_launch(PLAN, variables=(("VLLM_USE_DEEP_GEMM", "0"),))
+    assert compile_parts(more).keys() > compile_parts(PLAN).keys()
+    keep(more, COLD, tmp_path)
+    keep(PLAN, COLD, tmp_path)
+    found = load(tmp_path)
+    assert found
+    assert set(found.moved) == compile_parts(more).keys() - compile_parts(PLAN).keys()
 
 
 def test_the_engines_own_reason_counts_more(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from appliance.engines.vllm import server
 from appliance.errors import EngineArgumentsError
 from appliance.plan import Plan, with_launch
 from images.engines import ENGINES
-from tests.golden.vllm_plans import SOCKET, arguments, engine_facts, known_flags
+from tests.golden.vllm_plans import SOCKET, arguments, engine_facts
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, TURINGS, best, cards, space
 
 INSTALL = Install(engine_dir=Path("/opt/vllm"), facts=engine_facts(), cache_dir=Path("/data/cache/b1"))
@@ -83,7 +83,8 @@ def test_threads_are_bound_unless_they_are_counted() -> None:
 
 
 def test_a_flag_that_the_engine_lacks_is_refused_before_it_is_started() -> None:
-    lacking = replace(engine_facts(), flags=tuple(flag for flag in known_flags("0.33") if flag != "--shutdown-timeout"))
+    facts = engine_facts()
+    lacking = replace(facts, flags=tuple(flag for flag in facts.flags if flag != "--shutdown-timeout"))
     with pytest.raises(EngineArgumentsError, match=r"engine has no flag --shutdown-timeout: vllm 0\.33\.0") as caught:
         server.arguments(best(ADA), lacking, SOCKET)
     assert caught.value.exit_code == 40
@@ -94,8 +95,7 @@ def test_a_flag_that_the_engine_lacks_is_refused_before_it_is_started() -> None:
 )
 def test_off_is_said_in_the_words_of_the_release(release: str, flag: str) -> None:
     plan = with_launch(best(ADA), has_prefix_cache=False)
-    facts = replace(engine_facts(), flags=known_flags(release))
-    assert flag in server.arguments(plan, facts, SOCKET)
+    assert flag in server.arguments(plan, engine_facts(release), SOCKET)
 
 
 def test_one_way_to_say_a_thing() -> None:

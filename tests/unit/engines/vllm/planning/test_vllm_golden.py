@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from appliance.errors import FatalError
 from appliance.plan import Plan
-from tests.golden.vllm_plans import CASES, HERE, Case, arguments, known_flags, space, text
+from tests.golden.vllm_plans import CASES, HERE, Case, arguments, engine_facts, space, text
 
 
 def plan(case: Case) -> Plan | None:
@@ -38,7 +39,11 @@ def test_every_flag_is_one_of_the_engine(case: Case, release: str) -> None:
         return
     _, _, *argv = arguments(found)
     flags = [word for word in argv if word.startswith("--")]
-    assert set(flags) <= set(known_flags(release))
+    facts = engine_facts(release)
+    assert set(flags) <= set(facts.flags)
+    for flag, word in itertools.pairwise(argv):
+        there = facts.choices_of(flag)
+        assert not there or word.startswith("--") or word in there, flag
     assert len(flags) == len(set(flags)), "a thing is said twice"
 
 

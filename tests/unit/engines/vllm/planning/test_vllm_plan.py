@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -630,6 +631,38 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(words: str) -> None:
     error = refused(ConfigError, CPU, "smollm2-135m", engine_arg=words)
     assert error.message.startswith("setting engine_arg asks for what needs a GPU")
     assert words.split()[0] in error.message
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "name", "said"),
+    [
+        (TURINGS, "qwen3.6-27b-awq", "FLASH_ATTN", "is not for this model on SM 75: 'FLASH_ATTN'"),
+        (ADA, "qwen3-8b", "FLASHMLA", "is not for this model on SM 89: 'FLASHMLA'"),
+        (ADA, "qwen3-8b", "BOGUS", "this engine has not: 'BOGUS'"),
+        ("h200", "deepseek-v2-lite", "TRITON_ATTN", "is not for this model"),
+    ],
+)
+def test_attention_that_the_engine_would_refuse_is_10_before_it_starts(
+    machine: str, model: str, name: str, said: str
+) -> None:
+    error = refused(ConfigError, machine, model, engine_arg=f"--attention-backend {name}")
+    assert said in error.message
+    assert (error.hint or "").startswith("one of ")
+
+
+def test_attention_that_the_chip_has_is_passed_on() -> None:
+    assert value_of(best(ADA, "qwen3-8b", engine_arg="--attention-backend FLASHINFER"), "--attention-backend")
+
+
+@pytest.mark.parametrize("asked", [1, 1 << 40])
+def test_bytes_of_a_cache_that_cannot_be_are_10_with_those_that_can(asked: int) -> None:
+    error = refused(ConfigError, ADA, "qwen3-8b-fp8", engine_arg=f"--kv-cache-memory-bytes {asked}", ctx_size="4096")
+    assert f"{asked:,} bytes (flag --engine-arg)" in error.message
+    least, most = (int(word.replace(",", "")) for word in re.findall(r"[0-9,]{9,}", error.hint or ""))
+    for enough in (least, most):
+        words = f"--kv-cache-memory-bytes {enough}"
+        assert best(ADA, "qwen3-8b-fp8", engine_arg=words, ctx_size="4096").context == 4096
+    refused(ConfigError, ADA, "qwen3-8b-fp8", engine_arg=f"--kv-cache-memory-bytes {least - 1}", ctx_size="4096")
 
 
 def test_measuring_tries_other_blocks_of_plain_attention_alone() -> None:
