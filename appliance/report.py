@@ -44,14 +44,17 @@ class Report:
 
     @contextmanager
     def taking_logs(self) -> Iterator[Report]:
-        """What modules without a report of their own log, as warnings of the event `log`: a line of text among the
-        others would be none for a script."""
+        """What modules without a report of their own log, as events `log`: a line of text among the others would be
+        none for a script."""
         logger, handler = logging.getLogger("appliance"), _LogHandler(self)
+        level = logger.level
+        logger.setLevel(logging.INFO)
         logger.addHandler(handler)
         try:
             yield self
         finally:
             logger.removeHandler(handler)
+            logger.setLevel(level)
 
     def _say(self, level: str, event: str, message: str, facts: dict[str, Any]) -> None:
         if self._is_text:
@@ -75,8 +78,9 @@ class Report:
 
 class _LogHandler(logging.Handler):
     def __init__(self, report: Report) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._report = report
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._report.warning("log", record.getMessage())
+        say = self._report.info if record.levelno < logging.WARNING else self._report.warning
+        say("log", record.getMessage())

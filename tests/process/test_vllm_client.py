@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,11 @@ def test_what_is_cached_of_a_prompt_is_told_and_can_be_ruled_out(socket_path: Pa
     assert found[1].prefill_ms < found[0].prefill_ms
 
 
-def test_the_first_answer_is_thrown_away_once(socket_path: Path) -> None:
+def test_the_first_answer_is_thrown_away_once_and_said_to_be_jit(
+    socket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     async def ask(client: VllmClient) -> tuple[int, float | None]:
         before = client.jit_ms
         assert before is None
@@ -74,6 +79,8 @@ def test_the_first_answer_is_thrown_away_once(socket_path: Path) -> None:
     assert count == 1 + 1 + 2, "readiness, the one that is thrown away, and two that count"
     assert jit_ms
     assert jit_ms > 0
+    (said,) = [words for words in caplog.messages if "thrown away" in words]
+    assert said.endswith(f"(JIT); its first token took {jit_ms:.0f} ms")
 
 
 def test_draft_tokens_are_counted(socket_path: Path) -> None:

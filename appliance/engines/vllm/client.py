@@ -6,6 +6,7 @@ Its clock comes with each answer (`--enable-per-request-metrics`), and so does w
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from appliance.errors import EngineNotReadyError
 
 _NAME_FLAG = "--served-model-name"
 _THROWN_AWAY_TOKENS = 2
+
+_log = logging.getLogger(__name__)
 
 
 class VllmClient(JsonSocket):
@@ -48,6 +51,8 @@ class VllmClient(JsonSocket):
             # With a salt of its own: what it leaves in the cache is of no use to the one that counts.
             thrown_away = self._body(prompt, min(tokens, _THROWN_AWAY_TOKENS), salt=secrets.token_hex(8), seed=None)
             self.jit_ms = parse_completion(await self.post("/v1/completions", thrown_away)).prefill_ms
+            words = "the first request was thrown away: kernels are compiled for it (JIT); its first token took %.0f ms"
+            _log.info(words, self.jit_ms)
         salt = None if uses_cache else secrets.token_hex(8)
         return parse_completion(await self.post("/v1/completions", self._body(prompt, tokens, salt=salt, seed=seed)))
 

@@ -71,7 +71,11 @@ def test_what_a_module_logs_is_an_event_like_any_other() -> None:
     stream, log = io.StringIO(), logging.getLogger("appliance.engines.vllm.caches")
     with Report("json", stream).taking_logs():
         log.warning("removed %d files that a start left", 3)
-        log.info("nothing")
+        log.info("the first request was thrown away")
+        log.debug("nothing")
     log.warning("the program is over")
-    (row,) = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert (row["level"], row["event"], row["message"]) == ("warning", "log", "removed 3 files that a start left")
+    rows = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(row["level"], row["event"], row["message"]) for row in rows] == [
+        ("warning", "log", "removed 3 files that a start left"),
+        ("info", "log", "the first request was thrown away"),
+    ]
