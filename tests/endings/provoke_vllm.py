@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +74,14 @@ def command_of(script: str, vllm: Path, model: Path, folder: Path, stall_timeout
 
 
 async def provoke(command: Command, kill: int | None) -> tuple[Crash, list[int]]:
-    """How it ended, and what still lived of its tree 3 s after a kill. Raises RuntimeError when it did not end."""
+    """How it ended, and what still lived of its tree 3 s later. Raises RuntimeError when it did not end."""
     supervisor = Supervisor()
     supervisor.start(command)
     try:
         crash = await supervisor.wait_ready()
         if crash is not None:
-            return crash, []
+            await asyncio.sleep(GONE_WITHIN_S)
+            return crash, [pid for pid in everywhere() if is_alive(pid)]
         if kill is None or supervisor.pid is None:
             message = "it became ready, which it should not"
             raise RuntimeError(message)
@@ -100,6 +101,16 @@ def family(leader: int) -> list[int]:
     children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
     names = {int(pid): Path(f"/proc/{pid}/comm").read_text() for pid in children}
     return [leader, *(pid for child, name in names.items() if name.startswith("VLLM::") for pid in family(child))]
+
+
+def everywhere() -> list[int]:
+    """Each process of an engine in this container."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it ended meanwhile
+            line = path.read_bytes()
+            found += [int(path.parent.name)] if b"vllm.entrypoints" in line or line.startswith(b"VLLM::") else []
+    return found
 
 
 def is_alive(pid: int) -> bool:
