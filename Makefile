@@ -179,7 +179,7 @@ container: image model trixie ## real containers of the built image, two files o
 .PHONY: vllm
 vllm: image ## real containers of vLLM's image (CELL=vllm-cpu): it serves the demo, and is killed
 	@$(PY) -m images fetch demo --rung 135m-bf16 $(CA)
-	APPLIANCE_TEST_VLLM_IMAGE=$(IMAGE) $(PYTEST) tests/container/test_container_vllm_parser.py tests/container/test_container_vllm_formats.py tests/container/test_container_vllm_hash.py tests/container/test_container_vllm_endings.py tests/container/test_container_vllm_serve.py tests/container/test_container_vllm_soak.py
+	APPLIANCE_TEST_VLLM_IMAGE=$(IMAGE) $(PYTEST) tests/container/test_container_vllm_parser.py tests/container/test_container_vllm_formats.py tests/container/test_container_vllm_hash.py tests/container/test_container_vllm_endings.py tests/container/test_container_vllm_serve.py tests/container/test_container_vllm_blocks.py tests/container/test_container_vllm_soak.py
 
 # Two to three hours on two cores, of which ROUNDS may be made on other days: what each round of this image showed is
 # kept, and judged together. Fails where a kill or a stop took longer than is promised.

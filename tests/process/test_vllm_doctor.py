@@ -73,7 +73,7 @@ def test_another_engine_than_the_image_s_facts_tell_of_is_44(
 @pytest.mark.parametrize(
     ("settings", "code", "name"),
     [
-        ({"ctx_size": "8192", "engine_arg": "--kv-cache-memory-bytes 3000000"}, 31, "model fits"),
+        ({"ctx_size": "8192", "engine_arg": "--kv-cache-memory-bytes 3000000"}, 10, "model fits"),
         ({"engine_arg": "--tensor-parallel-size 5"}, 10, "model fits"),
         ({"pooling": "mean"}, 10, "settings"),
         ({"chat_template_file": "/nowhere"}, 10, "settings"),
