@@ -89,6 +89,15 @@ def test_what_would_end_a_start_has_its_exit_code(
     assert done.returncode == code, done.stderr
 
 
+def test_a_context_that_no_memory_here_holds_is_31(home: VllmHome) -> None:
+    path = home.data / "models/small/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 16_777_216}))
+    document, checks = examined(home, ctx_size="16777216")
+    assert (document["will_start"], document["exit_code"], checks["model fits"]["exit_code"]) == (False, 31, 31)
+    done = home.command("serve", port=str(free_port()), ctx_size="16777216")
+    assert done.returncode == 31, done.stderr
+
+
 def test_the_plan_is_the_start_s_own(home: VllmHome) -> None:
     """With what is added to the best one: speculative decoding that was asked for."""
     _, checks = examined(home, speculation="ngram")
