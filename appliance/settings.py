@@ -467,6 +467,12 @@ class Settings:
         return self.sources.get(name, "default") != "default"
 
     @property
+    def slots(self) -> int:
+        """Requests that run side by side: what was asked for. The default is enough for three users, and grows with
+        more: one beside them, for a title or an editor's call."""
+        return self.parallel if self.is_set("parallel") else max(self.parallel, self.users + 1)
+
+    @property
     def models_dir(self) -> Path:
         return self.data_dir / "models"
 

@@ -53,4 +53,4 @@ def _configuration(plan: Plan) -> object:
     """All that decides what is held beside the KV cache: everything that varies but the context."""
     knobs = tuple((name, value) for name, value in plan.knobs if name != "context")
     drafts = (plan.speculation.kind, plan.speculation.tokens) if plan.speculation else None
-    return knobs, drafts, tuple(share.gpu.id for share in plan.placement.shares)
+    return knobs, plan.parallel, drafts, tuple(share.gpu.id for share in plan.placement.shares)

@@ -36,7 +36,7 @@ class Change:
 CHANGES: Mapping[str, Change] = {
     "nothing": Change(theirs={}),
     "context": Change(theirs={"max_model_len": 1024}, plan={"context": 1024}),
-    "sequences": Change(theirs={"max_num_seqs": 8}, launch={"max_num_seqs": 8}),
+    "sequences": Change(theirs={"max_num_seqs": 8}, plan={"parallel": 8}),
     "tokens of a step": Change(theirs={"max_num_batched_tokens": 4096}, launch={"max_num_batched_tokens": 4096}),
     "type of the cache": Change(theirs={"kv_cache_dtype": "fp8"}, plan={"kv_type": "fp8"}),
     "its blocks": Change(theirs={"block_size": 64}, launch={"block_size": 64}),

@@ -98,7 +98,8 @@ def leave(code: int) -> NoReturn:
 
 
 def worker(pipe: socket.socket, rank: int, options: argparse.Namespace) -> NoReturn:
-    """A token of every running request each interval. Like vLLM's it works on when all above it are gone."""
+    """A token of each request that runs every interval; those beyond `--max-num-seqs` wait. Like vLLM's it works on
+    when all above it are gone."""
     name_process(f"Worker_TP{rank}" if options.tensor_parallel_size > 1 else "Worker")
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     if options.fake_worker_error == "load":
@@ -112,7 +113,7 @@ def worker(pipe: socket.socket, rank: int, options: argparse.Namespace) -> NoRet
             if not data:
                 watched.clear()
             rest = take_orders(running, rest + data)
-        for number, progress in list(running.items()):
+        for number, progress in list(running.items())[: options.max_num_seqs]:
             if options.fake_worker_error == ("first" if number == 1 else "second"):
                 raised("WorkerProc hit an exception.", options.fake_error, "multiproc_executor.py:1189")
                 leave(1)

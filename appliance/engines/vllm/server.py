@@ -59,7 +59,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | No
     flags.need("--served-model-name", plan.alias)
     flags.need("--dtype", launch.dtype)
     flags.need("--max-model-len", plan.context)
-    flags.need("--max-num-seqs", launch.max_num_seqs)
+    flags.need("--max-num-seqs", plan.parallel)
     flags.need("--max-num-batched-tokens", launch.max_num_batched_tokens)
     if launch.kv_bytes is not None:
         flags.need("--kv-cache-memory-bytes", launch.kv_bytes)
@@ -83,7 +83,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | No
         flags.need("--tool-call-parser", launch.tool_parser)
     if launch.reasoning_parser is not None:
         flags.need("--reasoning-parser", launch.reasoning_parser)
-    _add_serving(flags, launch.max_num_seqs)
+    _add_serving(flags, plan.parallel)
     return ("serve", plan.model_path, *flags.argv, *launch.engine_args)
 
 

@@ -90,13 +90,13 @@ def test_two_machines_with_like_cards_leave_each_other_theirs(shelf: Shelf) -> N
 
 
 def test_the_last_configurations_are_kept(shelf: Shelf) -> None:
-    many = [peak(9000, plan=with_launch(PLAN, max_num_seqs=count)) for count in range(1, KEPT_MAX + 3)]
+    many = [peak(9000, plan=replace(PLAN, parallel=count)) for count in range(1, KEPT_MAX + 3)]
     assert shelf.keep(*many) == tuple(reversed(many))[:KEPT_MAX]
 
 
 def test_an_engine_that_ran_out_of_memory_needs_its_work_to_be_seen_again(shelf: Shelf) -> None:
     whole = peak(12_000, is_whole=True)
-    other = peak(11_000, is_whole=True, plan=with_launch(PLAN, max_num_seqs=8))
+    other = peak(11_000, is_whole=True, plan=replace(PLAN, parallel=8))
     shelf.keep(other, whole)
     assert shelf.store.doubt_peak(key(), replace(PLAN, context=4096))
     assert shelf.store.peaks(key(), GPUS) == (replace(whole, is_whole=False), other)

@@ -33,7 +33,7 @@ from appliance.engines.llama.planning.placement import PlacementJob
 from appliance.engines.llama.planning.refusal import refusal
 from appliance.engines.llama.planning.rope import rope_for, served_context
 from appliance.engines.llama.planning.slots import choices as slot_choices
-from appliance.engines.llama.planning.slots import idle_slots_stay, slots
+from appliance.engines.llama.planning.slots import idle_slots_stay
 from appliance.engines.llama.planning.threads import threads_of
 from appliance.image_facts import ImageFacts
 from appliance.model import plain_name
@@ -114,7 +114,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         alias=settings.alias or plain_name(model.path),
         context=context,
         kv_type=kv_type,
-        parallel=slots(settings),
+        parallel=settings.slots,
         is_embedding=model.is_embedding_model,
         memory=kept.memory,
         usable_mib=float(inputs.usable_mib - unified_mib(inputs, placement)),

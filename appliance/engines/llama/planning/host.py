@@ -20,7 +20,7 @@ from appliance.engines.llama.planning.memory import (
     weights_mib,
 )
 from appliance.engines.llama.planning.placement import Placed, PlacementJob
-from appliance.engines.llama.planning.slots import conversation_mib, slots
+from appliance.engines.llama.planning.slots import conversation_mib
 from appliance.plan import Memory, Placement
 from appliance.plan.choice import Choice
 from appliance.values import dataclass
@@ -81,7 +81,7 @@ def _with_checkpoints(
     inputs: PlanInputs, host: Memory, kv_type: str, spare_mib: float
 ) -> tuple[int | None, Memory, tuple[Choice, ...]]:
     """Copies of what cannot be rolled back, so that a chat that goes back is not read anew from its beginning."""
-    each = checkpoint_mib(inputs.model, kv_type) * slots(inputs.settings)
+    each = checkpoint_mib(inputs.model, kv_type) * inputs.settings.slots
     if not each:
         return None, host, ()
     left = spare_mib - host.total - inputs.least_cache_mib

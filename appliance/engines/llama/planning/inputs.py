@@ -32,7 +32,7 @@ from appliance.engines.llama.planning.numa import check_numa
 from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
 from appliance.engines.llama.planning.rates import cpu_rates
 from appliance.engines.llama.planning.rope import check_context
-from appliance.engines.llama.planning.slots import NO_ROOM, slots
+from appliance.engines.llama.planning.slots import NO_ROOM
 from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.engines.llama.planning.threads import (
     parts_of,
@@ -85,7 +85,7 @@ class PlanInputs:
             context=0,
             kv_type="f16",
             ubatch=usual_ubatch(self.settings, self.model),
-            parallel=slots(self.settings),
+            parallel=self.settings.slots,
             projector_on_host=self.projector_on_host,
             gpu_layers=self.settings.gpu_layers,
             cpu_expert_layers=self.settings.n_cpu_moe,
@@ -100,7 +100,7 @@ class PlanInputs:
     @property
     def parallel(self) -> int:
         """Slots."""
-        return slots(self.settings)
+        return self.settings.slots
 
     @property
     def least_cache_mib(self) -> float:
@@ -162,7 +162,7 @@ def plan_inputs(
     usable = limits.of_host(hardware.memory)
     copied = Copies() if devices else copies(model, kernels.isa)
     bare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - host_overhead_mib(model) - copied.more
-    spare = bare - least_cache(settings) - slots(settings) * checkpoint_mib(model, "f16")
+    spare = bare - least_cache(settings) - settings.slots * checkpoint_mib(model, "f16")
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
     memory = measured or min(assumptions.DRAM_GB_S.value, limits.dram_gb_s)
     cpu = cpu_rates(

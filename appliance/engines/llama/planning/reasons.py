@@ -10,7 +10,6 @@ from appliance.engines.llama.planning.context import AS_WHOLE, GOOD_CONTEXT, HAL
 from appliance.engines.llama.planning.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.rope import in_words, rope_for
-from appliance.engines.llama.planning.slots import slots
 from appliance.engines.llama.planning.tensor_mode import TENSOR
 from appliance.errors import printable
 from appliance.model import Model
@@ -132,7 +131,7 @@ def _rate(speed: float) -> str:
 
 
 def _beside(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> str:
-    kv = kv_mib(model, context_plan.kv_type, context_plan.context, context_plan.ubatch, slots(settings))
+    kv = kv_mib(model, context_plan.kv_type, context_plan.context, context_plan.ubatch, settings.slots)
     words = f"{kv:,.0f} MiB of KV at {context_plan.kv_type} beside {weights_mib(model):,.0f} MiB of weights"
     shares = context_plan.placed.placement.shares
     if not shares:

@@ -21,12 +21,6 @@ from appliance.plan.choice import Choice
 from appliance.settings import Settings
 
 NO_ROOM = "memory, which has no room for more"
-SPARE = 1  # one slot more than users, for a title or an editor's call
-
-
-def slots(settings: Settings) -> int:
-    """An asked-for number decides; the default is enough for three users, and grows with more."""
-    return settings.parallel if settings.is_set("parallel") else max(settings.parallel, settings.users + SPARE)
 
 
 def conversation_mib(model: Model, kv_type: str, tokens: int, *, ubatch: int, checkpoints: int | None) -> float:
@@ -44,11 +38,11 @@ def choices(
 
 def idle_slots_stay(settings: Settings, cache_mib: float, needed_mib: float) -> bool:
     """Only a cache that takes the longest conversation may be what idle slots are cleared for."""
-    return slots(settings) > 1 and cache_mib < needed_mib
+    return settings.slots > 1 and cache_mib < needed_mib
 
 
 def _parallel(settings: Settings, model: Model, context: int) -> Choice:
-    count = slots(settings)
+    count = settings.slots
     what = "only states and sliding windows cost memory" if checkpoint_mib(model, "f16") else "they cost no memory"
     beside = "a second request waits for the first"
     if settings.users > 1:
@@ -93,7 +87,7 @@ def _idle(settings: Settings, context: int, cache_mib: float, needed_mib: float)
         return (Choice(name="idle_slots", value="saved", reason=why, source="memory"),)
     why = (
         f"{short}, and what it cannot take would be lost to every side request; read anew are only conversations that "
-        f"do not fit into the context together, or whose slot is needed by the {_ordinal(slots(settings))} other one"
+        f"do not fit into the context together, or whose slot is needed by the {_ordinal(settings.slots)} other one"
     )
     return (Choice(name="idle_slots", value="kept in the context", reason=why, source="memory"),)
 

@@ -42,7 +42,6 @@ def _launch(estimate: Estimate) -> VllmLaunch:
     template, parsers = facts.settings.chat_template_file, facts.parsers
     return VllmLaunch(
         dtype=facts.dtype,
-        max_num_seqs=option.seqs,
         max_num_batched_tokens=option.tokens,
         graph_mode=option.graph_mode,
         graph_sizes=estimate.graph_sizes,

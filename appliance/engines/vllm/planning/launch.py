@@ -20,7 +20,6 @@ class VllmLaunch(Launch):
     the cards are uneven, else by the share of the whole card."""
 
     dtype: str
-    max_num_seqs: int
     max_num_batched_tokens: int
     graph_mode: str
     graph_sizes: tuple[int, ...]
@@ -50,7 +49,6 @@ class VllmLaunch(Launch):
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
         return (
-            ("max_num_seqs", self.max_num_seqs),
             ("max_num_batched_tokens", self.max_num_batched_tokens),
             ("graph_mode", self.graph_mode),
             ("block_size", self.block_size),
@@ -84,7 +82,6 @@ class VllmLaunch(Launch):
 # Priors of a step: chosen, until starts on GPUs were measured. Graphs are what a token's launches cost, a larger batch
 # of a prompt saves only its tails.
 KNOB_EFFECTS: Mapping[str, KnobEffect] = {
-    "max_num_seqs": KnobEffect(prior=0.05, is_of_doubling=True),
     "max_num_batched_tokens": KnobEffect(prior=0.1, phases=("prefill",), is_of_doubling=True),
     "graph_mode": KnobEffect(prior=0.3, phases=("decode",)),
     "block_size": KnobEffect(prior=0.05, is_of_doubling=True),
@@ -118,7 +115,7 @@ def compile_parts(plan: Plan) -> dict[str, object]:
         "model": plan.model_path,
         "context": plan.context,
         "kv_type": plan.kv_type,
-        "seqs": launch.max_num_seqs,
+        "seqs": plan.parallel,
         "tokens": launch.max_num_batched_tokens,
         "dtype": launch.dtype,
         "graphs": [launch.graph_mode, *launch.graph_sizes],

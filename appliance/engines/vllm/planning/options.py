@@ -61,7 +61,8 @@ def base_options(facts: Facts) -> list[Option]:
 
 def around(facts: Facts, best: Estimate) -> Iterator[Option]:
     """The best and its neighbours for measuring: each layout, tokens of a step, graphs, types of the cache; and other
-    blocks of the best. Sequences are no neighbour: one client's figures do not move, and fewer make others wait."""
+    blocks of the best. Sequences are no neighbour: one client's figures do not move. Those of several users are
+    measured apart, by jobs at once (tune/slots.py)."""
     for base in (best.option, *(each for each in base_options(facts) if each.layout != best.option.layout)):
         for tokens in _tokens_around(facts, base):
             for mode in _modes_around(facts, base):
@@ -96,7 +97,7 @@ def _modes_around(facts: Facts, base: Option) -> tuple[str, ...]:
 
 
 def _option(facts: Facts, layout: Layout, cards: tuple[Gpu, ...]) -> Option:
-    seqs, drafting = facts.settings.parallel, facts.drafting
+    seqs, drafting = facts.settings.slots, facts.drafting
     drafted = drafting.tokens if drafting else 0
     return Option(
         layout=layout,
@@ -145,7 +146,7 @@ def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
 
 def _rooms(facts: Facts) -> dict[Gpu, float]:
     """MiB of each card for layers and their cache."""
-    batch = Batch(tokens=usual_tokens(facts, facts.cards), seqs=facts.settings.parallel)
+    batch = Batch(tokens=usual_tokens(facts, facts.cards), seqs=facts.settings.slots)
     passing = activation_mib(facts.shape, facts.dtype, batch)
     return {card: room_on(facts, card, len(facts.cards)) - passing for card in facts.cards}
 

@@ -36,7 +36,7 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
         memory(estimate),
         *_reserve(estimate),
         blocks(estimate),
-        seqs(estimate),
+        parallel(estimate),
         tokens(estimate),
         graphs(estimate),
         *_speculation(facts),
@@ -288,11 +288,14 @@ def blocks(estimate: Estimate) -> Choice:
     )
 
 
-def seqs(estimate: Estimate) -> Choice:
+def parallel(estimate: Estimate) -> Choice:
     settings = estimate.facts.settings
-    why = f"requests at the same time; full contexts in the cache: {estimate.concurrency:g}, the rest wait"
-    source = settings.sources.get("parallel", "default")
-    return Choice(name="max_num_seqs", value=str(estimate.option.seqs), reason=why, source=source)
+    count, users = estimate.option.seqs, settings.users
+    whom = f" of {users} users" if users > 1 else ""
+    why = f"requests{whom} in one step; full contexts in the cache: {estimate.concurrency:g}, the rest wait"
+    asked = settings.is_set("parallel") or count == settings.parallel
+    source = settings.sources.get("parallel" if asked else "users", "default")
+    return Choice(name="parallel", value=str(count), reason=why, source=source)
 
 
 def tokens(estimate: Estimate) -> Choice:

@@ -66,7 +66,7 @@ def _is_of(peak: MemoryPeak, facts: Facts, option: Option) -> bool:
     then = (
         tuple(card.device for card in peak.cards),
         (launch.tensor_parallel, launch.pipeline_parallel, launch.stage_layers),
-        (launch.max_num_batched_tokens, launch.max_num_seqs, launch.graph_mode, launch.asked_block_size),
+        (launch.max_num_batched_tokens, plan.parallel, launch.graph_mode, launch.asked_block_size),
         (launch.dtype, plan.kv_type, drafts),
     )
     return then == (

@@ -220,7 +220,7 @@ class Space(doors.Space):
             cards=cards,
             kv_type=plan.kv_type,
             tokens=launch.max_num_batched_tokens,
-            seqs=launch.max_num_seqs,
+            seqs=plan.parallel,
             graph_mode=launch.graph_mode,
             block_size=launch.asked_block_size,
             kv_bytes=launch.kv_bytes if cards else None,

@@ -18,7 +18,7 @@ from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, TURINGS, best
 from tests.unit.engines.vllm.test_vllm_progress import AOT_MISS, COLD, WARM
 
 PLAN = best(ADA)
-WIDER = with_launch(replace(PLAN, context=4096), max_num_seqs=8)
+WIDER = replace(PLAN, context=4096, parallel=8)
 
 
 def test_a_miss_is_told_with_the_parts_of_the_key_that_moved(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ import pytest
 
 from appliance.engines.engine import Install
 from appliance.engines.vllm import server
+from appliance.engines.vllm.planning.launch import compile_key
 from appliance.errors import EngineArgumentsError
 from appliance.plan import Plan, with_launch
+from appliance.tune.slots import Concurrency, Job, choose, with_slots
+from appliance.tune.workload import Workload
 from images.engines import ENGINES
 from tests.golden.vllm_plans import SOCKET, arguments, engine_facts
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, TURINGS, best, cards, space
@@ -96,6 +99,34 @@ def test_a_flag_that_the_engine_lacks_is_refused_before_it_is_started() -> None:
 def test_off_is_said_in_the_words_of_the_release(release: str, flag: str) -> None:
     plan = with_launch(best(ADA), has_prefix_cache=False)
     assert flag in server.arguments(plan, engine_facts(release), SOCKET)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sequences", "source"),
+    [
+        ({}, "4", "default"),
+        ({"users": "3"}, "4", "default"),
+        ({"users": "8"}, "9", "flag --users"),
+        ({"users": "8", "parallel": "2"}, "2", "flag --parallel"),
+    ],
+)
+def test_users_have_as_many_sequences_and_one_beside_them(flags: dict[str, str], sequences: str, source: str) -> None:
+    plan = best(ADA, **flags)
+    argv = arguments(plan)
+    assert argv[argv.index("--max-num-seqs") + 1] == sequences
+    (choice,) = (each for each in plan.choices if each.name == "parallel")
+    assert (choice.value, choice.source) == (sequences, source)
+
+
+def test_a_count_that_was_measured_to_be_best_is_that_of_the_command() -> None:
+    workload = Workload(name="chat", tokens_in=512, tokens_out=256)
+    job = Job(seconds=4.0, ttft_s=0.5, decode_ms=10.0, tokens_read=512, tokens_cached=0)
+    chosen = choose([Concurrency(slots=2, workload=workload, jobs=(job, job))])
+    plan = with_slots(best(ADA, users="8"), chosen)
+    argv = arguments(plan)
+    assert argv[argv.index("--max-num-seqs") + 1] == "2"
+    assert next(each.reason for each in plan.choices if each.name == "parallel") == chosen.why
+    assert compile_key(plan) != compile_key(best(ADA, users="8"))
 
 
 def test_one_way_to_say_a_thing() -> None:

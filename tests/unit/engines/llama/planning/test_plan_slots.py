@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import kv_mib, layers_of
-from appliance.engines.llama.planning.slots import conversation_mib, slots
+from appliance.engines.llama.planning.slots import conversation_mib
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
 from appliance.errors import ModelDoesNotFitError
@@ -46,7 +46,7 @@ def choice(found: Plan, name: str) -> Choice:
     ],
 )
 def test_slots_follow_users_unless_asked_for(flags: dict[str, Any], expected: int) -> None:
-    assert slots(resolve_settings(flags, {})) == expected
+    assert resolve_settings(flags, {}).slots == expected
     assert first(**flags).parallel == expected
 
 

@@ -86,7 +86,7 @@ def test_before_the_largest_work_was_seen_a_peak_decides_nothing() -> None:
 
 
 def test_one_configuration_of_several_is_found() -> None:
-    other = seen(with_launch(FIRST, max_num_seqs=8), 3000)
+    other = seen(replace(FIRST, parallel=8), 3000)
     wanted = seen(FIRST, 900)
     given = inputs(hardware(ADA), folder_model(MODELS[ADA]), {})
     both = Space(replace(given, memory_peaks=(other, replace(wanted, is_whole=False), wanted))).best
@@ -122,10 +122,11 @@ def test_a_peak_beside_which_nothing_fits_is_left_out_and_said() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_num_batched_tokens": 4096}, {"max_num_seqs": 8}, {"graph_mode": "PIECEWISE"}, {"dtype": "float16"}],
+    [{"max_num_batched_tokens": 4096}, {"graph_mode": "PIECEWISE"}, {"dtype": "float16"}],
 )
 def test_what_was_seen_of_another_configuration_says_nothing(changes: dict[str, object]) -> None:
     assert space(seen(with_launch(FIRST, **changes), 900)).best == FIRST
+    assert space(seen(replace(FIRST, parallel=8), 900)).best == FIRST
     drafting = replace(FIRST, speculation=Speculation(kind="ngram", tokens=3))
     assert space(seen(drafting, 900)).best == FIRST
     peak = seen(FIRST, 900)
