@@ -26,10 +26,11 @@ def judge_signal(ending: Ending) -> Judged | None:
 
 
 def hint_of_unknown(ending: Ending, *, lost_a_process: bool = False) -> str:
-    """`lost_a_process` where the log says that one of several was killed."""
-    was_killed = ending.signal == signal.SIGKILL or lost_a_process
-    if not was_killed or ending.stalled:
+    """`lost_a_process` where the log says that one of several was killed, or is gone without a word."""
+    was_killed = ending.signal == signal.SIGKILL
+    if not (was_killed or lost_a_process) or ending.stalled:
         return LAST_LINES
+    who = "somebody killed it" if was_killed else "one of its processes ended without a word, as if it was killed"
     if ending.oom_kills is None:
-        return "somebody killed it; `dmesg` on the host tells whether the kernel did, for lack of memory"
-    return f"somebody killed it, and memory was not the reason; {LAST_LINES}"
+        return f"{who}; `dmesg` on the host tells whether the kernel did, for lack of memory"
+    return f"{who}, and memory was not the reason; {LAST_LINES}"

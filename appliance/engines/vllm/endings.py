@@ -232,7 +232,8 @@ RULES: tuple[Rule, ...] = (
 )
 _MEMORY = (EngineGpuMemoryError, EngineHostMemoryError)
 
-_KILLED = re.compile(r"died unexpectedly \(exit code: -9\)|Failed core proc\(s\): \{[^}]*: -9\b")
+# None: what tells that it ended came before its exit code, seen in two kills of three on one machine.
+_KILLED = re.compile(r"died unexpectedly \(exit code: (?:-9|None)\)|Failed core proc\(s\): \{[^}]*: -9\b")
 _LOST = re.compile(r"Worker proc \S+ died unexpectedly")
 _LONGEST = re.compile(r"the estimated maximum model length is (\d+)")
 _KV_NEEDED = re.compile(r"\(([0-9.]+) GiB KV cache is needed.*available KV cache memory \(([0-9.]+) GiB\)")

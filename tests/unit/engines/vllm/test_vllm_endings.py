@@ -148,15 +148,15 @@ def test_colours_hide_nothing() -> None:
     assert is_error(line)
 
 
+@pytest.mark.parametrize("exit_code", ["-9", "None"])  # None: vLLM looked before it was there
 @pytest.mark.parametrize(
     ("oom_kills", "code", "hint"), [(1, 42, "more memory"), (0, 43, "not the reason"), (None, 43, "dmesg")]
 )
 def test_a_process_that_was_killed_is_memory_only_by_the_kernels_count(
-    oom_kills: int | None, code: int, hint: str
+    oom_kills: int | None, code: int, hint: str, exit_code: str
 ) -> None:
-    line = (
-        "(EngineCore pid=9) ERROR 11-22 12:00:02 [a.py:1] Worker proc VllmWorker-0 died unexpectedly (exit code: -9), x"
-    )
+    died = f"Worker proc VllmWorker-0 died unexpectedly (exit code: {exit_code}), x"
+    line = f"(EngineCore pid=9) ERROR 11-22 12:00:02 [a.py:1] {died}"
     for ending in (crash(line, oom_kills=oom_kills), crash(exit_code=None, signal=9, oom_kills=oom_kills)):
         found = as_error(ending)
         assert (found.exit_code, isinstance(found, EngineHostMemoryError)) == (code, code == 42)
