@@ -473,6 +473,12 @@ class Settings:
         return self.parallel if self.is_set("parallel") else max(self.parallel, self.users + 1)
 
     @property
+    def slots_source(self) -> str:
+        """Where that number comes from."""
+        decides = "parallel" if self.is_set("parallel") or self.slots == self.parallel else "users"
+        return self.sources.get(decides, "default")
+
+    @property
     def models_dir(self) -> Path:
         return self.data_dir / "models"
 

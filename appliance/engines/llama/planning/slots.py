@@ -55,13 +55,12 @@ def _parallel(settings: Settings, model: Model, context: int) -> Choice:
     )
     kept = "another request costs a conversation only what the prompt cache does not take, and each turn a copy to it"
     asked = "asked for: " if settings.is_set("parallel") and settings.sources["parallel"] != NO_ROOM else ""
-    source = "parallel" if settings.is_set("parallel") or count == settings.parallel else "users"
     return Choice(
         name="parallel",
         value=str(count),
         reason=f"{asked}slots share one context, so {what}; {beside}",
         detail=lost if count > 1 else kept,
-        source=settings.sources.get(source, "default"),
+        source=settings.slots_source,
     )
 
 

@@ -290,12 +290,9 @@ def blocks(estimate: Estimate) -> Choice:
 
 def parallel(estimate: Estimate) -> Choice:
     settings = estimate.facts.settings
-    count, users = estimate.option.seqs, settings.users
-    whom = f" of {users} users" if users > 1 else ""
+    whom = f" of {settings.users} users" if settings.users > 1 else ""
     why = f"requests{whom} in one step; full contexts in the cache: {estimate.concurrency:g}, the rest wait"
-    asked = settings.is_set("parallel") or count == settings.parallel
-    source = settings.sources.get("parallel" if asked else "users", "default")
-    return Choice(name="parallel", value=str(count), reason=why, source=source)
+    return Choice(name="parallel", value=str(estimate.option.seqs), reason=why, source=settings.slots_source)
 
 
 def tokens(estimate: Estimate) -> Choice:
