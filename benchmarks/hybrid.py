@@ -38,12 +38,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from appliance.moe.bounds import fewest_misses_by_layer, pooled_least_ms, trace_least_ms
 from appliance.moe.cache import LayerCache, SlotsTooFewError, layer_caches
 from appliance.moe.cost import Cost, Rates
-from appliance.moe.simulate import Result, replay, replay_part, timed
 from appliance.moe.trace import LINE_MAX, Trace, TraceError, parse_trace
 from benchmarks import hybrid_read, hybrid_rivals, hybrid_table
+from benchmarks.hybrid_bounds import fewest_misses_by_layer, pooled_least_ms, trace_least_ms
+from benchmarks.hybrid_simulate import Result, replay, replay_part, timed
 
 SLOTS = (6, 12, 24, 48)
 TRACES = Path(__file__).parent / "hybrid_traces"

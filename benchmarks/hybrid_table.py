@@ -1,4 +1,4 @@
-"""Replays traces for `appliance plan --explain`, and writes what came out as appliance/moe/replays.py.
+"""Replays traces for `appliance plan --explain`, and writes what came out as appliance/engines/llama/replays.json.
 
 For each trace, number of slots and kind of machine: how many layer-tokens had so many hits and copies. Times of another
 machine follow from these without a replay: what a policy did there it could do here.
@@ -6,30 +6,23 @@ machine follow from these without a replay: what a policy did there it could do 
 
 from __future__ import annotations
 
-import pprint
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
+from appliance.engines.llama.replays import PATH
 from appliance.moe.cost import Cost, Rates
-from appliance.moe.simulate import replay
 from appliance.moe.trace import Trace
+from benchmarks.hybrid_simulate import replay
 
-PATH = Path(__file__).parents[1] / "appliance/moe/replays.py"
 SLOTS_SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 CPU_TO_PCIE = (0.8, 1.6, 3.0, 8.0)
-HEAD = '''"""Replayed routing for `appliance plan --explain`: by number of slots a layer, for several kinds of machines,
-(hits, copies, layer-tokens) of a token in one layer. Written by `benchmarks/hybrid.py --write-table`; not edited.
-
-Traces: Helldez/BigMoeOnEdge, docs/bench-data/2026-07-15-route-trace, Apache-2.0: one prompt each, 128 decoded tokens,
-6 of 8 experts used. Short and optimistic.
-"""
-
-# ruff: noqa: E501
-# fmt: off
-from appliance.moe.outlook import Replay
-
-'''
+HEAD = {
+    "about": "Replayed routing for `appliance plan --explain`: by number of slots a layer, for several kinds of "
+    "machines, [hits, copies, layer-tokens] of a token in one layer. Written by `benchmarks/hybrid.py --write-table`.",
+    "source": "Helldez/BigMoeOnEdge, docs/bench-data/2026-07-15-route-trace, Apache-2.0: one prompt each, 128 decoded "
+    "tokens, 6 of 8 experts used. Short and optimistic.",
+}
 
 
 def machines() -> Iterator[Cost]:
@@ -52,14 +45,18 @@ def write(traces: Mapping[str, Trace]) -> int:
             slots = max(max(trace.top_k.values()), round(share * trace.experts))
             found = {_steps(trace, cost, slots) for cost in machines()}
             by_slots[slots] = tuple(sorted(found))
-        top_k = max(trace.top_k.values())
-        shown = pprint.pformat(by_slots, width=118, compact=True)
         rows.append(
-            f"    Replay(\n        architecture={trace.architecture!r},\n        name={trace.name!r},\n"
-            f"        layers={len(trace.top_k)},\n        experts={trace.experts},\n        top_k={top_k},\n"
-            f"        tokens={trace.decoded},\n        by_slots={shown},\n    ),\n"
+            {
+                "architecture": trace.architecture,
+                "name": trace.name,
+                "layers": len(trace.top_k),
+                "experts": trace.experts,
+                "top_k": max(trace.top_k.values()),
+                "tokens": trace.decoded,
+                "by_slots": by_slots,
+            }
         )
-    PATH.write_text(f"{HEAD}REPLAYS = (\n{''.join(rows)})\n", encoding="utf-8")
+    PATH.write_text(json.dumps({**HEAD, "replays": rows}, separators=(",", ":")) + "\n", encoding="utf-8")
     print(f"{PATH}: {len(rows)} traces")
     return 0
 

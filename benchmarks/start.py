@@ -43,7 +43,7 @@ def main() -> int:
         _put_model(bench)
         _measure_once(bench)
         result = _beside_load(bench, options.runs) if options.beside_load else _in_pairs(bench, options.pairs)
-    result = {"image": options.image, "cpu": _cpu(), "cpus": len(os.sched_getaffinity(0)), **result}
+    result = {"image": options.image, "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0)), **result}
     print(json.dumps(result, indent=1) if options.json else _in_words(result))
     return 0
 
@@ -103,7 +103,7 @@ def _busy_cpu() -> Iterator[None]:
         busy.wait()
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
@@ -149,7 +149,7 @@ APPLIANCE: Side = (("-e", "APPLIANCE_AUTH=off"), ())
 
 
 def _first_token(bench: Bench, side: Side) -> float:
-    port = _free_port()
+    port = free_port()
     name = f"appliance-bench-{uuid.uuid4().hex[:8]}"
     publish = ("--publish", f"127.0.0.1:{port}:11435", "--volume", f"{bench.volume}:/data", "--name", name)
     began = time.monotonic()
@@ -218,7 +218,7 @@ def _appliance(bench: Bench, *words: str, stdin: object = subprocess.DEVNULL) ->
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.moe import simulate
-from appliance.moe.bounds import envelope, fewest_misses, fewest_misses_by_layer, pooled_least_ms, trace_least_ms
+from appliance.engines.llama.replays import load_replays
 from appliance.moe.cache import Decision, LayerCache, Shared, SlotsTooFewError
 from appliance.moe.calibrate import Measured, calibrate
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Replay, cached, static_layers
-from appliance.moe.replays import REPLAYS
-from appliance.moe.simulate import replay, replay_part, timed
 from appliance.moe.trace import Trace, Turn
 from appliance.moe.uses import Uses
 from benchmarks import hybrid, hybrid_rivals
+from benchmarks import hybrid_simulate as simulate
+from benchmarks.hybrid_bounds import envelope, fewest_misses, fewest_misses_by_layer, pooled_least_ms, trace_least_ms
+from benchmarks.hybrid_simulate import replay, replay_part, timed
 from tests.builders import examples, some
 from tests.unit.moe.routing import COST, DESKTOP, lines, row, tokens, trace
 
@@ -314,13 +314,13 @@ def test_too_few_rows_are_refused() -> None:
 
 
 def test_the_shipped_table_is_of_the_shipped_traces() -> None:
-    assert {each.architecture for each in REPLAYS} == {"qwen3moe", "gemma4"}
-    for each in REPLAYS:
+    assert {each.architecture for each in load_replays()} == {"qwen3moe", "gemma4"}
+    for each in load_replays():
         for steps in each.by_slots.values():
             assert all(sum(count for _, _, count in policy) == each.layers * each.tokens for policy in steps)
 
 
-@given(st.sampled_from(REPLAYS), st.integers(1, 128))
+@given(st.sampled_from(load_replays()), st.integers(1, 128))
 @settings(max_examples=examples(20))
 def test_what_plan_shows_is_between_its_ends_and_above_all_cpu(one: Replay, slots: int) -> None:
     found = cached(one, BOX, slots, fixed_ms=1.0, off=1.25)

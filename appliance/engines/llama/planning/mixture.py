@@ -5,6 +5,7 @@ from __future__ import annotations
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.memory import MIB, layers_of
 from appliance.engines.llama.planning.placement import Resources
+from appliance.engines.llama.replays import load_replays
 from appliance.model import Model
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Outlook, Replay, cached, static_layers
@@ -44,10 +45,7 @@ def modelled(model: Model, resources: Resources, placement: Placement) -> str | 
 
 
 def _replay_of(model: Model) -> Replay | None:
-    # Here: 17 KB of data that no start but `plan --explain` needs.
-    from appliance.moe.replays import REPLAYS
-
-    same = (r for r in REPLAYS if (r.architecture, r.experts) == (model.architecture, model.experts))
+    same = (r for r in load_replays() if (r.architecture, r.experts) == (model.architecture, model.experts))
     return next(same, None)
 
 

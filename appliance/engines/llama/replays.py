@@ -1,0 +1,26 @@
+"""replays.json: replayed routing of recorded traces, from which `plan --explain` estimates an expert cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from appliance.documents import load, read
+from appliance.moe.outlook import Replay, Steps
+
+PATH = Path(__file__).with_name("replays.json")
+
+
+@cache
+def load_replays() -> tuple[Replay, ...]:
+    """Read once, by the first `plan --explain`: no start needs them."""
+    return tuple(read(Replay, each, by_slots=_by_slots) for each in load(PATH.read_bytes())["replays"])
+
+
+def _by_slots(document: Mapping[str, list[list[list[int]]]]) -> Mapping[int, tuple[Steps, ...]]:
+    """A JSON object has no numbers as keys."""
+    return {
+        int(slots): tuple(tuple((hits, copies, count) for hits, copies, count in policy) for policy in policies)
+        for slots, policies in document.items()
+    }
