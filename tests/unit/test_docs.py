@@ -7,10 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from appliance import errors
 from images import cards, drift, matrix, proofs
 from images import errors as images_errors
+from tests import settings_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -29,8 +31,7 @@ LINKS = [
 HERE = [(page, target) for page, target in LINKS if "://" not in target]
 ABROAD = sorted({target for _, target in LINKS if "://" in target})
 CODE = re.compile(r"^### (\d+)$", re.MULTILINE)
-# What README's table of codes leaves out: a fault of the program, which no user can do anything about.
-UNFORESEEN = 1
+FIGURES: dict[str, str] = yaml.safe_load((ROOT / "docs/figures.yaml").read_text("utf-8"))
 
 
 def codes(module: object) -> set[int]:
@@ -96,9 +97,23 @@ def test_every_exit_code_has_its_paragraph_and_every_paragraph_a_code() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
-def test_the_readme_has_a_row_for_each_exit_code(page: str) -> None:
-    rows = re.findall(r"^\| (\d+) \|", (ROOT / page).read_text("utf-8"), re.MULTILINE)
-    assert {int(code) for code in rows} >= ALL_CODES - {UNFORESEEN}
+def test_the_front_page_is_short(page: str) -> None:
+    assert len((ROOT / page).read_text("utf-8").splitlines()) <= 130
+
+
+def test_every_setting_is_on_its_page() -> None:
+    assert settings_page.PAGE.read_text("utf-8") == settings_page.page(), "python3 -m tests.settings_page"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_of_the_front_page_is_that_of_its_row(name: str) -> None:
+    """The front pages have it to the letter; one row or paragraph of figures.md has all of its numbers."""
+    shown = FIGURES[name]
+    assert shown in (ROOT / "README.md").read_text("utf-8")
+    assert shown in (ROOT / "README.zh-CN.md").read_text("utf-8")
+    numbers = [re.compile(rf"(?<![\d.]){re.escape(number)}(?![\d]|\.\d)") for number in re.findall(r"\d[\d.]*", shown)]
+    parts = re.split(r"\n\n|\n(?=\|)", (ROOT / "docs/figures.md").read_text("utf-8"))
+    assert any(all(number.search(part) for number in numbers) for part in parts), shown
 
 
 def test_both_readmes_say_the_same() -> None:
