@@ -32,3 +32,21 @@ class LoadGauges:
     waiting: str = "appliance_requests_waiting"
     running: str = "appliance_requests_running"
     kv_use: str = "appliance_kv_cache_use"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRule:
+    """An engine's own error that a client is told in our words: the engine's name a flag, a file or a log that the
+    client does not have, or give a status that makes SDKs repeat a request which can never be answered.
+
+    `says` is a regular expression, searched in the error's message; with `of_status` it counts for answers of that
+    status only. `detail` is our sentence: what failed and what to do; `{name}` stands for a group of `says`. `source`
+    is the place in the pinned engine that writes the message.
+    """
+
+    says: str
+    of_status: int | None = None
+    status: int
+    code: str
+    detail: str
+    source: str

@@ -101,6 +101,7 @@ def _engine_routes(
                 engine=backend.upstream,
                 traffic=backend.traffic,
                 progress=backend.progress,
+                errors=backend.errors,
                 tell_every_s=tell_every_s,
             )
             if backend.elsewhere is not None:
