@@ -6,6 +6,7 @@ client's path ever reaches the engine, so `//slots`, `%2e%2e/props` or a trailin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ class EngineRoute:
     not_for_rerankers: bool = False  # the engine would answer all the same, and with nonsense
     only_for_embedders: bool = False  # at a model that gives text the engine has no such route
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
+    fault: Callable[[bytes], str | None] | None = None  # what is wrong with a body that the engine would not refuse
     crowded: bytes = b""  # of its error, where requests that ran together did not fit into the context; empty: none
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RETRY_SOON_S = 2
 RETRY_LATER_S = 10
 RETRY_MOST_S = 600
+ANTHROPIC = "/v1/messages"
 # Anthropic's words for a kind of error, by status (https://docs.anthropic.com/en/api/errors); beyond: `api_error`.
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
@@ -30,6 +31,11 @@ _ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+def dialect_of(path: str) -> Dialect:
+    """The API whose clients ask for this path, known or not."""
+    return "anthropic" if path == ANTHROPIC or path.startswith((f"{ANTHROPIC}/", f"{ANTHROPIC}?")) else "openai"
 
 
 class ApiError(Exception):
@@ -58,6 +64,9 @@ class ApiError(Exception):
             return {"type": "error", "error": {"type": kind, "message": self.detail, "code": self.code}}
         return {"error": {"message": self.detail, "type": self.kind, "param": None, "code": self.code}}
 
+    def body(self, dialect: Dialect = "openai") -> bytes:
+        return _compact(self.document(dialect))
+
     def event(self, dialect: Dialect) -> bytes:
         """One server-sent event. Anthropic's SDK passes over events that are not named `error`."""
         name = b"event: error\n" if dialect == "anthropic" else b""
@@ -65,7 +74,7 @@ class ApiError(Exception):
 
     async def send(self, send: Send, dialect: Dialect = "openai") -> None:
         """The whole response; nothing may have been sent before."""
-        body = _compact(self.document(dialect))
+        body = self.body(dialect)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -146,6 +155,12 @@ def of_engine(status: int, body: bytes) -> ApiError:
         detail = f"the engine answered with status {status} and without a stream"
         return ApiError(502, "engine_died", detail, kind="service_unavailable")
     return ApiError(status, code, message, kind=kind)
+
+
+def without_words(status: int) -> ApiError:
+    """For an engine's error that has no body."""
+    detail = f"the engine refused this request with status {status} and gave no reason"
+    return ApiError(status, "engine_refused", detail, kind="server_error" if status >= 500 else "invalid_request_error")
 
 
 def not_ready(progress: Progress) -> ApiError:

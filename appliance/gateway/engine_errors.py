@@ -45,3 +45,13 @@ def message_in(body: bytes) -> str:
     if not isinstance(error, dict):
         return str(error)
     return next((error[key] for key in ("message", "detail") if isinstance(error.get(key), str)), text)
+
+
+def in_anthropic_form(body: bytes, status: int) -> ApiError | None:
+    """The engine's own error for a client of Anthropic's API; None if it has that form already."""
+    try:
+        if json.loads(body)["type"] == "error":
+            return None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    return ApiError(status, str(status), message_in(body))

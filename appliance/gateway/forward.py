@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway import api_error, events, headers, hold
 from appliance.gateway.api_error import ApiError
-from appliance.gateway.engine_errors import EngineErrors
+from appliance.gateway.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.metrics import FAILED
 from appliance.gateway.traffic import Rate, Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
@@ -61,6 +61,14 @@ class ResponseWriter:
     async def _start(self, status: int, head: headers.RawHeaders, *, is_events: bool) -> None:
         self.is_started, self._is_events = True, is_events
         await self._send({"type": "http.response.start", "status": status, "headers": head})
+
+    async def engine_error(self, response: Response, body: bytes) -> None:
+        """The engine's own error as it is, or in the words of Anthropic's API if the client speaks that one."""
+        if self._dialect == "anthropic" and (told := in_anthropic_form(body, response.status)) is not None:
+            await self.document(told.document("anthropic"), response.status)
+        else:
+            await self.start(response)
+            await self.finish(body)
 
     async def comment(self, text: str) -> None:
         """A line that every reader of events passes over. The first one begins the stream before the engine does."""
@@ -136,6 +144,8 @@ class EngineEndpoint:
             raise api_error.not_ready(progress)
         reading = read_body(receive, declared_length(scope))
         body = await unless_over(reading, must_end=must_end)
+        if self._route.fault is not None and (why := self._route.fault(body)) is not None:
+            raise ApiError(400, "invalid_request", why)
         await unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
     async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
@@ -215,8 +225,9 @@ async def _relay_error(response: Response, reply: ResponseWriter, errors: Engine
         raise ours
     if reply.is_started:
         raise api_error.of_engine(response.status, body)
-    await reply.start(response)
-    await reply.finish(body)
+    if not body:
+        raise api_error.without_words(response.status)
+    await reply.engine_error(response, body)
 
 
 async def _read_unless_crowded(response: Response, crowded: bytes) -> bytes:

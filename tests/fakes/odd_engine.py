@@ -53,6 +53,17 @@ async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.write(whole(b"{}"))
 
 
+async def refused_without_a_word(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 415 Unsupported Media Type\r\nContent-Length: 0\r\n\r\n")
+
+
+async def refused(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As llama-server does, for clients of every API alike."""
+    error = {"code": 400, "message": "'messages' must not be empty", "type": "invalid_request_error"}
+    body = json.dumps({"error": error}).encode()
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+
 async def torn_reply(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(whole(b'{"choices":[]}', b"Content-Type: application/json")[:-4])
 
@@ -195,6 +206,8 @@ ACTS: dict[str, Act] = {
     "big": big,
     "redirect": redirect,
     "refusal": api_error,
+    "refused": refused,
+    "refused_without_a_word": refused_without_a_word,
     "flag_named": flag_named,
     "flag_streamed": flag_streamed,
     "flag_in_event": flag_in_event,
