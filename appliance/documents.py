@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Collection, KeysView, Mapping
 from functools import cache
@@ -27,6 +28,29 @@ def load(data: str | bytes) -> dict[str, Any]:
         message = f"it is no JSON object: {document!r:.80}"
         raise ValueError(message)
     return document
+
+
+def foreign(data: bytes) -> object:
+    """Return the value of a JSON text that somebody else wrote, by the letter of RFC 8259.
+
+    NaN, numbers beyond a float and half of a surrogate pair are refused: Python's own json takes them. Raises
+    ValueError, whose message quotes nothing of the text.
+    """
+    try:
+        document: object = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
+    except msgspec.ValidationError:
+        reason = "it has a number that is out of range"
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except msgspec.DecodeError as error:
+        # msgspec says the first of both.
+        is_short = "truncated" in str(error)
+        reason = "it ends too early, or has half of a surrogate pair" if is_short else str(error)
+    except RecursionError:
+        reason = "it is nested too deep"
+    else:
+        return document
+    raise ValueError(reason.removeprefix("JSON is malformed: "))
 
 
 def read(kind: type[T], document: object, *, rules: Rules | None = None, **parts: Callable[[Any], Any]) -> T:

@@ -6,6 +6,7 @@ client's path ever reaches the engine, so `//slots`, `%2e%2e/props` or a trailin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ class EngineRoute:
     not_for_rerankers: bool = False  # the engine would answer all the same, and with nonsense
     only_for_embedders: bool = False  # at a model that gives text the engine has no such route
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
+    fault: Callable[[bytes], str | None] | None = None  # what is wrong with a body that the engine would not refuse
     crowded: bytes = b""  # of its error, where requests that ran together did not fit into the context; empty: none
 
 
@@ -32,3 +34,21 @@ class LoadGauges:
     waiting: str = "appliance_requests_waiting"
     running: str = "appliance_requests_running"
     kv_use: str = "appliance_kv_cache_use"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRule:
+    """An engine's own error that a client is told in our words: the engine's name a flag, a file or a log that the
+    client does not have, or give a status that makes SDKs repeat a request which can never be answered.
+
+    `says` is a regular expression, searched in the error's message; with `of_status` it counts for answers of that
+    status only. `detail` is our sentence: what failed and what to do; `{name}` stands for a group of `says`. `source`
+    is the place in the pinned engine that writes the message.
+    """
+
+    says: str
+    of_status: int | None = None
+    status: int
+    code: str
+    detail: str
+    source: str

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance import engines
 from appliance.command import Command, Readiness
-from appliance.engine_route import EngineRoute, LoadGauges
+from appliance.engine_route import EngineRoute, ErrorRule, LoadGauges
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import (
@@ -389,6 +389,11 @@ class Engine(Protocol):
 
     @property
     def routes(self) -> tuple[EngineRoute, ...]: ...
+
+    @property
+    def errors(self) -> tuple[ErrorRule, ...]:
+        """Which of its own errors clients are told in our words."""
+        return ()
 
     @property
     def dropped_headers(self) -> frozenset[bytes]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from appliance.engine_route import Dialect, EngineRoute, LoadGauges
 
 BARE = ("",)  # for clients whose base URL lacks /v1
@@ -19,6 +21,7 @@ def post(
     can_stream: bool = False,
     not_for_rerankers: bool = False,
     only_for_embedders: bool = False,
+    fault: Callable[[bytes], str | None] | None = None,
     crowded: bytes = b"",
 ) -> tuple[EngineRoute, ...]:
     """`path`, and the same with another beginning in place of /v1."""
@@ -31,6 +34,7 @@ def post(
             can_stream=can_stream,
             not_for_rerankers=not_for_rerankers,
             only_for_embedders=only_for_embedders,
+            fault=fault,
             crowded=crowded,
         )
         for spelling in spellings

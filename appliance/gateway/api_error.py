@@ -1,16 +1,17 @@
-"""Every error that is ours and not the engine's: OpenAI's shape, and a header that says who speaks.
+"""Every error that is ours and not the engine's, in the shape of the client's API, and a header that says who speaks.
 
-The body has the four keys that OpenAI's errors have and no more, so the source stands in `x-appliance-error`.
+The body has the keys that OpenAI's errors have and no more, or Anthropic's and the code, so the source stands in
+`x-appliance-error`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine_route import Dialect
+from appliance.engine_route import Dialect, ErrorRule
 from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
 RETRY_SOON_S = 2
 RETRY_LATER_S = 10
 RETRY_MOST_S = 600
+ANTHROPIC = "/v1/messages"
+# Anthropic's words for a kind of error, by status (https://docs.anthropic.com/en/api/errors); beyond: `api_error`.
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def dialect_of(path: str) -> Dialect:
+    """The API whose clients ask for this path, known or not."""
+    return "anthropic" if path == ANTHROPIC or path.startswith((f"{ANTHROPIC}/", f"{ANTHROPIC}?")) else "openai"
 
 
 class ApiError(Exception):
@@ -40,19 +57,24 @@ class ApiError(Exception):
         self.kind = kind
         self.headers = headers
 
-    def document(self) -> dict[str, Any]:
+    def document(self, dialect: Dialect = "openai") -> dict[str, Any]:
+        if dialect == "anthropic":
+            default = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = _ANTHROPIC_KINDS.get(self.status, default)
+            return {"type": "error", "error": {"type": kind, "message": self.detail, "code": self.code}}
         return {"error": {"message": self.detail, "type": self.kind, "param": None, "code": self.code}}
+
+    def body(self, dialect: Dialect = "openai") -> bytes:
+        return _compact(self.document(dialect))
 
     def event(self, dialect: Dialect) -> bytes:
         """One server-sent event. Anthropic's SDK passes over events that are not named `error`."""
-        data = self.document()
-        if dialect == "anthropic":
-            return b"event: error\ndata: " + _compact({"type": "error", **data}) + b"\n\n"
-        return b"data: " + _compact(data) + b"\n\n"
+        name = b"event: error\n" if dialect == "anthropic" else b""
+        return name + b"data: " + _compact(self.document(dialect)) + b"\n\n"
 
-    async def send(self, send: Send) -> None:
+    async def send(self, send: Send, dialect: Dialect = "openai") -> None:
         """The whole response; nothing may have been sent before."""
-        body = _compact(self.document())
+        body = self.body(dialect)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -116,6 +138,14 @@ def crowds_itself() -> ApiError:
     return ApiError(400, "context_length_exceeded", detail)
 
 
+def by_rule(rule: ErrorRule, groups: Mapping[str, str]) -> ApiError:
+    """`groups` fill the rule's sentence."""
+    detail = rule.detail.format_map(groups)
+    if rule.status < 500:
+        return ApiError(rule.status, rule.code, detail)
+    return ApiError(rule.status, rule.code, detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
 def of_engine(status: int, body: bytes) -> ApiError:
     """The engine's own error, for a client that can only be told by an event: the status went out before."""
     try:
@@ -125,6 +155,12 @@ def of_engine(status: int, body: bytes) -> ApiError:
         detail = f"the engine answered with status {status} and without a stream"
         return ApiError(502, "engine_died", detail, kind="service_unavailable")
     return ApiError(status, code, message, kind=kind)
+
+
+def without_words(status: int) -> ApiError:
+    """For an engine's error that has no body."""
+    detail = f"the engine refused this request with status {status} and gave no reason"
+    return ApiError(status, "engine_refused", detail, kind="server_error" if status >= 500 else "invalid_request_error")
 
 
 def not_ready(progress: Progress) -> ApiError:

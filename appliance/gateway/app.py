@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError
-from appliance.gateway.api_error import ApiError, internal_error
+from appliance.gateway.api_error import ApiError, dialect_of, internal_error
 from appliance.gateway.auth import Keys, RequireKey
 from appliance.gateway.backend import Backend
 from appliance.gateway.by_model import ByModel, overall_progress
 from appliance.gateway.documents import document_routes, path_of
 from appliance.gateway.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.hold import TELL_EVERY_S
+from appliance.gateway.http_answers import CheckHttp
 from appliance.gateway.metrics import Measured, Metrics
 from appliance.gateway.models import Endpoint, ForSomeModels, list_routes
 from appliance.gateway.traffic import Traffic
@@ -73,6 +74,7 @@ def create_app(
     door: ASGIApp = _Door(routes, {f"{route.path}/": route.one for route in lists}, rest)
     if keys is not None:
         door = RequireKey(door, keys)
+    door = CheckHttp(door)
     return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics)
 
 
@@ -101,6 +103,7 @@ def _engine_routes(
                 engine=backend.upstream,
                 traffic=backend.traffic,
                 progress=backend.progress,
+                errors=backend.errors,
                 tell_every_s=tell_every_s,
             )
             if backend.elsewhere is not None:
@@ -151,10 +154,10 @@ class _Door:
         try:
             await self._answer(scope, receive, noted)
         except ApiError as error:
-            await error.send(send)
+            await error.send(send, dialect_of(scope["path"]))
         except Exception:
             if not is_started:  # the client gets no traceback; the server logs it
-                await internal_error().send(send)
+                await internal_error().send(send, dialect_of(scope["path"]))
             raise
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -63,4 +63,4 @@ class RequireKey:
         if is_open or self._keys.accept(presented_keys(scope["headers"])):
             await self._app(scope, receive, send)
         else:
-            await api_error.invalid_key().send(send)
+            await api_error.invalid_key().send(send, api_error.dialect_of(scope["path"]))

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from appliance.engine_route import EngineRoute, LoadGauges
+from appliance.engine_route import EngineRoute, ErrorRule, LoadGauges
+from appliance.gateway.engine_errors import EngineErrors
 from appliance.gateway.load import KvUse, Load, ParseKvUse
 from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream_pool import UpstreamPool
@@ -53,8 +54,8 @@ class Backend:
     `documents` are served as /appliance/v1/<name>, `actions` answer a POST there. `listed` is what the list of models
     tells of it; without it no more than its name and phase. `dropped_headers` of a request, lower case, are kept from
     the engine. `slots` are how many requests the engine works on at once, 0 while none serves; `kv_use` is the engine's
-    own path that tells of its KV cache, with the reader of the answer. `elsewhere` says, in words for clients, who
-    answers in place of this host, which answers none of them.
+    own path that tells of its KV cache, with the reader of the answer. `errors` say which errors of the engine are told
+    in our words. `elsewhere` says, in words for clients, who answers in place of this host, which answers none of them.
 
     Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
     """
@@ -65,6 +66,7 @@ class Backend:
         name: str,
         socket_path: Path,
         routes: Iterable[EngineRoute],
+        errors: Iterable[ErrorRule] = (),
         progress: Callable[[], Progress],
         documents: Mapping[str, Document],
         actions: Mapping[str, Action] | None = None,
@@ -78,6 +80,7 @@ class Backend:
     ) -> None:
         self.name = name  # as requests name it, where there are several
         self.routes = tuple(routes)
+        self.errors = EngineErrors(errors)
         self.progress = progress
         self.documents = documents
         self.actions = actions or {}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway import api_error, events, headers, hold
 from appliance.gateway.api_error import ApiError
+from appliance.gateway.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.metrics import FAILED
 from appliance.gateway.traffic import Rate, Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
@@ -61,6 +62,14 @@ class ResponseWriter:
         self.is_started, self._is_events = True, is_events
         await self._send({"type": "http.response.start", "status": status, "headers": head})
 
+    async def engine_error(self, response: Response, body: bytes) -> None:
+        """The engine's own error as it is, or in the words of Anthropic's API if the client speaks that one."""
+        if self._dialect == "anthropic" and (told := in_anthropic_form(body, response.status)) is not None:
+            await self.document(told.document("anthropic"), response.status)
+        else:
+            await self.start(response)
+            await self.finish(body)
+
     async def comment(self, text: str) -> None:
         """A line that every reader of events passes over. The first one begins the stream before the engine does."""
         if not self.is_started:
@@ -85,7 +94,7 @@ class ResponseWriter:
         """An answer, or an event of its own in a stream of events. A body that cannot hold one is left unfinished:
         the server then closes the connection, and the client sees a torn answer instead of a short one."""
         if not self.is_started:
-            await error.send(self._send)
+            await error.send(self._send, self._dialect)
         elif self._is_events:
             gap = b"" if self._last_chunk.endswith(b"\n\n") else b"\n\n"
             await self.finish(gap + error.event(self._dialect))
@@ -101,9 +110,11 @@ class EngineEndpoint:
         engine: UpstreamPool,
         traffic: Traffic,
         progress: Callable[[], Progress],
+        errors: EngineErrors | None = None,
         tell_every_s: float = hold.TELL_EVERY_S,
     ) -> None:
         self._route = route
+        self._errors = errors or EngineErrors()
         self._engine = engine
         self._traffic = traffic
         self._progress = progress
@@ -133,6 +144,8 @@ class EngineEndpoint:
             raise api_error.not_ready(progress)
         reading = read_body(receive, declared_length(scope))
         body = await unless_over(reading, must_end=must_end)
+        if self._route.fault is not None and (why := self._route.fault(body)) is not None:
+            raise ApiError(400, "invalid_request", why)
         await unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
     async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
@@ -166,7 +179,7 @@ class EngineEndpoint:
         """Raises ApiError, and CrowdedError where it may be asked again."""
         try:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
-                if not await relay(response, reply, self._traffic.rate, self._route.crowded):
+                if not await relay(response, reply, self._traffic.rate, self._errors, self._route.crowded):
                     scope[FAILED] = "502"
         except UnreachableError as error:
             raise api_error.engine_died(503, "the engine cannot be reached; try again in a moment") from error
@@ -174,29 +187,47 @@ class EngineEndpoint:
             raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
 
 
-async def relay(response: Response, reply: ResponseWriter, rate: Rate, crowded: bytes = b"") -> bool:
+async def relay(
+    response: Response, reply: ResponseWriter, rate: Rate, errors: EngineErrors, crowded: bytes = b""
+) -> bool:
     """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
 
-    False for a stream that ended with an error in the client's dialect; ApiError for one that has to be told anew;
-    CrowdedError for an answer that is an error with `crowded` in it.
+    False for a stream that ended with an error in the client's dialect; ApiError for one that has to be told anew, and
+    for an error of the engine that a rule of `errors` covers; CrowdedError for an answer that is an error with
+    `crowded` in it.
     """
+    if response.status >= 400 and response.method != "HEAD":
+        await _relay_error(response, reply, errors, crowded)
+        return True
     if reply.is_started and not response.is_stream:
-        # The client was promised events while it waited, and the engine answers with one document: an error.
-        raise api_error.of_engine(response.status, await _read_unless_crowded(response, crowded))
+        # The client was promised events while it waited, and the engine answers with one document.
+        raise api_error.of_engine(response.status, await response.read())
     length = None if reply.is_started else response.content_length
     if response.method != "HEAD" and length is not None and length <= WHOLE_REPLY_BYTES:
-        body = await _read_unless_crowded(response, crowded)
+        body = await response.read()
         await reply.start(response)
         await reply.finish(body)
         return True
     if not reply.is_started:
         await reply.start(response)
     if response.is_stream:
-        return await _relay_events(response, reply, rate, crowded)
+        return await _relay_events(response, reply, rate, errors, crowded)
     async for chunk in response.chunks():
         await reply.write(chunk)
     await reply.finish()
     return True
+
+
+async def _relay_error(response: Response, reply: ResponseWriter, errors: EngineErrors, crowded: bytes) -> None:
+    """Raises ApiError where the client was promised events, or a rule covers the error."""
+    body = await _read_unless_crowded(response, crowded)
+    if (ours := errors.as_ours(body, response.status)) is not None:
+        raise ours
+    if reply.is_started:
+        raise api_error.of_engine(response.status, body)
+    if not body:
+        raise api_error.without_words(response.status)
+    await reply.engine_error(response, body)
 
 
 async def _read_unless_crowded(response: Response, crowded: bytes) -> bytes:
@@ -206,7 +237,9 @@ async def _read_unless_crowded(response: Response, crowded: bytes) -> bytes:
     return body
 
 
-async def _relay_events(response: Response, reply: ResponseWriter, rate: Rate, crowded: bytes) -> bool:
+async def _relay_events(
+    response: Response, reply: ResponseWriter, rate: Rate, errors: EngineErrors, crowded: bytes
+) -> bool:
     """What an engine sends after an error looks like a proper end, and is left out."""
     watch = events.ErrorWatch()
     async for chunk in response.chunks():
@@ -216,6 +249,8 @@ async def _relay_events(response: Response, reply: ResponseWriter, rate: Rate, c
             await reply.write(passed)
         if error is not None and crowded and crowded in error:
             raise api_error.context_full()
+        if error is not None and (ours := errors.as_ours(events.data_of(error))) is not None:
+            raise ours
         if error is not None and events.is_named(error):
             await reply.finish(error)
             return False

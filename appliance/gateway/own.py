@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from appliance.gateway.api_error import ApiError, body_too_large, internal_error
+from appliance.gateway.api_error import ApiError, body_too_large, dialect_of, internal_error
 from appliance.gateway.backend import Action, Backend, Document
 from appliance.gateway.documents import documents_of, of_model, path_of, shown
 
@@ -70,18 +70,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     phrase = HTTPStatus(status).phrase
     detail = f"{phrase.lower()}: {request.method} {request.url.path[:200]}"
     api_error = ApiError(status, phrase.lower().replace(" ", "_"), detail)
-    return _refused(api_error, getattr(error, "headers", None) or {})
+    return _refused(request, api_error, getattr(error, "headers", None) or {})
 
 
-async def _on_refusal(_request: Request, error: Exception) -> Response:
-    return _refused(error if isinstance(error, ApiError) else internal_error())
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    return _refused(request, error if isinstance(error, ApiError) else internal_error())
 
 
-async def _on_bug(_request: Request, _error: Exception) -> Response:
+async def _on_bug(request: Request, _error: Exception) -> Response:
     """The client gets no traceback; the server logs it."""
-    return _refused(internal_error())
+    return _refused(request, internal_error())
 
 
-def _refused(error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+def _refused(request: Request, error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
     headers = {**headers, "x-appliance-error": error.code}
-    return JSONResponse(error.document(), status_code=error.status, headers=headers)
+    return JSONResponse(error.document(dialect_of(request.url.path)), status_code=error.status, headers=headers)

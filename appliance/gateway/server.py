@@ -13,6 +13,7 @@ import uvicorn
 
 from appliance.errors import ConfigError
 from appliance.gateway.app import App
+from appliance.gateway.http_answers import HttpProtocol
 from appliance.gateway.traffic import all_idle
 from appliance.race import first_of
 
@@ -46,7 +47,7 @@ class Gateway:
         listener = await bind(host, port)
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=HttpProtocol,
             loop="none",
             ws="none",
             lifespan="off",

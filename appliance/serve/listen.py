@@ -85,6 +85,7 @@ def _backend(model: ServedModel | AwaitedModel, part: HostPart | None) -> Backen
         name=model.name,
         socket_path=model.socket_path,
         routes=engine.routes,
+        errors=engine.errors,
         dropped_headers=engine.dropped_headers,
         progress=lambda: model.report.progress,
         documents={**documents, **(part.documents if part else {})},

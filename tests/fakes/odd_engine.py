@@ -53,6 +53,17 @@ async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.write(whole(b"{}"))
 
 
+async def refused_without_a_word(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 415 Unsupported Media Type\r\nContent-Length: 0\r\n\r\n")
+
+
+async def refused(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As llama-server does, for clients of every API alike."""
+    error = {"code": 400, "message": "'messages' must not be empty", "type": "invalid_request_error"}
+    body = json.dumps({"error": error}).encode()
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+
 async def torn_reply(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(whole(b'{"choices":[]}', b"Content-Type: application/json")[:-4])
 
@@ -121,6 +132,31 @@ async def api_error(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.write(head + error)
 
 
+# As llama-server and vLLM write them: an answer, and an event of OpenAI's or Anthropic's form.
+UNTOLD = b'{"error":{"code":501,"message":"This server does not support embeddings. Start it with `--embeddings`"}}'
+DEAD = b"EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+async def flag_named(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """In chunks, so that its length is not known."""
+    head = b"HTTP/1.1 501 Not Implemented\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + chunk(UNTOLD) + chunk(b""))
+
+
+async def flag_streamed(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(EVENTS + chunk(b'data: {"choices":[]}\n\n') + chunk(b"data: " + UNTOLD + b"\n\n") + chunk(b""))
+
+
+async def flag_in_event(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    event = b'event: error\ndata: {"type":"error","error":{"type":"InternalServerError","message":"%s"}}\n\n' % DEAD
+    writer.write(EVENTS + chunk(event) + chunk(b""))
+
+
+async def flag_in_text(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What the model wrote, which is nobody's error."""
+    writer.write(whole(b'{"content":"%s"}' % DEAD, b"Content-Type: application/json"))
+
+
 CROWDED = b'{"error":{"code":500,"message":"Context size has been exceeded.","type":"server_error"}}'
 
 
@@ -170,6 +206,12 @@ ACTS: dict[str, Act] = {
     "big": big,
     "redirect": redirect,
     "refusal": api_error,
+    "refused": refused,
+    "refused_without_a_word": refused_without_a_word,
+    "flag_named": flag_named,
+    "flag_streamed": flag_streamed,
+    "flag_in_event": flag_in_event,
+    "flag_in_text": flag_in_text,
     "full": full,
     "full_later": full_later,
     "crowded": crowded,

@@ -284,9 +284,8 @@ def test_an_error_of_the_engine_after_the_stream_was_begun(odd: Stage) -> None:
 
 
 def test_the_same_in_anthropics_words(odd: Stage) -> None:
-    assert b'event: error\ndata: {"type":"error","error":{"message":"the prompt' in end_of(
-        odd, "/v1/messages", "refusal"
-    )
+    data = b'{"type":"error","error":{"type":"invalid_request_error","message":"the prompt'
+    assert b"event: error\ndata: " + data in end_of(odd, "/v1/messages", "refusal")
 
 
 def test_no_stream_where_one_was_begun(odd: Stage) -> None:

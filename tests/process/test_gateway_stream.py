@@ -16,6 +16,7 @@ import aiohttp
 import openai
 import pytest
 
+from appliance.engines.vllm.client_errors import ERRORS as VLLM_ERRORS
 from appliance.gateway.forward import ATTEMPTS_ALONE
 from appliance.progress import Phase, Progress
 from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_all, read_until
@@ -128,6 +129,38 @@ def test_an_error_of_the_engine_passes_untouched(stage: Stage) -> None:
     assert answer.status == 400
     assert answer.json["error"]["message"].startswith("[json.exception.parse_error.101]")
     assert "x-appliance-error" not in answer.headers
+
+
+def test_an_error_that_names_a_flag_is_told_in_our_words(odd: Stage) -> None:
+    answer = odd.ask("POST", "/v1/embeddings", {"act": "flag_named"})
+    assert (answer.status, answer.error["code"]) == (400, "model_gives_text")
+    assert "--embeddings" not in answer.error["message"]
+    assert "--pooling" in answer.error["message"]
+    anthropic = odd.ask("POST", "/v1/messages", {"act": "flag_named"})
+    assert (anthropic.status, anthropic.json["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_an_event_that_names_a_flag_is_told_in_our_words(odd: Stage) -> None:
+    first, error, *rest = odd.ask("POST", "/v1/chat/completions", {"act": "flag_streamed"}).body.split(b"\n\n")
+    assert first == b'data: {"choices":[]}'
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "model_gives_text"
+    assert rest == [b""]
+
+
+@pytest.fixture
+def odd_vllm() -> Iterator[Stage]:
+    with on_stage("odd_engine.py", errors=VLLM_ERRORS) as stage:
+        yield stage
+
+
+def test_an_anthropic_event_that_names_a_log_is_told_in_our_words(odd_vllm: Stage) -> None:
+    name, data = odd_vllm.ask("POST", "/v1/messages", {"act": "flag_in_event"}).body.rstrip(b"\n").split(b"\n")
+    assert name == b"event: error"
+    error = json.loads(data.removeprefix(b"data: "))["error"]
+    assert (error["type"], "stack trace" in error["message"]) == ("api_error", False)
+    # The same words in an answer are the model's own.
+    answer = odd_vllm.ask("POST", "/v1/chat/completions", {"act": "flag_in_text"})
+    assert (answer.status, "stack trace" in answer.json["content"]) == (200, True)
 
 
 async def test_64_streams_at_once(stage: Stage) -> None:

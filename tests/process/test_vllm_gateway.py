@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.engines.vllm.client_errors import ERRORS
 from appliance.engines.vllm.routes import ROUTES
 from appliance.gateway.backend import ListedModel
 from appliance.progress import Phase
@@ -26,7 +27,7 @@ ANNOUNCED = re.compile(r"Route: (\S+), Methods: (.+)")
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    with on_stage("fake_vllm.py", routes=ROUTES) as stage:
+    with on_stage("fake_vllm.py", routes=ROUTES, errors=ERRORS) as stage:
         yield stage
 
 
@@ -60,16 +61,16 @@ def test_a_stream_that_fails_is_an_error_although_its_status_was_200(kill: Any, 
         rest = read_until(connection, END)
     assert b"[DONE]" not in rest
     *_, last = [line for line in rest.split(b"\r\n") if line.startswith(b"data: ")]
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "500"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_died"
     eventually(lambda: counted(stage, "/v1/chat/completions") == {"502": 1.0})
 
 
-def test_the_sdk_raises_what_the_engine_said(stage: Stage) -> None:
+def test_the_sdk_raises_our_words_for_an_engine_that_died(stage: Stage) -> None:
     with stage.openai() as client:
         events = iter(client.chat.completions.create(**ENDLESS))
         next(events)
         kill_core(stage)
-        with pytest.raises(openai.APIError, match="had an error while processing"):
+        with pytest.raises(openai.APIError, match="the engine ended while it worked on this request"):
             list(events)
 
 

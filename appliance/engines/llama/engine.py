@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from appliance.command import Command
-from appliance.engine_route import EngineRoute
+from appliance.engine_route import EngineRoute, ErrorRule
 from appliance.engines.engine import (
     ChunkSpec,
     Client,
@@ -22,6 +22,7 @@ from appliance.engines.engine import (
     TextReader,
 )
 from appliance.engines.llama import endings, server
+from appliance.engines.llama.client_errors import ERRORS
 from appliance.engines.llama.devices import query_devices, query_devices_once
 from appliance.engines.llama.facts import BINARY, query_facts
 from appliance.engines.llama.kernel_record import KernelStore
@@ -50,6 +51,7 @@ class Llama(Engine):
     settings = ENGINE_SETTINGS
     launch: type[Launch] = LlamaLaunch
     routes: tuple[EngineRoute, ...] = ROUTES
+    errors: tuple[ErrorRule, ...] = ERRORS
     dropped_headers = DROPPED_HEADERS
     load_gauges = LOAD_GAUGES
     kv_use_path = SLOTS_PATH

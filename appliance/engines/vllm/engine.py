@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.command import Command
-from appliance.engine_route import EngineRoute
+from appliance.engine_route import EngineRoute, ErrorRule
 from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
 from appliance.engines.routes import LOAD_GAUGES
 from appliance.engines.vllm import compiled, endings, facts, last_start, log, progress, server
 from appliance.engines.vllm.cache_config import confirmed, query_cache_config, query_metrics
 from appliance.engines.vllm.caches import Caches
+from appliance.engines.vllm.client_errors import ERRORS
 from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
 from appliance.engines.vllm.ready import one_token
@@ -40,6 +41,7 @@ class Vllm(Engine):
     settings = SETTINGS
     launch: type[Launch] = VllmLaunch
     routes: tuple[EngineRoute, ...] = ROUTES
+    errors: tuple[ErrorRule, ...] = ERRORS
     load_gauges = LOAD_GAUGES
     kv_use_path = METRICS_PATH
 

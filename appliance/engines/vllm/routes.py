@@ -8,26 +8,30 @@ guards), `/generative_scoring`, `/scale_elastic_ep`, `/inference/v1/*`, `*/rende
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from appliance.engine_route import EngineRoute
 from appliance.engines.routes import BARE, post
+from appliance.engines.vllm.bodies import fault
 
 METRICS_PATH = "/metrics"  # of its own server; the gateway's is another one
 _KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
+_post = partial(post, fault=fault)  # not for uploads, which are no JSON
+
 ROUTES: tuple[EngineRoute, ...] = (
-    *post("/v1/chat/completions", also=BARE, can_stream=True),
-    *post("/v1/completions", also=BARE, can_stream=True),
-    *post("/v1/responses", also=BARE, can_stream=True),
-    *post("/v1/messages", dialect="anthropic", can_stream=True),
-    *post("/v1/messages/count_tokens", dialect="anthropic"),
-    *post("/v1/embeddings", also=BARE, only_for_embedders=True),
-    *post("/v1/rerank", also=BARE, only_for_embedders=True),
-    *post("/v1/score", also=BARE, only_for_embedders=True),
+    *_post("/v1/chat/completions", also=BARE, can_stream=True),
+    *_post("/v1/completions", also=BARE, can_stream=True),
+    *_post("/v1/responses", also=BARE, can_stream=True),
+    *_post("/v1/messages", dialect="anthropic", can_stream=True),
+    *_post("/v1/messages/count_tokens", dialect="anthropic"),
+    *_post("/v1/embeddings", also=BARE, only_for_embedders=True),
+    *_post("/v1/rerank", also=BARE, only_for_embedders=True),
+    *_post("/v1/score", also=BARE, only_for_embedders=True),
     *post("/v1/audio/transcriptions", also=BARE, can_stream=True),
     *post("/v1/audio/translations", also=BARE, can_stream=True),
-    *post("/tokenize"),
-    *post("/detokenize"),
+    *_post("/tokenize"),
+    *_post("/detokenize"),
 )
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import openai
 import uvloop
 
-from appliance.engine_route import EngineRoute
+from appliance.engine_route import EngineRoute, ErrorRule
+from appliance.engines.llama.client_errors import ERRORS
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
 from appliance.engines.routes import LOAD_GAUGES
 from appliance.gateway.app import create_app
@@ -49,10 +50,14 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, after a look at its shape."""
+        """The error, after a look at its shape. Of either dialect."""
         document = self.json
-        assert set(document) == {"error"}
-        assert set(document["error"]) == ERROR_KEYS
+        if document.get("type") == "error":
+            assert set(document) == {"type", "error"}
+            assert set(document["error"]) == {"type", "message", "code"}
+        else:
+            assert set(document) == {"error"}
+            assert set(document["error"]) == ERROR_KEYS
         assert document["error"]["code"] == self.headers["x-appliance-error"]
         return dict(document["error"])
 
@@ -161,12 +166,13 @@ def on_stage(
     tell_every_s: float = 0.1,
     slots: int | None = None,
     routes: tuple[EngineRoute, ...] = ROUTES,
+    errors: tuple[ErrorRule, ...] = ERRORS,
 ) -> Iterator[Stage]:
     """`engine` is the fake's file name and its knobs; empty: there is no engine."""
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:
-        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes)
+        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes, errors)
         with _engine(stage, engine), gateway:
             yield stage
     finally:
@@ -216,11 +222,13 @@ def _gateway(
     tell_every_s: float,
     slots: int | None,
     routes: tuple[EngineRoute, ...],
+    errors: tuple[ErrorRule, ...],
 ) -> Iterator[None]:
     backend = Backend(
         name="small",
         socket_path=stage.engine_socket,
         routes=routes,
+        errors=errors,
         dropped_headers=DROPPED_HEADERS,
         progress=lambda: stage.progress,
         documents=documents,

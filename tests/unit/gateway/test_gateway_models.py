@@ -65,7 +65,15 @@ def ask(path: str, *listed: ListedModel, method: str = "GET", routes: tuple[Engi
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": []}
+    headers = [(b"host", b"a")]
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+    }
     asyncio.run(app(scope, receive, send))
     return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
 

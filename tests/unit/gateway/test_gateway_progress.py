@@ -41,12 +41,11 @@ def test_while_weights_are_fetched_a_client_is_told_when_to_come_back(left: floa
 
 def test_an_event_in_the_words_of_either_sdk() -> None:
     error = api_error.shutting_down()
-    data = (
-        b'"error":{"message":"the appliance is stopping","type":"service_unavailable",'
-        b'"param":null,"code":"shutting_down"}'
-    )
-    assert error.event("openai") == b"data: {" + data + b"}\n\n"
-    assert error.event("anthropic") == b'event: error\ndata: {"type":"error",' + data + b"}\n\n"
+    message = b'"message":"the appliance is stopping",'
+    openai = b'{"error":{' + message + b'"type":"service_unavailable","param":null,"code":"shutting_down"}}'
+    assert error.event("openai") == b"data: " + openai + b"\n\n"
+    anthropic = b'{"type":"error","error":{"type":"overloaded_error",' + message + b'"code":"shutting_down"}}'
+    assert error.event("anthropic") == b"event: error\ndata: " + anthropic + b"\n\n"
 
 
 def test_progress_can_be_kept_before_anything_heavy_is_imported() -> None:

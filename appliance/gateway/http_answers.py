@@ -1,0 +1,106 @@
+"""What HTTP itself asks of a request, before anybody looks at its path, and answers that HTTP's own server would give
+without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from appliance.gateway.api_error import ApiError, dialect_of
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn._types import ASGI3Application
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+# What every engine's HTTP server reads: the strictest takes 100 headers of less than 8,192 bytes and refuses more
+# without a body. The gateway adds a few headers of its own.
+LINE_BYTES_MAX = 8000
+HEADERS_MAX = 90
+HEADER_BYTES_MAX = 64 * 2**10
+
+
+class CheckHttp:
+    """ASGI middleware: refuses what no path of ours can answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := fault(scope)) is not None:
+            await error.send(send, dialect_of(scope["path"]))
+        else:
+            await self._app(scope, receive, send)
+
+
+def fault(scope: Scope) -> ApiError | None:
+    """The error for this request, None if HTTP has nothing against it. Pure."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    if scope["http_version"] == "1.1" and all(name != b"host" for name, _ in headers):
+        return ApiError(400, "missing_host", "a request of HTTP/1.1 has a Host header")
+    if len(scope["path"]) + len(scope["query_string"]) > LINE_BYTES_MAX:
+        return ApiError(414, "uri_too_long", f"the address is over the limit of {LINE_BYTES_MAX} bytes")
+    if _are_too_large(headers):
+        detail = (
+            f"the headers are over the limit: {LINE_BYTES_MAX} bytes in one, {HEADERS_MAX} headers, "
+            f"{HEADER_BYTES_MAX // 2**10} KiB in all"
+        )
+        return ApiError(431, "headers_too_large", detail)
+    if encodings := [value for name, value in headers if name == b"content-encoding" and _compresses(value)]:
+        detail = f"a compressed body ({encodings[0][:50].decode('latin-1')}) is not read: send it as it is"
+        return ApiError(415, "unsupported_encoding", detail, headers=((b"accept-encoding", b"identity"),))
+    return None
+
+
+def _are_too_large(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    sizes = [len(name) + len(value) for name, value in headers]
+    return len(sizes) > HEADERS_MAX or sum(sizes) > HEADER_BYTES_MAX or max(sizes, default=0) > LINE_BYTES_MAX
+
+
+def _compresses(encoding: bytes) -> bool:
+    return encoding.strip().lower() not in (b"", b"identity")
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's, with our words for what is no HTTP, and without chunks for clients of HTTP/1.0 (RFC 9112, 6.1)."""
+
+    def send_400_response(self, msg: str) -> None:
+        dialect = dialect_of(getattr(self, "url", b"").decode("latin-1"))  # none if not even that was read
+        body = ApiError(400, "invalid_http", "this is not a request of HTTP/1.1 that can be read").body(dialect)
+        head = (
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nx-appliance-error: invalid_http\r\n"
+            b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        )
+        self.transport.write(head + body)
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = cast("ASGI3Application", _UntilClosed(cast("ASGIApp", app), cycle))
+        super()._start_asgi_task(cycle, app)
+
+
+class _UntilClosed:
+    """An application whose answers of unknown length end with the connection."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_framed = True
+
+        async def unframed(message: Message) -> None:
+            nonlocal is_framed
+            if message["type"] == "http.response.start":
+                is_framed = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not is_framed:
+                    self._cycle.chunked_encoding = False  # None lets uvicorn choose, and it chooses chunks
+            elif not is_framed:
+                # uvicorn counts down what was announced: nothing was.
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, unframed)
