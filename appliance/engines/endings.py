@@ -42,8 +42,8 @@ OTHER_GPU = "check `nvidia-smi` on the host and that the container was started w
 SHM = "shared memory is too small for several processes: start the container with --shm-size 8g or --ipc=host"
 OLDER_CPU = "use an image built for an older CPU, or another machine"
 CUT = (
-    "a file that was mapped became shorter or its disk failed, or /dev/shm is full: `appliance models verify` checks the "
-    "model, `dmesg` on the host the disk, --shm-size 8g gives room"
+    "a file that was mapped became shorter or its disk failed, or /dev/shm is full: `appliance models verify` checks "
+    "the model, `dmesg` on the host the disk, and --shm-size 8g gives room"
 )
 MEMORY = (EngineGpuMemoryError, EngineHostMemoryError)
 OF_THE_DEVICE = (GpuFaultError, GpuUnusableError, DriverTooOldError)
@@ -105,8 +105,8 @@ LINKER_RULES: tuple[Rule, ...] = (
         EngineLibraryError,
         REBUILD,
         r"error while loading shared libraries|cannot open shared object file|symbol lookup error|undefined symbol: ",
-        r"version `\S+' not found",
-        source="glibc elf/dl-load.c, elf/dl-lookup.c, elf/dl-version.c",
+        r"version `\S+' not found|cannot allocate memory in static TLS block",
+        source="glibc elf/dl-load.c, elf/dl-lookup.c, elf/dl-version.c, elf/dl-tls.c",
     ),
 )
 
@@ -121,7 +121,7 @@ HOST_RULES: tuple[Rule, ...] = (
         source="NCCL misc/shmutils.cc; torch MapAllocator.cpp; the kernel's ENOSPC with the name of the file",
     ),
     rule(
-        "/tmp is full",
+        "temporary folder is full",
         EngineNotReadyError,
         f"the container's /tmp is full: give it more with --tmpfs /tmp:size=2g; {LAST_LINES}",
         r"No space left on device[^\n]*['\"\[ ]/tmp/|['\"\[ ]/tmp/\S+.*No space left on device",

@@ -17,7 +17,7 @@ from appliance.errors import (
 
 _LESS = "use a smaller --ctx-size or --gpu-layers, a larger --n-cpu-moe, or free the GPU's memory"
 _SEE_PLAN = "see `appliance plan --dry-run` for the command line"
-_FETCH = "the file is damaged or was not fetched whole: fetch it again; `appliance models verify` checks what is on the volume"
+_FETCH = "the file is damaged or was not fetched whole: `appliance models verify` checks the volume; fetch it again"
 _FOREIGN = (
     "the file seems to be made for another program's engine: take an upload made by llama.cpp's converter, or a newer "
     "image if the model is new"
@@ -114,9 +114,9 @@ RULES: tuple[Rule, ...] = (
     rule(
         "LoRA adapter of another model",
         ModelUnreadableError,
-        "the LoRA adapter is of another model, or is damaged: use one that was trained on this model, or take --lora out",
+        "the LoRA adapter is of another model or damaged: use one that was trained on this model, or take --lora out",
         r"failed to apply lora adapter: ",
-        source="src/llama-adapter.cpp llama_adapter_lora_init_from_file_ptr, with what llama_adapter_lora_init_impl throws",
+        source="src/llama-adapter.cpp llama_adapter_lora_init_from_file_ptr",
     ),
     rule(
         "control vector of another model",
@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "unreadable projector",
         ModelUnreadableError,
-        "the projector is damaged, or this engine is too old for it: fetch it again, use a newer image, or --mmproj off",
+        "the projector is damaged or too new for this engine: fetch it again, use a newer image, or --mmproj off",
         r"clip_init: failed to load model '.*': .*(?:projector type|[Kk]ey (?:not found|')|tensor|ggml context"
         r"|failed to open|does this file exist|out of range|must be)",
         r"(?i)\bunknown (?:vision )?projector type",

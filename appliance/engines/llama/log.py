@@ -12,18 +12,20 @@ _ERROR = re.compile(
     r"|\bCUDA error\b|\bout of memory\b|\bIllegal instruction\b|\bSegmentation fault\b"
     r"|\bcannot open shared object file\b)"
 )
-# What failed and was mended: the engine goes on in another way, and the line is no cause of a later end, whatever its mark.
-# A warning that lost its mark calls itself one.
+# What failed and was mended: the engine goes on in another way, so that the line is no cause of a later end, whatever its
+# mark. A warning that lost its mark calls itself one.
 _MENDED = re.compile(
-    # ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_host_malloc, ggml_backend_cuda_register_host_buffer: pageable memory instead
+    # ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_host_malloc, ggml_backend_cuda_register_host_buffer: pageable memory
     r"(?i:\bpinned (?:host )?(?:memory|buffer)\b)|\bcudaHost(?:Alloc|Register)\b|\bcudaMallocHost\b"
     # src/llama-mmap.cpp llama_mlock::impl: the weights may be swapped out
     r"|failed to (?:mlock|munlock|VirtualLock)\b|\bRLIMIT_MEMLOCK\b"
-    # common/fit.cpp common_fit_params: the plan's own arguments hold; server-context.cpp load_model: the same of a projector
+    # common/fit.cpp common_fit_params, server-context.cpp load_model: the plan's own arguments hold
     r"|fit(?:ting)? params\b|failed to measure the memory of|failed to get memory usage of mmproj"
     # tools/server/server-task.cpp server_prompt_cache: the prompt is read again
     r"|for prompt cache state\b|failed to restore state\b"
     # ggml/src/ggml-cuda/allreduce.cu ggml_cuda_ar_pipeline_init: copies through the host
+    # src/llama-model-loader.cpp load_all_data, ggml/src/ggml-backend.cpp ggml_backend_sched_alloc_splits: without, or anew
+    r"|for async uploads\b|failed to allocate graph, reserving\b"
     r"|\balloc for (?:arrival ring|staging|large staging) failed|cudaMalloc for copy scratch failed"
     r"|\b(?i:fall(?:ing|s)? ?back|fallback to|retrying|skipping|ignoring|ignored)\b"
     r"|^(?i:warning|warn)\b"

@@ -66,7 +66,10 @@ RULES: tuple[Rule, ...] = (
         "package missing",
         EngineLibraryError,
         "the model or a setting needs a package that this image has not: use another model, quantization or setting",
-        (r"^(?:ImportError|ModuleNotFoundError): ", r"pip install|[Pp]lease install|(?:is|are) required|to be installed"),
+        (
+            r"^(?:ImportError|ModuleNotFoundError): ",
+            r"pip install|[Pp]lease install|(?:is|are) required|to be installed",
+        ),
         source="model_executor/layers/quantization/torchao.py, quark; model_executor/models (timm); tokenizers",
     ),
     rule(

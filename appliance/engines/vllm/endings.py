@@ -47,9 +47,7 @@ _LOST = re.compile(r"Worker proc \S+ died unexpectedly")
 _LONGEST = re.compile(r"the estimated maximum model length is (\d+)")
 _SIZE = r"(\d[\d.,]*)"
 _KV_NEEDED = re.compile(rf"\({_SIZE} GiB KV cache is needed.*available KV cache memory \({_SIZE} GiB\)")
-_FREE_OF = re.compile(
-    rf"Free memory on device (\S+) \({_SIZE}/\S+ GiB\) on startup is less than .*, {_SIZE} GiB\)"
-)
+_FREE_OF = re.compile(rf"Free memory on device (\S+) \({_SIZE}/\S+ GiB\) on startup is less than .*, {_SIZE} GiB\)")
 _NODE = re.compile(rf"Available memory on node \d+ \({_SIZE}/\S+ GiB\) .* requested memory for kv \({_SIZE}")
 _TRIED = re.compile(
     rf"Tried to allocate {_SIZE} (bytes|KiB|MiB|GiB)\. GPU (\d+) .*? of which {_SIZE} (bytes|KiB|MiB|GiB) is free"

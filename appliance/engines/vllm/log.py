@@ -21,7 +21,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # usage error, by `main.py` in our images, whose launcher starts the module; a process that is gone; and what a linker,
 # the C library or the kernel's signal leaves.
 _CAUSE = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|OutOfResources)(?::|$)|^  Value error, "
+    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|OutOfResources|TooOldForTriton|CompilerFailed)(?:_\w+)?(?::|$)"
+    r"|^  Value error, "
     r"|^(?:vllm|main\.py)(?: \w+)?: error: "
     r"|^Worker proc \S+ died unexpectedly|error while loading shared libraries|symbol lookup error"
     r"|^terminate called |^ +what\(\): |^Fatal Python error: |^(?:Bus error|Illegal instruction)\b"
