@@ -1,9 +1,9 @@
-"""Collects what engines warn of and go on from, out of their sources, into harmless.txt.
+"""Collects what engines warn of and go on from, out of their sources, into harmless.lines.
 
     harmless.py --llama FOLDER --vllm FOLDER
 
-`--llama` is the pinned vendor/llama.cpp, `--vllm` an unpacked wheel. Kept are the lines that say a word of memory: a rule
-that took one of them for a cause would call memory what is none. Placeholders get values.
+`--llama` is the pinned vendor/llama.cpp, `--vllm` an unpacked wheel. Kept are the lines that say a word of memory: a
+rule that took one of them for a cause would call memory what is none. Placeholders get values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-OUT = Path(__file__).with_name("harmless.txt")
+OUT = Path(__file__).with_name("harmless.lines")
 HEAD = "# Made by harmless.py: warnings of llama_cpp_python 0.3.36 and vLLM 0.33.0 that say a word of memory."
 OF_MEMORY = re.compile(r"(?i)memor|alloc|\bOOM\b|\bshm\b|space|pinned|mlock|buffer|\bcache\b|capacity")
 _CALL = re.compile(

@@ -12,8 +12,8 @@ _ERROR = re.compile(
     r"|\bCUDA error\b|\bout of memory\b|\bIllegal instruction\b|\bSegmentation fault\b"
     r"|\bcannot open shared object file\b)"
 )
-# What failed and was mended: the engine goes on in another way, so that the line is no cause of a later end, whatever its
-# mark. A warning that lost its mark calls itself one.
+# What failed and was mended: the engine goes on in another way, so that the line is no cause of a later end, whatever
+# its mark. A warning that lost its mark calls itself one.
 _MENDED = re.compile(
     # ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_host_malloc, ggml_backend_cuda_register_host_buffer: pageable memory
     r"(?i:\bpinned (?:host )?(?:memory|buffer)\b)|\bcudaHost(?:Alloc|Register)\b|\bcudaMallocHost\b"
@@ -23,9 +23,9 @@ _MENDED = re.compile(
     r"|fit(?:ting)? params\b|failed to measure the memory of|failed to get memory usage of mmproj"
     # tools/server/server-task.cpp server_prompt_cache: the prompt is read again
     r"|for prompt cache state\b|failed to restore state\b"
-    # ggml/src/ggml-cuda/allreduce.cu ggml_cuda_ar_pipeline_init: copies through the host
-    # src/llama-model-loader.cpp load_all_data, ggml/src/ggml-backend.cpp ggml_backend_sched_alloc_splits: without, or anew
+    # src/llama-model-loader.cpp load_all_data, ggml/src/ggml-backend.cpp ggml_backend_sched_alloc_splits
     r"|for async uploads\b|failed to allocate graph, reserving\b"
+    # ggml/src/ggml-cuda/allreduce.cu ggml_cuda_ar_pipeline_init: copies through the host
     r"|\balloc for (?:arrival ring|staging|large staging) failed|cudaMalloc for copy scratch failed"
     r"|\b(?i:fall(?:ing|s)? ?back|fallback to|retrying|skipping|ignoring|ignored)\b"
     r"|^(?i:warning|warn)\b"

@@ -1,5 +1,5 @@
-"""What lines of vLLM's log mean for an ending. A source is a file of the wheel of vLLM 0.33.0 (0.32.0 says the same), or
-of a library in it; tests/endings holds each line."""
+"""What lines of vLLM's log mean for an ending. A source is a file of the wheel of vLLM 0.33.0 (0.32.0 says the same),
+or of a library in it; tests/endings holds each line."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _OTHER_LAYOUT = (
     "newer image"
 )
 _OTHER_QUANTIZATION = (
-    "this GPU does not compute the model's quantization: use a model in another quantization; `appliance plan --explain` "
-    "says which this GPU computes"
+    "this GPU does not compute the model's quantization: use a model in another quantization; `appliance plan "
+    "--explain` says which this GPU computes"
 )
 _DRIVER_ANSWER = (
     "the driver does not answer in the container: restart the host after an update of the driver, create the container "
@@ -149,7 +149,7 @@ RULES: tuple[Rule, ...] = (
         _LESS,
         r"\b(?:CUDA|CUDART|[Cc]uda|cu[A-Z]\w+)\b.*\bout of memory\b|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
         r"CUBLAS_STATUS_ALLOC_FAILED",
-        source="torch c10/cuda/CUDACachingAllocator.cpp, CUDAException.cpp; v1/worker/gpu_model_runner.py; NCCL init.cc",
+        source="torch c10/cuda/CUDACachingAllocator.cpp, CUDAException.cpp; v1/worker/gpu_model_runner.py; NCCL",
     ),
     rule(
         "out of host memory",
@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
         "heads do not divide",
         EngineArgumentsError,
         "the number of GPUs must divide the model's attention heads: choose others with --devices",
-        r"must be divisible by tensor parallel size|is not divisible by weight quantization|must be divisible by tp_size",
+        r"must be divisible by (?:tensor parallel size|tp_size)|is not divisible by weight quantization",
         source="config/model.py verify_with_parallel_config; quantization/utils/fp8_utils.py",
     ),
     rule(
@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "no attention for this GPU",
         EngineArgumentsError,
-        "this GPU has no attention kernel for this model and KV cache: leave --kv-type and --attention-backend to the plan",
+        "this GPU has no attention kernel for this model and KV cache: leave --kv-type and the backend to the plan",
         r"No valid attention backend found|Selected backend \S+ is not valid for this configuration",
         source="platforms/cuda.py get_attn_backend_cls",
     ),
@@ -214,7 +214,7 @@ RULES: tuple[Rule, ...] = (
         _TOO_OLD,
         r"does not recognize this architecture|Model architectures .* (?:are not supported|failed to be inspected)",
         r"Unknown quantization method: ",
-        source="transformers configuration_auto.py; model_executor/models/registry.py; config/model.py _verify_quantization",
+        source="transformers configuration_auto.py; models/registry.py; config/model.py _verify_quantization",
     ),
     rule(
         "LoRA rank",
@@ -317,7 +317,7 @@ RULES: tuple[Rule, ...] = (
         r"SafetensorError|No such file or directory: .*\.(?:safetensors|json|bin|model)\b|is not a valid JSON file",
         r"Can't load (?:the configuration|tokenizer)|Couldn't instantiate the backend tokenizer",
         r"Weight files referenced in index but missing",
-        r"PytorchStreamReader failed|UnpicklingError: |Weights only load failed|corrupt file\?|EOFError: Ran out of input",
+        r"PytorchStreamReader failed|UnpicklingError: |Weights only load failed|corrupt file\?|^EOFError: Ran out",
         source="safetensors (serialize/deserialize); model_executor/model_loader; transformers; torch/serialization.py",
     ),
     rule(
@@ -354,7 +354,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "CUDA failed under NCCL",
         GpuUnusableError,
-        "a GPU or its driver failed as the GPUs' processes met: `dmesg | grep Xid` on the host; NCCL_DEBUG=INFO tells more",
+        "a GPU or its driver failed under NCCL: `dmesg | grep Xid` on the host; NCCL_DEBUG=INFO tells more",
         r"unhandled cuda error",
         source="NCCL init.cc ncclGetErrorString, as distributed/device_communicators/pynccl_wrapper.py passes it on",
         is_vague=True,

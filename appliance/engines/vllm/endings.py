@@ -1,8 +1,8 @@
 """How vLLM ended, as one of the errors of DESIGN.md section 6.
 
 An exit code tells nothing: EngineCore or a worker may be killed, and the API server ends with 0. What decides, and in
-which order, is in engines/endings.py; what a line means in ending_rules.py. Of several processes the deepest one's lines
-come first. The last line never decides.
+which order, is in engines/endings.py; what a line means in ending_rules.py. Of several processes the lines of the
+deepest one come first. The last line never decides.
 """
 
 from __future__ import annotations

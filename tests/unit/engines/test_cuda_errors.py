@@ -21,18 +21,15 @@ SAID = (
 )
 
 
-@pytest.mark.parametrize("words", SAID)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error.number))
-def test_an_error_is_known_in_each_wording(error: CudaError, words: str) -> None:
-    found = find_cuda_error(words.format(text=error.text, number=error.number, name=error.name))
-    assert found
-    assert (found.text.lower(), found.kind) == (error.text.lower(), error.kind)
-
-
-@pytest.mark.parametrize("error", [each for each in ERRORS if each.driver_name], ids=lambda error: error.driver_name)
-def test_the_driver_s_own_name_is_known(error: CudaError) -> None:
-    found = find_cuda_error(f"RuntimeError: CUDA driver error: {error.driver_name}")
-    assert found == error
+def test_an_error_is_known_in_each_wording(error: CudaError) -> None:
+    for words in SAID:
+        said = words.format(text=error.text, number=error.number, name=error.name)
+        found = find_cuda_error(said)
+        assert found, said
+        assert (found.text.lower(), found.kind) == (error.text.lower(), error.kind)
+    if error.driver_name:
+        assert find_cuda_error(f"RuntimeError: CUDA driver error: {error.driver_name}") == error
 
 
 def test_none_of_them_is_called_memory() -> None:
