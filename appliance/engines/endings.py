@@ -92,7 +92,24 @@ def meaning(text: str, rules: Iterable[Rule], *, more: str = "", vague: bool = F
     return next((each for each in rules if each.is_vague == vague and each.understands(text)), None)
 
 
+_TOO_MANY_FILES = rule(
+    "too many open files",
+    EngineNotReadyError,
+    "the container may open too few files: start it with --ulimit nofile=65536:65536",
+    # By its number where the linker has no words yet.
+    r"Too many open files|cannot open shared object file: Error 2[34]\b",
+    source="glibc strerror(EMFILE), strerror(ENFILE); elf/dl-load.c",
+)
+
 LINKER_RULES: tuple[Rule, ...] = (
+    _TOO_MANY_FILES,
+    rule(
+        "library on a mount without execution",
+        EngineLibraryError,
+        "a library lies where nothing may be executed: mount the volume without noexec",
+        r"failed to map segment from shared object: Operation not permitted",
+        source="glibc elf/dl-load.c",
+    ),
     rule(
         "no driver library",
         GpuUnusableError,
@@ -133,13 +150,6 @@ HOST_RULES: tuple[Rule, ...] = (
         "the volume is full, or its disk: free some of it; `appliance models list` shows what lies there",
         r"No space left on device(?!: '/(?:tmp|dev)/)|Disk quota exceeded",
         source="glibc strerror(ENOSPC), strerror(EDQUOT)",
-    ),
-    rule(
-        "too many open files",
-        EngineNotReadyError,
-        "the container may open too few files: start it with --ulimit nofile=65536:65536",
-        r"Too many open files",
-        source="glibc strerror(EMFILE), strerror(ENFILE)",
     ),
     rule(
         "no more threads",

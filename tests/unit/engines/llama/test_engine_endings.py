@@ -51,6 +51,7 @@ def test_a_real_ending_is_what_it_was(name: str) -> None:
     assert found.exit_code == row["code"]
     assert row.get("says", "") in found.message
     assert found.log == read(name).log
+    assert row.get("hint", "") in (found.hint or "")
     assert found.hint
 
 
