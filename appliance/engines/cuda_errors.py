@@ -33,12 +33,12 @@ GROUPS: dict[str, type[FatalError]] = {
 # "cudaMalloc failed: TEXT", "Error 802: TEXT" after cudaGetDeviceCount(), "Cuda failure 802 'TEXT'", "[CUDA]: TEXT".
 _SPEAKER = r"\b(?:CUDA|cuda[A-Z]\w*|Cuda|CUDART|cu[A-Z]\w+|NCCL)\b"
 _NUMBER = re.compile(rf"{_SPEAKER}.*?(?:\b[Ee]rror (?:code )?|\bfailure |\bcode |\()(\d{{1,3}})(?=[:)']|$)", re.DOTALL)
-_NAME = re.compile(r"\b(?:cudaError[A-Z]\w+|CUDA_ERROR_[A-Z_]+)\b")
+_NAME = re.compile(r"\b(?:cudaError[A-Z]\w+|CUDA_ERROR_[A-Z_]+|CUBLAS_STATUS_[A-Z_]+)\b")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CudaError:
-    number: int
+    number: int | None  # None for cuBLAS, whose numbers are others
     name: str
     driver_name: str  # empty if only the runtime has this error
     text: str
@@ -74,7 +74,7 @@ def load_cuda_errors() -> tuple[CudaError, ...]:
 def _by(field: str) -> dict[str, CudaError]:
     found: dict[str, CudaError] = {}
     for error in load_cuda_errors():
-        if key := str(getattr(error, field)):
+        if key := str(getattr(error, field) or ""):
             found.setdefault(key.lower() if field == "text" else key, error)
     return found
 

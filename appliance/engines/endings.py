@@ -49,6 +49,12 @@ MEMORY = (EngineGpuMemoryError, EngineHostMemoryError)
 OF_THE_DEVICE = (GpuFaultError, GpuUnusableError, DriverTooOldError)
 """What is at fault then is no part of the engine or the model; the remedy is the same while it serves."""
 
+_REMEDIES: dict[int, str] = {
+    signal.SIGBUS: CUT,
+    signal.SIGTERM: f"somebody ended it; {LAST_LINES}",
+    signal.SIGSEGV: f"the engine's own code failed: another plan or image may help, and a report does; {LAST_LINES}",
+    signal.SIGFPE: f"the engine's own code failed: another plan or image may help, and a report does; {LAST_LINES}",
+}
 DECISIVE = (signal.SIGILL, signal.SIGKILL)
 """Whatever the log says of something else."""
 
@@ -187,9 +193,11 @@ def judge_signal(ending: Ending) -> Judged | None:
 def hint_of_unknown(ending: Ending, *, lost_a_process: bool = False) -> str:
     """`lost_a_process` where the log says that one of several was killed, or is gone without a word."""
     was_killed = ending.signal == signal.SIGKILL
-    if ending.signal == signal.SIGBUS and not ending.stalled:
-        return CUT
-    if not (was_killed or lost_a_process) or ending.stalled:
+    if ending.stalled:
+        return f"a start that takes longer without a sign of work needs a larger --stall-timeout-s; {LAST_LINES}"
+    if ending.signal in _REMEDIES:
+        return _REMEDIES[ending.signal]
+    if not (was_killed or lost_a_process):
         return LAST_LINES
     who = "somebody killed it" if was_killed else "one of its processes ended without a word, as if it was killed"
     if ending.oom_kills is None:

@@ -91,6 +91,14 @@ RULES: tuple[Rule, ...] = (
         r"failed to initialize CUDA: |cudaMalloc failed: (?!out of memory)",
         source="ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_init, ggml_backend_cuda_buffer_type_alloc_buffer",
     ),
+    rule(
+        "cuBLAS without room",
+        EngineNotReadyError,
+        "cuBLAS found no room for itself on the GPU, or the driver is at fault: set a larger --reserve-mib, and check "
+        f"`nvidia-smi`; {LAST_LINES}",
+        r"CUDA error: (?:the resource allocation failed|the library was not initialized)",
+        source="ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_error, with cublasGetStatusString (common.cuh CUBLAS_CHECK)",
+    ),
     *HOST_RULES,
     rule(
         "out of GPU memory",
@@ -219,6 +227,31 @@ RULES: tuple[Rule, ...] = (
         r"draft (?:model )?vocabs?\b.* (?:not compatible|must (?:closely )?match)|draft model \w+ tokens must match",
         r"failed to initialize speculative decoding context: draft model ",
         source="common/speculative.cpp common_speculative_impl_draft_simple; tools/server/server-context.cpp init",
+        is_vague=True,
+    ),
+    # The loads whose own reason stands above, if the engine tells one.
+    rule(
+        "LoRA adapter does not load",
+        ModelUnreadableError,
+        "the LoRA adapter is of another model or damaged: use one that was trained on this model, or take --lora out",
+        r"failed to load lora adapter '",
+        source="common/common.cpp common_init_result",
+        is_vague=True,
+    ),
+    rule(
+        "projector does not load",
+        ModelUnreadableError,
+        "the projector is of another model, damaged or too new: use the one of this model, or --mmproj off",
+        r"[Ff]ailed to load CLIP model from |failed to load multimodal model, '",
+        source="tools/mtmd/mtmd.cpp mtmd_context; tools/server/server-context.cpp load_model",
+        is_vague=True,
+    ),
+    rule(
+        "draft model does not load",
+        ModelUnreadableError,
+        "the draft model is of another model or damaged: use one of the same family, or take --draft-model out",
+        r"failed to load draft model, '",
+        source="tools/server/server-context.cpp load_model; common/speculative.cpp common_speculative_init_from_params",
         is_vague=True,
     ),
     rule(

@@ -36,7 +36,7 @@ _NAME = "llama-server"
 
 # What was refused above such a line was asked for again, in another way: src/llama-context.cpp sched_reserve,
 # common/fit.cpp common_fit_params.
-_RETRIED = re.compile(r"\bretrying with(?:out)?\b|\bretry succeeded\b|\bto fit params\b")
+_RETRIED = re.compile(r"\b(?:retry|retrying|trying again) with(?:out)?\b|\bretry succeeded\b|\bto fit params\b")
 _DEVICE = re.compile(r"on device (\d+)|\bCUDA(\d+) buffer")
 _FREE = re.compile(r"using device (CUDA\d+) .* - (\d+) MiB free")
 _SIZES: tuple[tuple[re.Pattern[str], float], ...] = (

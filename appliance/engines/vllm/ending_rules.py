@@ -40,7 +40,7 @@ _GROUP = (
 
 # One meaning in many wordings: something of how weights are computed is refused, for what the chip is.
 _COMPUTED = (
-    r"(?i)quanti[sz]|\bint[48]\b|\b(?:nv|mx|b)?fp[468]\b|\bw\d+a\d+|\bawq\b|\bgptq\b|\bmarlin\b|_mm\b|\bmm\b|\bMoE\b"
+    r"(?i)quanti[sz]|\bint[48]\b|\b(?:nv|mx|b)?fp[468]|\bw\d+a\d+|\bawq\b|\bgptq\b|\bmarlin\b|_mm(?:_|\b)|\bmm\b|\bMoE\b"
     r"|\bkernels?\b|linear layer"
 )
 _REFUSED = (
@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
         "out of host memory",
         EngineHostMemoryError,
         MORE,
-        r"DefaultCPUAllocator: can't allocate memory|\[Errno 12\] Cannot allocate memory|std::bad_alloc",
+        r"DefaultCPUAllocator: can't allocate memory|\bCannot allocate memory\b|std::bad_alloc",
         r"^(?:[\w.]+\.)?_?(?:Array)?MemoryError(?::|$)",
         source="torch c10/core/impl/alloc_cpu.cpp; glibc strerror(ENOMEM); CPython; numpy _core/_exceptions.py",
     ),
@@ -244,7 +244,8 @@ RULES: tuple[Rule, ...] = (
         EngineArgumentsError,
         _OTHER_QUANTIZATION,
         (_COMPUTED, _REFUSED, _CHIP),
-        r"\S+ is not supported for quantization method ",
+        r"\S+ is not supported for quantization method |quantization is currently not supported in ",
+        r"'_OpNamespace' '\w+' object has no attribute",
         source="config/vllm.py _get_quantization_config; quantization/compressed_tensors, quark, moe_wna16, torchao; "
         "model_executor/kernels/linear; fused_moe/oracle; csrc of _C and _moe_C (scaled_mm_entry.cu, marlin)",
     ),
@@ -316,7 +317,8 @@ RULES: tuple[Rule, ...] = (
         r"Invalid repository ID or local directory specified|HFValidationError|Cannot find any model weights",
         r"SafetensorError|No such file or directory: .*\.(?:safetensors|json|bin|model)\b|is not a valid JSON file",
         r"Can't load (?:the configuration|tokenizer)|Couldn't instantiate the backend tokenizer",
-        r"Weight files referenced in index but missing",
+        r"Weight files referenced in index but missing|Unrecognized model in |does not appear to have a file named",
+        r"LocalEntryNotFoundError|OfflineModeIsEnabled",
         r"PytorchStreamReader failed|UnpicklingError: |Weights only load failed|corrupt file\?|^EOFError: Ran out",
         source="safetensors (serialize/deserialize); model_executor/model_loader; transformers; torch/serialization.py",
     ),
@@ -328,7 +330,7 @@ RULES: tuple[Rule, ...] = (
         r"^KeyError: ['\"](?=.*(?:\d|weight|bias|scale|proj|embed|norm|expert|lm_head|zeros))[\w-]+(?:\.[\w-]+)+['\"]$",
         r"There is no module or parameter named|Following weights were not initialized from checkpoint",
         r"Attempted to load (?:nested )?weight|was skipped because it is tied to|\bassert .*loaded_weight\b",
-        r"The size of tensor a \(\d+\) must match the size of tensor b|size mismatch for \S+: copying a param",
+        r"size of (?:the )?tensor(?: a)? \(\d+\) must match the (?:size of tensor b|existing size)|size mismatch for \S+: copying a param",
         r"Error\(s\) in loading state_dict for |^RuntimeError: start \(\d+\) \+ length \(\d+\) exceeds dimension size",
         r"Cannot find the config file for |Found multiple config files for |Unsupported quantization config",
         r"quantization method specified in the model config|Model quantization method is not specified",
@@ -339,8 +341,17 @@ RULES: tuple[Rule, ...] = (
         "socket in use",
         EngineNotReadyError,
         "its socket is taken, which is an error of the appliance: please report it with the lines above",
-        r"\[Errno 98\] Address already in use|The server socket has failed to (?:listen|bind)|EADDRINUSE",
+        r"(?i)\baddress already in use\b|The server socket has failed to (?:listen|bind)|EADDRINUSE",
         source="entrypoints/launchers (bind of the socket); torch TCPStore (socket.cpp)",
+    ),
+    rule(
+        "config of another engine",
+        ModelUnreadableError,
+        _OTHER_LAYOUT,
+        r"^AttributeError: '\w*Config' object has no attribute",
+        r"^RuntimeError: shape '\[[-\d, ]+\]' is invalid for input of size \d+",
+        source="transformers configuration_utils.py; torch ATen/InferSize.h",
+        is_vague=True,
     ),
     rule(
         "unreadable JSON",

@@ -21,19 +21,20 @@ SAID = (
 )
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error.number))
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.name)
 def test_an_error_is_known_in_each_wording(error: CudaError) -> None:
     for words in SAID:
         said = words.format(text=error.text, number=error.number, name=error.name)
         found = find_cuda_error(said)
         assert found, said
         assert (found.text.lower(), found.kind) == (error.text.lower(), error.kind)
+    assert find_cuda_error(f"RuntimeError: CUDA error: {error.name} when calling `f(handle)`") == error
     if error.driver_name:
         assert find_cuda_error(f"RuntimeError: CUDA driver error: {error.driver_name}") == error
 
 
 def test_none_of_them_is_called_memory() -> None:
-    assert len({each.number for each in ERRORS}) == len(ERRORS)
+    assert len({each.name for each in ERRORS}) == len(ERRORS)
     assert {each.kind for each in ERRORS} == set(GROUPS.values())
     kinds = {each.kind for each in ERRORS}
     assert not any(kind.exit_code in (41, 42) for kind in kinds)
