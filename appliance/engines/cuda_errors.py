@@ -32,7 +32,7 @@ GROUPS: dict[str, type[FatalError]] = {
 # A text such as "unknown error" or "operation not permitted" means CUDA only where CUDA says it: "CUDA error: TEXT",
 # "cudaMalloc failed: TEXT", "Error 802: TEXT" after cudaGetDeviceCount(), "Cuda failure 802 'TEXT'", "[CUDA]: TEXT".
 _SPEAKER = r"\b(?:CUDA|cuda[A-Z]\w*|Cuda|CUDART|cu[A-Z]\w+|NCCL)\b"
-_NUMBER = re.compile(rf"{_SPEAKER}.*?(?:\b[Ee]rror (?:code )?|\bfailure |\bcode |\()(\d{{1,3}})(?=[:)']|$)", re.DOTALL)
+_NUMBER = re.compile(rf"{_SPEAKER}.*?(?:\b[Ee]rror (?:code )?|\bfailure )(\d{{1,3}})(?=[:)']|$)", re.DOTALL)
 _NAME = re.compile(r"\b(?:cudaError[A-Z]\w+|CUDA_ERROR_[A-Z_]+|CUBLAS_STATUS_[A-Z_]+)\b")
 
 

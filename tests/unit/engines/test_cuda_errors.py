@@ -72,6 +72,8 @@ def test_each_has_its_class_and_remedy(number: int, kind: type[Exception], remed
         "io_uring_queue_init failed: operation not permitted",
         "CUDA error: the resource allocation failed",
         "CUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA graphs are captured for batch sizes (100), (200)",
+        "the process that used CUDA ended with exit code 3",
         "unknown error",
         "error 999",
     ],
