@@ -38,6 +38,13 @@ RULES: tuple[Rule, ...] = (
         "src/llama-adapter.cpp",
     ),
     rule(
+        "no such GPU",
+        GpuUnusableError,
+        f"the engine does not find the GPU that was planned with: {OTHER_GPU}",
+        r"invalid device: CUDA\d",
+        source="common/arg.cpp parse_device_list; a backend that does not load says nothing (ggml-backend-reg.cpp)",
+    ),
+    rule(
         "refused arguments",
         EngineArgumentsError,
         _SEE_PLAN,
