@@ -8,7 +8,7 @@ What decides, in this order:
    line says that memory ran out, the last refused allocation counts, and a later line that a rule understands as
    something else counts more;
 4. the first line that a vague rule understands: its words often follow from something that was not said;
-5. how the process ended: SIGBUS and lost processes have a remedy, too. All else is 43 with the log.
+5. how the process ended: some signals and lost processes have a remedy, too. All else is 43 with the log.
 
 On one line an error of CUDA counts before the engine's rules, and these count from the top.
 """
@@ -52,8 +52,8 @@ OF_THE_DEVICE = (GpuFaultError, GpuUnusableError, DriverTooOldError)
 _REMEDIES: dict[int, str] = {
     signal.SIGBUS: CUT,
     signal.SIGTERM: f"somebody ended it; {LAST_LINES}",
-    signal.SIGSEGV: f"the engine's own code failed: another plan or image may help, and a report does; {LAST_LINES}",
-    signal.SIGFPE: f"the engine's own code failed: another plan or image may help, and a report does; {LAST_LINES}",
+    signal.SIGSEGV: f"the engine's own code failed: report it with the log; {LAST_LINES}",
+    signal.SIGFPE: f"the engine's own code failed: report it with the log; {LAST_LINES}",
 }
 DECISIVE = (signal.SIGILL, signal.SIGKILL)
 """Whatever the log says of something else."""
@@ -98,17 +98,15 @@ def meaning(text: str, rules: Iterable[Rule], *, more: str = "", vague: bool = F
     return next((each for each in rules if each.is_vague == vague and each.understands(text)), None)
 
 
-_TOO_MANY_FILES = rule(
-    "too many open files",
-    EngineNotReadyError,
-    "the container may open too few files: start it with --ulimit nofile=65536:65536",
-    # By its number where the linker has no words yet.
-    r"Too many open files|cannot open shared object file: Error 2[34]\b",
-    source="glibc strerror(EMFILE), strerror(ENFILE); elf/dl-load.c",
-)
-
 LINKER_RULES: tuple[Rule, ...] = (
-    _TOO_MANY_FILES,
+    rule(
+        "too many open files",
+        EngineNotReadyError,
+        "the container may open too few files: start it with --ulimit nofile=65536:65536",
+        # By its number where the linker has no words yet.
+        r"Too many open files|cannot open shared object file: Error 2[34]\b",
+        source="glibc strerror(EMFILE), strerror(ENFILE); elf/dl-load.c",
+    ),
     rule(
         "library on a mount without execution",
         EngineLibraryError,

@@ -16,9 +16,9 @@ _ERROR = re.compile(
 # its mark. A warning that lost its mark calls itself one.
 _MENDED = re.compile(
     # ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_host_malloc, ggml_backend_cuda_register_host_buffer: pageable memory
-    r"(?i:\bpinned (?:host )?(?:memory|buffer)\b)|\bcudaHost(?:Alloc|Register)\b|\bcudaMallocHost\b"
+    r"(?i:\b(?:pinned|page-locked) (?:host )?(?:memory|buffer)\b)|\bcudaHost(?:Alloc|Register)\b|\bcudaMallocHost\b"
     # src/llama-mmap.cpp llama_mlock::impl: the weights may be swapped out
-    r"|failed to (?:mlock|munlock|VirtualLock)\b|\bRLIMIT_MEMLOCK\b"
+    r"|\b(?:mlock|mlockall|munlock|VirtualLock)\b|\bRLIMIT_MEMLOCK\b"
     # common/fit.cpp common_fit_params, server-context.cpp load_model: the plan's own arguments hold
     r"|fit(?:ting)? params\b|failed to measure the memory of|failed to get memory usage of mmproj"
     # tools/server/server-task.cpp server_prompt_cache: the prompt is read again

@@ -106,9 +106,9 @@ def statements(lines: Sequence[str]) -> list[Statement]:
     mended: dict[str, tuple[str, bool]] = {}  # of each process: the mark of its last message, and whether it was mended
     found = []
     for number, (line, each) in enumerate(zip(lines, parsed, strict=True)):
-        mark, was_mended = mended.get(each.process, ("", False))
-        if each.mark != mark or not mark:
-            was_mended = bool(each.mark) and not each.is_cause and _MENDED.search(each.text) is not None
+        mark, was_mended = mended.get(each.process, ("", False)) if each.mark else ("", False)
+        if each.mark != mark:
+            was_mended = not each.is_cause and _MENDED.search(each.text) is not None
             mended[each.process] = each.mark, was_mended
         found.append(
             Statement(
