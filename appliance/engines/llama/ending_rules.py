@@ -56,7 +56,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "unreadable chat template",
         EngineArgumentsError,
-        "the template of --chat-template-file cannot be read as Jinja: mend it, or take the setting out",
+        "the chat template cannot be read as Jinja: mend the one of --chat-template-file, or give another one there",
         r"the supplied chat template is not supported|chat template parsing error: ",
         source="common/arg.cpp; tools/server/server-context.cpp init",
     ),
