@@ -144,6 +144,12 @@ class EngineLibraryError(EngineError):
     exit_code = 44
 
 
+class GpuFaultError(EngineError):
+    """A GPU that failed at one plan's kernels; another plan may not need them."""
+
+    exit_code = 23
+
+
 class EngineDiedError(EngineError):
     exit_code = 45
 

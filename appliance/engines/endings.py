@@ -1,36 +1,215 @@
-"""What the ending of any engine means, whatever it says in its log."""
+"""What the ending of any engine means, and the rules that hold for all of them.
+
+What decides, in this order:
+
+1. the stall timer: 43, whatever the log says;
+2. SIGILL: 22, and SIGKILL: 42 if the kernel counted a kill for lack of memory, else 43;
+3. the first line of the log that a rule understands. Lines of what the engine mended by itself are passed over. If that
+   line says that memory ran out, the last refused allocation counts, and a later line that a rule understands as
+   something else counts more;
+4. the first line that a vague rule understands: its words often follow from something that was not said;
+5. how the process ended: some signals and lost processes have a remedy, too. All else is 43 with the log.
+
+On one line an error of CUDA counts before the engine's rules, and these count from the top.
+"""
 
 from __future__ import annotations
 
+import re
 import signal
+from collections.abc import Iterable
 
+from appliance.engines.cuda_errors import find_cuda_error
 from appliance.engines.engine import Ending
-from appliance.errors import CpuUnsupportedError, EngineHostMemoryError, FatalError
+from appliance.errors import (
+    CpuUnsupportedError,
+    DriverTooOldError,
+    EngineGpuMemoryError,
+    EngineHostMemoryError,
+    EngineLibraryError,
+    EngineNotReadyError,
+    FatalError,
+    GpuFaultError,
+    GpuUnusableError,
+    VolumeError,
+)
+from appliance.values import dataclass
 
 LAST_LINES = "its last lines are above"
 REBUILD = "the image is damaged or was changed; pull or build it again"
 MORE = "give the container more memory, or use a smaller --ctx-size or model"
+OTHER_GPU = "check `nvidia-smi` on the host and that the container was started with `--gpus`"
+SHM = "shared memory is too small for several processes: start the container with --shm-size 8g or --ipc=host"
+OLDER_CPU = "use an image built for an older CPU, or another machine"
+CUT = (
+    "a file that was mapped became shorter or its disk failed, or /dev/shm is full: `appliance models verify` checks "
+    "the model, `dmesg` on the host the disk, and --shm-size 8g gives room"
+)
+MEMORY = (EngineGpuMemoryError, EngineHostMemoryError)
+OF_THE_DEVICE = (GpuFaultError, GpuUnusableError, DriverTooOldError)
+"""What is at fault then is no part of the engine or the model; the remedy is the same while it serves."""
+
+_REMEDIES: dict[int, str] = {
+    signal.SIGBUS: CUT,
+    signal.SIGTERM: f"somebody ended it; {LAST_LINES}",
+    signal.SIGSEGV: f"the engine's own code failed: report it with the log; {LAST_LINES}",
+    signal.SIGFPE: f"the engine's own code failed: report it with the log; {LAST_LINES}",
+}
+DECISIVE = (signal.SIGILL, signal.SIGKILL)
+"""Whatever the log says of something else."""
 
 Judged = tuple[type[FatalError], str, str | None]
 """The class, its hint, and the line of the log that decided."""
 
-DECISIVE = (signal.SIGILL, signal.SIGKILL)
-"""Whatever the log says of something else."""
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One meaning of a line. `words` are its wordings; of a wording with several patterns each must occur. `source`
+    names where they are printed. `is_vague`: decides only if no line has another meaning."""
+
+    name: str
+    kind: type[FatalError]
+    remedy: str
+    words: tuple[tuple[re.Pattern[str], ...], ...]
+    source: str
+    is_vague: bool = False
+
+    def understands(self, text: str) -> bool:
+        return any(all(pattern.search(text) for pattern in wording) for wording in self.words)
+
+
+def rule(
+    name: str,
+    kind: type[FatalError],
+    remedy: str,
+    *words: str | tuple[str, ...],
+    source: str,
+    is_vague: bool = False,
+) -> Rule:
+    wordings = tuple((each,) if isinstance(each, str) else each for each in words)
+    patterns = tuple(tuple(re.compile(word) for word in wording) for wording in wordings)
+    return Rule(name=name, kind=kind, remedy=remedy, words=patterns, source=source, is_vague=is_vague)
+
+
+def meaning(text: str, rules: Iterable[Rule], *, more: str = "", vague: bool = False) -> Rule | None:
+    """What a line says. `more` are the lines that belong to it, which may name an error of CUDA."""
+    if not vague and (error := find_cuda_error(f"{text}\n{more}")):
+        return Rule(name=error.name, kind=error.kind, remedy=error.remedy, words=(), source="cuda_errors.yaml")
+    return next((each for each in rules if each.is_vague == vague and each.understands(text)), None)
+
+
+LINKER_RULES: tuple[Rule, ...] = (
+    rule(
+        "too many open files",
+        EngineNotReadyError,
+        "the container may open too few files: start it with --ulimit nofile=65536:65536",
+        # By its number where the linker has no words yet.
+        r"Too many open files|cannot open shared object file: Error 2[34]\b",
+        source="glibc strerror(EMFILE), strerror(ENFILE); elf/dl-load.c",
+    ),
+    rule(
+        "library on a mount without execution",
+        EngineLibraryError,
+        "a library lies where nothing may be executed: mount the volume without noexec",
+        r"failed to map segment from shared object: Operation not permitted",
+        source="glibc elf/dl-load.c",
+    ),
+    rule(
+        "no driver library",
+        GpuUnusableError,
+        OTHER_GPU,
+        r"libcuda\.so\S*: cannot open shared object file",
+        source="glibc elf/dl-load.c",
+    ),
+    rule(
+        "library missing",
+        EngineLibraryError,
+        REBUILD,
+        r"error while loading shared libraries|cannot open shared object file|symbol lookup error|undefined symbol: ",
+        r"version `\S+' not found|cannot allocate memory in static TLS block",
+        source="glibc elf/dl-load.c, elf/dl-lookup.c, elf/dl-version.c, elf/dl-tls.c",
+    ),
+)
+
+HOST_RULES: tuple[Rule, ...] = (
+    rule(
+        "shared memory",
+        EngineHostMemoryError,
+        SHM,
+        r"No space left on device[^\n]*/dev/shm|/dev/shm/\S+.*No space left|creating shared memory segment",
+        r"unable to (?:open|write to|resize) (?:shared memory object|file) </",
+        r"Insufficient space in /dev/shm",
+        source="NCCL misc/shmutils.cc; torch MapAllocator.cpp; the kernel's ENOSPC with the name of the file",
+    ),
+    rule(
+        "temporary folder is full",
+        EngineNotReadyError,
+        f"the container's /tmp is full: give it more with --tmpfs /tmp:size=2g; {LAST_LINES}",
+        r"No space left on device[^\n]*['\"\[ ]/tmp/|['\"\[ ]/tmp/\S+.*No space left on device",
+        source="the kernel's ENOSPC with the name of the file",
+    ),
+    rule(
+        "volume is full",
+        VolumeError,
+        "the volume is full, or its disk: free some of it; `appliance models list` shows what lies there",
+        r"No space left on device(?!: '/(?:tmp|dev)/)|Disk quota exceeded",
+        source="glibc strerror(ENOSPC), strerror(EDQUOT)",
+    ),
+    rule(
+        "no more threads",
+        EngineNotReadyError,
+        "the container may start too few threads: start it with a larger --pids-limit or --ulimit nproc, or use fewer "
+        "--threads",
+        r"[Tt]hread creation failed|can't start new thread|pthread_create (?:failed|error)|clone3? failed",
+        r"(?:what\(\):|std::system_error|BlockingIOError|OSError|\bfork\w*\b).*Resource temporarily unavailable",
+        source="libstdc++ std::thread (what(): strerror(EAGAIN)); libgomp team.c; CPython _threadmodule.c, os.fork",
+    ),
+    rule(
+        "an instruction that the CPU lacks",
+        CpuUnsupportedError,
+        OLDER_CPU,
+        r"^(?:Fatal Python error: )?Illegal instruction\b",
+        source="CPython Modules/faulthandler.c; bash's words for SIGILL",
+    ),
+    rule(
+        "bus error",
+        EngineNotReadyError,
+        CUT,
+        r"^(?:Fatal Python error: )?Bus error\b",
+        source="CPython Modules/faulthandler.c; bash's words for SIGBUS",
+    ),
+)
 
 
 def judge_signal(ending: Ending) -> Judged | None:
     """Of an ending by a decisive signal; None where the kernel did not kill for lack of memory."""
     if ending.signal == signal.SIGILL:
-        return CpuUnsupportedError, "use an image built for an older CPU, or another machine", None
+        return CpuUnsupportedError, OLDER_CPU, None
     return (EngineHostMemoryError, MORE, None) if ending.oom_kills else None
 
 
 def hint_of_unknown(ending: Ending, *, lost_a_process: bool = False) -> str:
     """`lost_a_process` where the log says that one of several was killed, or is gone without a word."""
     was_killed = ending.signal == signal.SIGKILL
-    if not (was_killed or lost_a_process) or ending.stalled:
+    if ending.stalled:
+        return f"a start that takes longer without a sign of work needs a larger --stall-timeout-s; {LAST_LINES}"
+    if ending.signal in _REMEDIES:
+        return _REMEDIES[ending.signal]
+    if not (was_killed or lost_a_process):
         return LAST_LINES
     who = "somebody killed it" if was_killed else "one of its processes ended without a word, as if it was killed"
     if ending.oom_kills is None:
         return f"{who}; `dmesg` on the host tells whether the kernel did, for lack of memory"
     return f"{who}, and memory was not the reason; {LAST_LINES}"
+
+
+def hint_while_serving(kind: type[FatalError] | None, remedy: str) -> str:
+    """What ended an engine that served: a remedy that holds for the start alone is left out."""
+    keeps = kind is not None and issubclass(kind, (*MEMORY, *OF_THE_DEVICE))
+    return f"{remedy if keeps else LAST_LINES}; a restart policy starts the container again"
+
+
+def mib_of(number: str, unit: float = 1.0) -> float:
+    """A size as a log has it, with a point or a comma before its decimals, times MiB of its unit."""
+    whole, *rest = re.split(r"[.,]", number.strip(".,"))
+    return float("".join((whole, *rest[:-1])) + (f".{rest[-1]}" if rest else "")) * unit

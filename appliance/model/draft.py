@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.errors import ConfigError
+from appliance.errors import ModelUnreadableError
 from appliance.model.facts import Model, parse_facts
 from appliance.model.find import resolve_model
 from appliance.model.gguf import Gguf, Value, read_texts
@@ -31,13 +31,13 @@ class Vocabulary:
 
 
 def read_draft(request: str, target: Model, models_dir: Path, source: str) -> Model:
-    """The model that drafts for `target`. Raises ConfigError when it cannot be found or speaks other tokens, and
-    ModelUnreadableError as for any model."""
+    """The model that drafts for `target`. Raises ConfigError when it cannot be found, and ModelUnreadableError when it
+    is of another model, as an adapter or a projector would be, or unreadable as any model."""
     path = resolve_model(request, models_dir)
     gguf = read_whole(path)
     if why := why_different(read_vocabulary(read_whole(target.path)), read_vocabulary(gguf)):
         message = f"draft model does not speak the tokens of {target.path.name}: {path.name} ({source}): {why}"
-        raise ConfigError(message, hint="use a smaller model of the same family, or take the draft model out")
+        raise ModelUnreadableError(message, hint="use a smaller model of the same family, or take the draft model out")
     return parse_facts(gguf)
 
 

@@ -4,6 +4,7 @@ file that the engine loads and answers from is what is shown."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def test_an_adapter_for_another_base_ends_the_start(home: Home) -> None:
     done = home.command("serve", lora="style")
     assert done.returncode == 30
     assert "adapter is of another base than model.gguf: style.gguf: blk.0.attn_q.weight is 256 x 512" in done.stderr
+
+
+def test_a_draft_model_of_another_model_ends_the_start(home: Home) -> None:
+    write_gguf(home.data / "models/draft.gguf", replace(SMALL["gqa"], vocabulary=1024), with_data=True)
+    done = home.command("serve", model="model", speculation="draft", draft_model="draft")
+    assert done.returncode == 30
+    assert "draft model does not speak the tokens of model.gguf: draft.gguf" in done.stderr
 
 
 def test_arguments_template_and_thoughts_reach_the_engine(home: Home, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import applied, estimate
 from appliance.engines.llama.server import command, speculation_arguments
-from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
+from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts
 from appliance.model import Model, read_draft, read_model
 from appliance.plan import Kind, Plan, Speculation
@@ -283,7 +283,7 @@ def test_the_real_engine_serves_in_silence_with_a_draft_of_other_tokens(real: Re
     """Why vocabularies are compared before: nothing but a line in its log tells."""
     found = smollm()
     path = write_gguf(tmp_path / "other.gguf", SMALL["gqa"], with_data=True)
-    with pytest.raises(ConfigError, match="it has 512 tokens, not 49,152"):
+    with pytest.raises(ModelUnreadableError, match="it has 512 tokens, not 49,152"):
         read_draft(str(path), found, tmp_path, "flag --draft-model")
     guessed = real.guessing(found, "draft", 2, read_model(path))
     made, drafted, _ = totals(guessed)

@@ -236,9 +236,10 @@ async def test_out_of_memory_rules_out_what_needs_as_much(socket_path: Path) -> 
     assert "cudaMalloc failed: out of memory" in (first.error or "")
 
 
-async def test_a_plan_that_fails_is_none_and_the_others_go_on(socket_path: Path) -> None:
+@pytest.mark.parametrize("words", ["error: something that nobody has seen before", "CUDA error: misaligned address"])
+async def test_a_plan_that_fails_is_none_and_the_others_go_on(socket_path: Path, words: str) -> None:
     bad = on_cpu().best.key
-    died = ("--die-before-ready", "1", "--error-line", "error: something that nobody has seen before")
+    died = ("--die-before-ready", "1", "--error-line", words)
     bench = Bench(socket_path, knobs=lambda plan: died if plan.key == bad else ())
     tuned = await bench.tune(on_cpu(), few())
     assert bench.started.count(bad) == 1

@@ -12,10 +12,35 @@ _ERROR = re.compile(
     r"|\bCUDA error\b|\bout of memory\b|\bIllegal instruction\b|\bSegmentation fault\b"
     r"|\bcannot open shared object file\b)"
 )
+# What failed and was mended: the engine goes on in another way, so that the line is no cause of a later end, whatever
+# its mark. A warning that lost its mark calls itself one.
+_MENDED = re.compile(
+    # ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_host_malloc, ggml_backend_cuda_register_host_buffer: pageable memory
+    r"(?i:\b(?:pinned|page-locked) (?:host )?(?:memory|buffer)\b)|\bcudaHost(?:Alloc|Register)\b|\bcudaMallocHost\b"
+    # src/llama-mmap.cpp llama_mlock::impl: the weights may be swapped out
+    r"|\b(?:mlock|mlockall|munlock|VirtualLock)\b|\bRLIMIT_MEMLOCK\b"
+    # common/fit.cpp common_fit_params, server-context.cpp load_model: the plan's own arguments hold
+    r"|fit(?:ting)? params\b|failed to measure the memory of|failed to get memory usage of mmproj"
+    # tools/server/server-task.cpp server_prompt_cache: the prompt is read again
+    r"|for prompt cache state\b|failed to restore state\b"
+    # src/llama-model-loader.cpp load_all_data, ggml/src/ggml-backend.cpp ggml_backend_sched_alloc_splits
+    r"|for async uploads\b|failed to allocate graph, reserving\b"
+    # ggml/src/ggml-cuda/allreduce.cu ggml_cuda_ar_pipeline_init: copies through the host
+    r"|\balloc for (?:arrival ring|staging|large staging) failed|cudaMalloc for copy scratch failed"
+    r"|\b(?i:fall(?:ing|s)? ?back|fallback to|retrying|skipping|ignoring|ignored)\b"
+    r"|^(?i:warning|warn)\b"
+)
+
+
+def is_mended(line: str) -> bool:
+    """True if the engine mended by itself what this line says."""
+    return _MENDED.search(line) is not None
 
 
 def is_error(line: str) -> bool:
     """Whether it says by itself that something went wrong."""
+    if is_mended(line):
+        return False
     if marked := _MARKED.match(line):
         return marked[1] == "E"
     return _ERROR.search(line) is not None

@@ -44,7 +44,7 @@ def test_a_model_of_the_same_tokens_drafts(tmp_path: Path) -> None:
 def test_other_tokens_are_refused_with_both_names(tmp_path: Path) -> None:
     target = read_model(write_model(tmp_path / "large.gguf", tokens=100))
     write_model(tmp_path / "other.gguf", tokens=101 + SIZES_APART)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ModelUnreadableError) as refusal:
         read_draft("other.gguf", target, tmp_path, "variable APPLIANCE_DRAFT_MODEL")
     assert "tokens of large.gguf: other.gguf (variable APPLIANCE_DRAFT_MODEL): it has 229 tokens, not 100" in str(
         refusal.value

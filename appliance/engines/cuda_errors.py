@@ -1,0 +1,86 @@
+"""cuda_errors.yaml: what an error of the CUDA runtime or driver means for an engine that ended by it. Never memory."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from appliance.errors import (
+    DriverTooOldError,
+    EngineLibraryError,
+    EngineNotReadyError,
+    FatalError,
+    GpuFaultError,
+    GpuUnusableError,
+    NoKernelError,
+)
+from appliance.values import dataclass
+
+_DATA = Path(__file__).with_name("cuda_errors.yaml")
+GROUPS: dict[str, type[FatalError]] = {
+    "driver_too_old": DriverTooOldError,
+    "library_missing": EngineLibraryError,
+    "no_kernels": NoKernelError,
+    "unusable": GpuUnusableError,
+    "fault": GpuFaultError,
+    "kernel_bug": EngineNotReadyError,
+}
+
+# A text such as "unknown error" or "operation not permitted" means CUDA only where CUDA says it: "CUDA error: TEXT",
+# "cudaMalloc failed: TEXT", "Error 802: TEXT" after cudaGetDeviceCount(), "Cuda failure 802 'TEXT'", "[CUDA]: TEXT".
+_SPEAKER = r"\b(?:CUDA|cuda[A-Z]\w*|Cuda|CUDART|cu[A-Z]\w+|NCCL)\b"
+_NUMBER = re.compile(rf"{_SPEAKER}.*?(?:\b[Ee]rror (?:code )?|\bfailure )(\d{{1,3}})(?=[:)']|$)", re.DOTALL)
+_NAME = re.compile(r"\b(?:cudaError[A-Z]\w+|CUDA_ERROR_[A-Z_]+|CUBLAS_STATUS_[A-Z_]+)\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaError:
+    number: int | None  # None for cuBLAS, whose numbers are others
+    name: str
+    driver_name: str  # empty if only the runtime has this error
+    text: str
+    kind: type[FatalError]
+    remedy: str
+
+
+def find_cuda_error(words: str) -> CudaError | None:
+    """The first error of the table that CUDA names in `words`, which may be several lines: by its text, else by its
+    name, else by its number. None for memory that ran out."""
+    if "out of memory" in words:
+        return None
+    if found := _texts().search(words):
+        return _by("text")[found[1].lower()]
+    names = _by("name") | _by("driver_name")
+    if known := next((names[name] for name in _NAME.findall(words) if name in names), None):
+        return known
+    return next((known for number in _NUMBER.findall(words) if (known := _by("number").get(number))), None)
+
+
+@cache
+def load_cuda_errors() -> tuple[CudaError, ...]:
+    return tuple(
+        CudaError(
+            number=number, name=name, driver_name=driver, text=text, kind=GROUPS[group["is"]], remedy=group["remedy"]
+        )
+        for group in yaml.safe_load(_DATA.read_text(encoding="utf-8"))
+        for number, name, driver, text in group["errors"]
+    )
+
+
+@cache
+def _by(field: str) -> dict[str, CudaError]:
+    found: dict[str, CudaError] = {}
+    for error in load_cuda_errors():
+        if key := str(getattr(error, field) or ""):
+            found.setdefault(key.lower() if field == "text" else key, error)
+    return found
+
+
+@cache
+def _texts() -> re.Pattern[str]:
+    """A longer text first: one may begin like another."""
+    texts = sorted((error.text for error in load_cuda_errors()), key=len, reverse=True)
+    return re.compile(rf"{_SPEAKER}[^\n]*?[:'(\]] ?((?i:{'|'.join(map(re.escape, texts))}))(?=$|[\s.,;'\")(])")
