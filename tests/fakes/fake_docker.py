@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 STATUS = {
-    **{"model": "m", "context": 512, "chosen": "2 threads", "speed": "10 tok/s", "from_profile": True},
+    **{"model": "m", "context": 512, "chosen": "2 threads", "speed": "10 tok/s"},
     **{"predicted_speed": "12 tok/s of decode", "tuning": "measured"},
 }
 WORDS = ("It ", "guides ", "ships", " at ", "night.")
@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/health/ready":
             self._json({"status": "ready" if self.knobs.ready else "loading", "message": "loading the model"})
         elif path == "/appliance/v1/status":
-            status = STATUS | ({} if self.knobs.tuning == "measured" else {"speed": None, "from_profile": False})
+            status = STATUS | ({} if self.knobs.tuning == "measured" else {"speed": None})
             status["tuning"] = self.knobs.tuning
             unfit = {**status, "speed": None}
             self._json({"whole": status, "unfit": unfit, "error": ERROR, "list": [1]}[self.knobs.status_document])
