@@ -582,6 +582,7 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
         took=timing.load(ROOT / build.ARCHIVES, found.labels.get(build.BUILD_ID_LABEL, ""), found.id),
         base=build.other_base(found.labels),
         toolkit=build.other_toolkit(cell, found.labels),
+        is_locked=found.labels.get(build.REPRODUCIBLE_LABEL) != "no",
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
