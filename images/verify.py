@@ -50,6 +50,7 @@ from images.build import (
 )
 from images.engines import EngineFiles
 from images.errors import BuildError, VerificationError
+from images.leaks import leaks as secret_forms
 from images.matrix import Cell, Platform
 from images.tree import Entry, Extraction, Tree, parse_certificates, read_tree
 
@@ -424,19 +425,29 @@ def check_setuid(snapshot: ImageSnapshot) -> Check:
 
 
 def check_no_secret_files(snapshot: ImageSnapshot) -> Check:
-    """No private key in any layer, and no certificate that only the machine of the build has."""
+    """No private key, token or password in any layer, and no certificate that only the machine of the build has."""
     lent = snapshot.secrets - snapshot.tree.base_certificates
     leaks = [f"{place} (CA bundle)" for place, found in snapshot.tree.certificates.items() if found & lent]
-    return _none_of("no secret in a layer", snapshot.tree.private_keys + leaks)
+    return _none_of("no secret in a layer", [*snapshot.tree.private_keys, *snapshot.tree.secrets, *leaks])
 
 
 def check_no_secret_config(snapshot: ImageSnapshot) -> Check:
     texts = [json.dumps(value) for value in snapshot.config.values()]
+    texts += _history(snapshot.tree)
     credentials = [match.group(0) for text in texts for match in CREDENTIAL.finditer(text)]
     names = [item.partition("=")[0] for item in snapshot.config.get("Env") or ()]
-    return _none_of(
-        "no secret in the configuration", credentials + [name for name in names if SECRET_NAME.search(name)]
-    )
+    named = [name for name in names if SECRET_NAME.search(name)]
+    forms = dict.fromkeys(name for text in texts for name in secret_forms(text.encode()))
+    return _none_of("no secret in the configuration", [*credentials, *named, *forms])
+
+
+def _history(tree: Tree) -> list[str]:
+    """The command of each layer, as the image tells it."""
+    try:
+        steps = json.loads(tree.configuration or b"{}").get("history") or ()
+        return [str(step.get("created_by", "")) for step in steps]
+    except (ValueError, AttributeError, TypeError):
+        return [tree.configuration.decode("utf-8", "replace")]
 
 
 def check_labels(snapshot: ImageSnapshot) -> Check:

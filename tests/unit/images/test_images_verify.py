@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,16 @@ def _private_key(snapshot: ImageSnapshot) -> ImageSnapshot:
     return snapshot
 
 
+def _secret(snapshot: ImageSnapshot, place: str) -> ImageSnapshot:
+    snapshot.tree.secrets.append(place)
+    return snapshot
+
+
+def _history(snapshot: ImageSnapshot, command: str) -> ImageSnapshot:
+    snapshot.tree.configuration = json.dumps({"history": [{"created_by": command}]}).encode()
+    return snapshot
+
+
 def _engine_says(line: str, code: int = 0) -> Fault:
     return lambda snapshot: replace(snapshot, engine_version=docker.Finished(code=code, lines=(line,)))
 
@@ -514,6 +525,10 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_no_secret_config, lambda e: _config_with(e, Env=["HF_TOKEN=hf_x"]), "HF_TOKEN"),
     (verify.check_no_secret_config, lambda e: _config_with(e, Env=["X=http://me:pw@proxy/"]), "me:pw@"),
     (verify.check_no_secret_config, _label("note", "-----BEGIN PRIVATE KEY-----"), "PRIVATE KEY"),
+    (verify.check_no_secret_config, _label("note", f"glpat-{'a1' * 10}"), "GitLab token"),
+    (verify.check_no_secret_config, lambda e: _config_with(e, Env=[f"X=npm_{'a1' * 18}"]), "npm token"),
+    (verify.check_no_secret_config, lambda e: _history(e, f"RUN X=hf_{'a1' * 17} pip install"), "Hugging Face token"),
+    (verify.check_no_secret_files, lambda e: _secret(e, "layer 2: root/.netrc (password in .netrc)"), "root/.netrc"),
     (verify.check_labels, _label("io.appliance.engine.commit", "0" * 40), "io.appliance.engine.commit: 000"),
     (verify.check_labels, _label("io.appliance.build-id", ""), "io.appliance.build-id: missing"),
     (verify.check_labels, _label("org.opencontainers.image.created", "yesterday"), "created: yesterday"),
