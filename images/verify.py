@@ -46,6 +46,7 @@ from images.build import (
     BUILD_ID_LABEL,
     RECIPE_LABEL,
     REPRODUCIBLE_LABEL,
+    REVISION_LABEL,
     TOOLKIT_OVERRIDE_LABEL,
 )
 from images.engines import EngineFiles
@@ -108,6 +109,7 @@ class ImageSnapshot:
     debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
     build_id: str = ""  # that this tree would give the image, on its base and of its packages
+    revision: build.Judged | None = None  # of the label; None: the image is of another tree, and nobody can know
     recipe: recipe.RecipeRow | None = None  # of this tree, that the image's label names
     environment: Mapping[str, str] = field(default_factory=dict)  # that base and Dockerfile give it
     configured: Mapping[str, object] = field(default_factory=dict)  # what `docker run` takes from it, by the Dockerfile
@@ -164,6 +166,8 @@ def gather(
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
     lock = packages.lock_of(root, cell, platform, found.labels)
     dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
+    build_id = packages.build_id_of(root, cell, platform, found.labels)
+    is_of_tree = found.labels.get(BUILD_ID_LABEL) == build_id
     return ImageSnapshot(
         cell=cell,
         platform=platform,
@@ -178,7 +182,8 @@ def gather(
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
         debian=lock,
         asked=debian.asked(dockerfile).get("runtime", ""),
-        build_id=packages.build_id_of(root, cell, platform, found.labels),
+        build_id=build_id,
+        revision=build.query_revision(root, cell, found.labels.get(REVISION_LABEL), lock=lock) if is_of_tree else None,
         recipe=_recipe_of(root, found.labels),
         configured=configured.given(dockerfile),
         environment=environment.given(
@@ -382,7 +387,8 @@ def check_tools(snapshot: ImageSnapshot) -> Check:
 
 
 def check_licenses(snapshot: ImageSnapshot) -> Check:
-    """License texts of the engine, of each wheel, and of CUDA's libraries where there are any."""
+    """License texts of this project, of the engine and what it carries, of each wheel, and of CUDA's libraries where
+    there are any."""
     title, folders = snapshot.cell.engine.title, snapshot.engine_files.wheel_folders
     found = licenses.look(snapshot.tree.files, engine=title, folders=folders)
     wrong = _difference("missing", found.missing) + _difference(
@@ -531,6 +537,16 @@ def check_tree(snapshot: ImageSnapshot) -> Check:
     return Check(name="built of this tree", ok=is_same, detail=detail)
 
 
+def check_revision(snapshot: ImageSnapshot) -> Check:
+    """The commit that the label names gives the image's inputs. Of an image of another tree that cannot be known."""
+    told, judged = snapshot.labels.get(REVISION_LABEL), snapshot.revision
+    if judged is None:
+        return Check(
+            name="revision", ok=True, detail=f"{told}, not checked: the image is of another tree than this one"
+        )
+    return Check(name="revision", ok=not judged.is_false, detail=judged.words)
+
+
 def check_files(snapshot: ImageSnapshot) -> Check:
     """Each file against the hash that the build wrote down, and that list against the image's label."""
     found = integrity.changed(snapshot.tree, snapshot.labels.get(build.FILES_LABEL))
@@ -644,6 +660,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_engine_facts,
     check_image_facts,
     check_tree,
+    check_revision,
     check_files,
     check_links,
     check_recipe,
