@@ -98,8 +98,8 @@ def parse_facts(data: object) -> Mapping[str, Wheel]:
 
 def _checked(data: object) -> _FactsFile:
     file = rows.check(data, _FactsFile, name=FACTS_NAME, hint="see its other rows")
-    cited = (name for row in (*file.components, *file.wheels) for name in row.sources)
-    rows.refuse_uncited(cited, file.sources, name=FACTS_NAME)
+    listed: tuple[ComponentRow | Wheel, ...] = (*file.components, *file.wheels)
+    rows.refuse_uncited((name for row in listed for name in row.sources), file.sources, name=FACTS_NAME)
     rows.refuse_twice("wheel", (wheel.name for wheel in file.wheels), name=FACTS_NAME)
     rows.refuse_twice("component", (row.name for row in file.components), name=FACTS_NAME)
     return file

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from json.decoder import scanstring
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
@@ -40,7 +39,7 @@ def _values_of(text: str, wanted: str) -> Iterator[tuple[int, int]]:
         return
     at = _after_space(text, at + 1)
     while text[at] == '"':
-        key, at = scanstring(text, at + 1)
+        key, at = _DECODER.raw_decode(text, at)
         at = _after_space(text, at)
         if text[at] != ":":
             return
