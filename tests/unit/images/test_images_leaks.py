@@ -71,7 +71,6 @@ def test_every_form_has_a_case() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("a", "AKIAIOSFODNN7EXAMPLE"),
         ("a", f"xghp_{'a1' * 18}"),  # inside a longer word
         ("a", "hf_hub_download_and_extract_archive_to_folder"),
         ("doc.md", "pip install --index-url https://user:password@host/simple"),  # no file of settings
