@@ -42,6 +42,7 @@ from images import (
     gpus,
     index,
     lock,
+    lock_sums,
     matrix,
     mirror,
     model,
@@ -65,6 +66,7 @@ from images import (
     wheel_gaps,
 )
 from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError, near_miss
+from images.lock_closure import closure_faults
 from images.matrix import LOCKS, Cell, Matrix
 from images.publisher import Publisher
 
@@ -223,6 +225,7 @@ def _render(arguments: argparse.Namespace) -> int:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:
             lines += drift.orphans(ROOT, files) + _unnamed(loaded) + _ungated(loaded)
+            _refuse_odd_locks(loaded)
         if lines:
             message = f"rendered files are not what the matrix says: {'; '.join(lines)}"
             raise VerificationError(message, hint=_mend(lines))
@@ -231,6 +234,13 @@ def _render(arguments: argparse.Namespace) -> int:
     paths = [path.as_posix() for path in files]
     _say(arguments, paths, paths)
     return 0
+
+
+def _refuse_odd_locks(loaded: Matrix) -> None:
+    lines = [*lock_sums.faults(ROOT), *(line for name in loaded.locks for line in closure_faults(ROOT, name))]
+    if lines:
+        message = f"locks are not what `lock` wrote: {'; '.join(lines)}"
+        raise VerificationError(message, hint="who changed them? git log -p says; `python -m images lock` writes them")
 
 
 def _mend(lines: Sequence[str]) -> str:
@@ -254,7 +264,11 @@ def _unnamed(loaded: Matrix) -> list[str]:
     debian_locks = {debian.path_for(cell.base, each).name for cell in loaded.cells for each in cell.platforms}
     wheels = [cell for cell in loaded.cells if not cell.engine.is_compiled]
     files: dict[Path, set[str]] = {
-        LOCKS: {f"{name}.{end}" for name in loaded.locks for end in ("in", "txt", "overrides")} | debian_locks,
+        LOCKS: {
+            *(f"{name}.{end}" for name in loaded.locks for end in ("in", "txt", "overrides")),
+            *debian_locks,
+            lock_sums.SUMS.name,
+        },
         wheel_gaps.FOLDER: {wheel_gaps.path_for(cell, sm).name for cell in wheels for sm in cell.sms},
     }
     return [
@@ -568,6 +582,7 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
         took=timing.load(ROOT / build.ARCHIVES, found.labels.get(build.BUILD_ID_LABEL, ""), found.id),
         base=build.other_base(found.labels),
         toolkit=build.other_toolkit(cell, found.labels),
+        is_locked=found.labels.get(build.REPRODUCIBLE_LABEL) != "no",
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
@@ -1043,6 +1058,7 @@ def _load_all() -> Matrix:
     inputs = sorted({path for cell in loaded.cells for path in render.inputs(cell)})
     _refuse_missing(inputs)
     lock.refuse_unhashed_inputs(ROOT, inputs)
+    lock_sums.refuse_edited(ROOT, inputs)
     return loaded
 
 

@@ -32,6 +32,7 @@ FALLBACK_EPOCH_S = 1767225600
 REGISTRY_TIMEOUT_S = 8.0
 BUILD_ID_DIGITS = 32
 BUILD_ID_LABEL = "io.appliance.build-id"
+REVISION_LABEL = "org.opencontainers.image.revision"
 CELL_LABEL = "io.appliance.cell"
 RECIPE_LABEL = "io.appliance.recipe"  # of a model image, which is a cell and one layer more
 BASE_OVERRIDE_LABEL = "io.appliance.base-override"
@@ -251,7 +252,7 @@ def moment_labels(job: Job) -> dict[str, str]:
         **({FILES_LABEL: job.files_sha256} if job.files_sha256 else {}),
     }
     if job.origin.revision:
-        labels["org.opencontainers.image.revision"] = job.origin.revision
+        labels[REVISION_LABEL] = job.origin.revision
     if not job.is_locked:
         labels[REPRODUCIBLE_LABEL] = "no"
     if job.toolkit:
@@ -494,6 +495,39 @@ def query_origin(root: Path, cell: Cell, *, epoch_s: int | None, lock: debian.Lo
     if revision and status.lines:
         revision += "+dirty"
     return Origin(epoch_s=date_s if epoch_s is None else epoch_s, revision=revision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What git says of the revision that an image claims. `is_false` is False as well where git cannot say."""
+
+    is_false: bool
+    words: str
+
+
+def query_revision(root: Path, cell: Cell, revision: str | None, *, lock: debian.Lock | None = None) -> Judged:
+    """Whether a build of that commit has the inputs of this tree, for an image that has this tree's build id."""
+    if revision is None:
+        return Judged(is_false=False, words="no revision is told, as of a build without git")
+    commit = revision.removesuffix("+dirty")
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        return Judged(is_false=True, words=f"{revision[:80]}: no commit")
+    locks = [debian.path_for(cell.base, lock.platform)] if lock else []
+    paths = [path.as_posix() for path in (*render.inputs(cell), cell.folder, *locks)]
+    if docker.capture(("git", "rev-parse", "--git-dir"), cwd=root).code != 0:
+        return Judged(is_false=False, words=f"{revision}, which cannot be checked without git")
+    if docker.capture(("git", "cat-file", "-e", f"{commit}^{{commit}}"), cwd=root).code != 0:
+        asked = docker.capture(("git", "rev-parse", "--is-shallow-repository"), cwd=root)
+        is_shallow = asked.lines[:1] == ("true",)
+        words = "which a shallow clone cannot check" if is_shallow else "which is no commit of this repository"
+        return Judged(is_false=not is_shallow, words=f"{revision}, {words}")
+    if revision != commit:
+        return Judged(is_false=False, words=f"{revision}: built of a tree that differed from the commit")
+    differing = docker.capture(("git", "diff", "--name-only", commit, "--", *paths), cwd=root)
+    if differing.code == 0 and not differing.lines:
+        return Judged(is_false=False, words=revision)
+    named = ", ".join(differing.lines[:3]) or "git diff failed"
+    return Judged(is_false=True, words=f"{revision}, whose inputs are others than this image's: {named}")
 
 
 def _refuse_shallow(root: Path, revision: str) -> None:

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from debian.deb822 import Deb822
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from images import docker
+from images import docker, lock_sums
 from images.errors import BuildError, MatrixError
 from images.matrix import LOCKS, Base, Cell, Platform
 
@@ -151,6 +151,7 @@ def lock(
         refuse_partial(new, base)
         lines += _changes(root / path, new)
         (root / path).write_text(dump(new), "utf-8")
+        lock_sums.record(root, path)
     return lines
 
 

@@ -19,6 +19,7 @@ from images.rows import Names, Row, Source, Text
 from images.tree import Entry
 
 FOLDER = "opt/appliance/licenses/"
+OWN_NAME = "appliance"  # this project's own code
 TEXT = re.compile(r"(?:licen[cs]e|copying|notice)", re.IGNORECASE)
 DIST_INFO = re.compile(r"^(?P<wheel>(?P<name>[^/]+)-[^/-]+\.dist-info)/")
 CUDA_TEXT = re.compile(
@@ -46,8 +47,25 @@ class Wheel(Row):
         return self
 
 
+class ComponentRow(Row):
+    """What is in an image and is neither a wheel nor a package. `texts` are below FOLDER and its name; `in_base` is a
+    file of the base."""
+
+    name: Text
+    texts: tuple[Text, ...] = ()
+    in_base: Text | None = None
+    sources: Names
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """In the image."""
+        own = tuple(f"{FOLDER}{self.name}/{text}" for text in self.texts)
+        return (*own, self.in_base) if self.in_base else own
+
+
 class _FactsFile(Row):
     sources: Mapping[str, Source]
+    components: tuple[ComponentRow, ...] = ()
     wheels: tuple[Wheel, ...]
 
 
@@ -67,17 +85,29 @@ def facts() -> Mapping[str, Wheel]:
     return parse_facts(rows.load(FACTS_NAME, hint="it says which wheels have their license text elsewhere"))
 
 
+@functools.cache
+def components() -> Mapping[str, ComponentRow]:
+    """The committed rows by name. MatrixError when they cannot be read."""
+    data = rows.load(FACTS_NAME, hint="it says which texts an engine brings")
+    return {row.name: row for row in _checked(data).components}
+
+
 def parse_facts(data: object) -> Mapping[str, Wheel]:
+    return {wheel.name: wheel for wheel in _checked(data).wheels}
+
+
+def _checked(data: object) -> _FactsFile:
     file = rows.check(data, _FactsFile, name=FACTS_NAME, hint="see its other rows")
-    rows.refuse_uncited((name for wheel in file.wheels for name in wheel.sources), file.sources, name=FACTS_NAME)
+    listed: tuple[ComponentRow | Wheel, ...] = (*file.components, *file.wheels)
+    rows.refuse_uncited((name for row in listed for name in row.sources), file.sources, name=FACTS_NAME)
     rows.refuse_twice("wheel", (wheel.name for wheel in file.wheels), name=FACTS_NAME)
-    return {wheel.name: wheel for wheel in file.wheels}
+    rows.refuse_twice("component", (row.name for row in file.components), name=FACTS_NAME)
+    return file
 
 
 def look(files: Mapping[str, Entry], *, engine: str, folders: Iterable[str]) -> Found:
     """`engine` is its title, `folders` are those that wheels were installed to, each with its last slash."""
-    own = f"{FOLDER}{engine}/"
-    missing = [] if any(path.startswith(own) and TEXT.search(path) for path in files) else [own]
+    missing = [path for name in (OWN_NAME, engine) for path in _paths_of(name) if path not in files]
     silent: list[str] = []
     outdated: list[str] = []
     count = 0
@@ -94,6 +124,12 @@ def look(files: Mapping[str, Entry], *, engine: str, folders: Iterable[str]) -> 
     if is_with_cuda and not any(CUDA_TEXT.match(path) for path in files):
         missing.append("CUDA's libraries")
     return Found(wheels=count, missing=tuple(missing), silent=tuple(silent), outdated=tuple(outdated))
+
+
+def _paths_of(component: str) -> tuple[str, ...]:
+    """Of its texts. An engine that is not listed has one at least."""
+    row = components().get(component)
+    return row.paths if row else (f"{FOLDER}{component}/LICENSE",)
 
 
 def _wheels(files: Iterable[str], folder: str) -> set[tuple[str, str]]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from images import docker
+from images import docker, lock_sums
 from images.errors import BuildError, MatrixError
 from images.matrix import LOCKS, LockForm
 
@@ -81,6 +81,7 @@ def lock(
         refuse_unhashed(name, text)
         has_changed = not target.exists() or target.read_text("utf-8") != text
         fresh.replace(target)
+    lock_sums.record(root, LOCKS / target.name)
     return has_changed
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from images import rows
 from images.errors import MatrixError, VerificationError, near_miss
@@ -27,6 +27,8 @@ REPOSITORY = "appliance"
 HEADER = """\
 # Images that were built and passed `verify`, written by: python -m images verify --only CELL --record
 # commit: what the image was built of; digest: of the image, shortened where it was written down so; null: not known.
+# digest_reproducible: true where every stage was built for this image; false where the builder had kept stages of
+# earlier builds, with their times: a build of that commit then gives another digest.
 # build_seconds: of a build by this project's command, without the stages `kept`, which the builder had done before.
 # base, toolkit: what stood for the matrix's, with its digest; a row with a toolkit proves no cell.
 """
@@ -57,10 +59,19 @@ class Proof(Row):
     machine: Text | None
     size_mib: Annotated[int, Field(gt=0, strict=True)] | None
     ran: Annotated[tuple[Text, ...], Field(min_length=1)]
+    digest_reproducible: bool | None
     build_seconds: Annotated[int, Field(ge=0, strict=True)] | None = None
     kept: tuple[Text, ...] = ()
     base: Text | None = None
     toolkit: Text | None = None
+
+    @model_validator(mode="after")
+    def _is_reproducible_by_what_is_known(self) -> Self:
+        if self.digest_reproducible and (self.kept or self.build_seconds is None):
+            why = f"kept: {', '.join(self.kept)}" if self.kept else "how it was built is not known"
+            message = f"{self.cell}: digest_reproducible is true, and {why}"
+            raise ValueError(message)
+        return self
 
     @property
     def substitute(self) -> str | None:
@@ -77,7 +88,8 @@ class Proof(Row):
         commit = self.commit or f"a commit that is {NOT_KNOWN}"
         base = f" on {self.base} in place of the pinned base" if self.base else ""
         toolkit = f" with {self.substitute} in place of the cell's own toolkit" if self.substitute else ""
-        return f"{self.state} on {self.date}, built of {commit}{base}{toolkit}{self._took()}: {'; '.join(self.ran)}"
+        took = f"{self._took()}{', so its digest comes of no other build' if self.digest_reproducible is False else ''}"
+        return f"{self.state} on {self.date}, built of {commit}{base}{toolkit}{took}: {'; '.join(self.ran)}"
 
     def _took(self) -> str:
         if self.build_seconds is None:
@@ -142,9 +154,10 @@ def of_checks(
     took: Took | None = None,
     base: str | None = None,
     toolkit: str | None = None,
+    is_locked: bool = True,
 ) -> Proof:
     """What `verify` saw of an image, check by check, all of which passed. `base`, `toolkit`: that stood for the
-    matrix's.
+    matrix's. `is_locked`: its packages are those of the project's own lock.
     """
     size = re.match(r"(\d+) MiB", said.get("size", ""))
     others = [f"{name}: {_short(said[name])}" for name in TELLING if name in said]
@@ -157,11 +170,19 @@ def of_checks(
         machine=machine,
         size_mib=int(size[1]) if size else None,
         ran=(f"verify, {len(said)} checks", *others),
+        digest_reproducible=_is_reproducible(took, is_locked=is_locked),
         build_seconds=took.seconds if took else None,
         kept=took.kept if took else (),
         base=base,
         toolkit=toolkit,
     )
+
+
+def _is_reproducible(took: Took | None, *, is_locked: bool) -> bool | None:
+    """Layers that were kept hold the times of the build that made them, and another build cannot repeat those."""
+    if not is_locked:
+        return False
+    return None if took is None else not took.kept
 
 
 def is_proven(proofs: Proofs, *, cell: str, platform: str) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Literal
 
 from images.errors import VerificationError
+from images.leaks import leaks
 
 # Encrypted ones have header lines and an empty one: Proc-Type, DEK-Info.
 PRIVATE_KEY = re.compile(
@@ -60,6 +61,8 @@ class Tree:
     files: dict[str, Entry] = field(default_factory=dict)
     base: dict[str, Entry] = field(default_factory=dict)
     private_keys: list[str] = field(default_factory=list)  # `layer 3: path`, of our own layers
+    secrets: list[str] = field(default_factory=list)  # `layer 3: path (GitHub token)`, of our own layers
+    configuration: bytes = b""  # of the image, its history too: JSON
     certificates: dict[str, set[bytes]] = field(default_factory=dict)  # of our own layers, by place
     base_certificates: set[bytes] = field(default_factory=set)
     extracted: dict[str, Path] = field(default_factory=dict)  # what was asked for, by path in the image
@@ -76,8 +79,10 @@ def read_tree(archive: Path, *, kept: re.Pattern[str] = KEPT, extraction: Extrac
     try:
         with tarfile.open(archive) as tar:
             manifest = tar.extractfile("manifest.json")
-            layers = json.load(manifest)[0]["Layers"] if manifest else []
-            for number, name in enumerate(layers):
+            image = json.load(manifest)[0] if manifest else {"Layers": []}
+            if image.get("Config") and (described := tar.extractfile(image["Config"])):
+                tree.configuration = described.read()
+            for number, name in enumerate(image["Layers"]):
                 blob = tar.extractfile(name)
                 if blob:
                     _add_layer(tree, number, blob, kept, extraction)
@@ -187,6 +192,7 @@ def _look_for_secrets(tree: Tree, entry: Entry, data: bytes) -> None:
     place = f"layer {entry.layer}: {entry.path}"
     if PRIVATE_KEY.search(data):
         tree.private_keys.append(place)
+    tree.secrets += (f"{place} ({name})" for name in leaks(data, entry.path))
     found = parse_certificates(data)
     if found:
         tree.certificates[place] = found

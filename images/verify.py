@@ -46,10 +46,12 @@ from images.build import (
     BUILD_ID_LABEL,
     RECIPE_LABEL,
     REPRODUCIBLE_LABEL,
+    REVISION_LABEL,
     TOOLKIT_OVERRIDE_LABEL,
 )
 from images.engines import EngineFiles
 from images.errors import BuildError, VerificationError
+from images.leaks import leaks as secret_forms
 from images.matrix import Cell, Platform
 from images.tree import Entry, Extraction, Tree, parse_certificates, read_tree
 
@@ -107,6 +109,7 @@ class ImageSnapshot:
     debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
     build_id: str = ""  # that this tree would give the image, on its base and of its packages
+    revision: build.Judged | None = None  # of the label; None: the image is of another tree, and nobody can know
     recipe: recipe.RecipeRow | None = None  # of this tree, that the image's label names
     environment: Mapping[str, str] = field(default_factory=dict)  # that base and Dockerfile give it
     configured: Mapping[str, object] = field(default_factory=dict)  # what `docker run` takes from it, by the Dockerfile
@@ -163,6 +166,8 @@ def gather(
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
     lock = packages.lock_of(root, cell, platform, found.labels)
     dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
+    build_id = packages.build_id_of(root, cell, platform, found.labels)
+    is_of_tree = found.labels.get(BUILD_ID_LABEL) == build_id
     return ImageSnapshot(
         cell=cell,
         platform=platform,
@@ -177,7 +182,8 @@ def gather(
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
         debian=lock,
         asked=debian.asked(dockerfile).get("runtime", ""),
-        build_id=packages.build_id_of(root, cell, platform, found.labels),
+        build_id=build_id,
+        revision=build.query_revision(root, cell, found.labels.get(REVISION_LABEL), lock=lock) if is_of_tree else None,
         recipe=_recipe_of(root, found.labels),
         configured=configured.given(dockerfile),
         environment=environment.given(
@@ -381,7 +387,8 @@ def check_tools(snapshot: ImageSnapshot) -> Check:
 
 
 def check_licenses(snapshot: ImageSnapshot) -> Check:
-    """License texts of the engine, of each wheel, and of CUDA's libraries where there are any."""
+    """License texts of this project, of the engine and what it carries, of each wheel, and of CUDA's libraries where
+    there are any."""
     title, folders = snapshot.cell.engine.title, snapshot.engine_files.wheel_folders
     found = licenses.look(snapshot.tree.files, engine=title, folders=folders)
     wrong = _difference("missing", found.missing) + _difference(
@@ -424,19 +431,29 @@ def check_setuid(snapshot: ImageSnapshot) -> Check:
 
 
 def check_no_secret_files(snapshot: ImageSnapshot) -> Check:
-    """No private key in any layer, and no certificate that only the machine of the build has."""
+    """No private key, token or password in any layer, and no certificate that only the machine of the build has."""
     lent = snapshot.secrets - snapshot.tree.base_certificates
     leaks = [f"{place} (CA bundle)" for place, found in snapshot.tree.certificates.items() if found & lent]
-    return _none_of("no secret in a layer", snapshot.tree.private_keys + leaks)
+    return _none_of("no secret in a layer", [*snapshot.tree.private_keys, *snapshot.tree.secrets, *leaks])
 
 
 def check_no_secret_config(snapshot: ImageSnapshot) -> Check:
     texts = [json.dumps(value) for value in snapshot.config.values()]
+    texts += _history(snapshot.tree)
     credentials = [match.group(0) for text in texts for match in CREDENTIAL.finditer(text)]
     names = [item.partition("=")[0] for item in snapshot.config.get("Env") or ()]
-    return _none_of(
-        "no secret in the configuration", credentials + [name for name in names if SECRET_NAME.search(name)]
-    )
+    named = [name for name in names if SECRET_NAME.search(name)]
+    forms = dict.fromkeys(name for text in texts for name in secret_forms(text.encode()))
+    return _none_of("no secret in the configuration", [*credentials, *named, *forms])
+
+
+def _history(tree: Tree) -> list[str]:
+    """The command of each layer, as the image tells it."""
+    try:
+        steps = json.loads(tree.configuration or b"{}").get("history") or ()
+        return [str(step.get("created_by", "")) for step in steps]
+    except (ValueError, AttributeError, TypeError):
+        return [tree.configuration.decode("utf-8", "replace")]
 
 
 def check_labels(snapshot: ImageSnapshot) -> Check:
@@ -518,6 +535,16 @@ def check_tree(snapshot: ImageSnapshot) -> Check:
     is_same = label == snapshot.build_id
     detail = f"build id {label}" + ("" if is_same else f", this tree gives {snapshot.build_id}")
     return Check(name="built of this tree", ok=is_same, detail=detail)
+
+
+def check_revision(snapshot: ImageSnapshot) -> Check:
+    """The commit that the label names gives the image's inputs. Of an image of another tree that cannot be known."""
+    told, judged = snapshot.labels.get(REVISION_LABEL), snapshot.revision
+    if judged is None:
+        return Check(
+            name="revision", ok=True, detail=f"{told}, not checked: the image is of another tree than this one"
+        )
+    return Check(name="revision", ok=not judged.is_false, detail=judged.words)
 
 
 def check_files(snapshot: ImageSnapshot) -> Check:
@@ -633,6 +660,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_engine_facts,
     check_image_facts,
     check_tree,
+    check_revision,
     check_files,
     check_links,
     check_recipe,

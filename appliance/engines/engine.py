@@ -396,6 +396,11 @@ class Engine(Protocol):
         return ()
 
     @property
+    def checks_model_name(self) -> bool:
+        """True if it refuses requests that name the model otherwise than its plan does."""
+        return False
+
+    @property
     def dropped_headers(self) -> frozenset[bytes]:
         """Of a request, lower case: what the engine must not see."""
         return frozenset()

@@ -104,6 +104,7 @@ def _engine_routes(
                 traffic=backend.traffic,
                 progress=backend.progress,
                 errors=backend.errors,
+                engines_name=backend.engines_name,
                 tell_every_s=tell_every_s,
             )
             if backend.elsewhere is not None:

@@ -55,7 +55,8 @@ class Backend:
     tells of it; without it no more than its name and phase. `dropped_headers` of a request, lower case, are kept from
     the engine. `slots` are how many requests the engine works on at once, 0 while none serves; `kv_use` is the engine's
     own path that tells of its KV cache, with the reader of the answer. `errors` say which errors of the engine are told
-    in our words. `elsewhere` says, in words for clients, who answers in place of this host, which answers none of them.
+    in our words; an engine that `checks_model_name` is sent the one that it knows. `elsewhere` says, in words for
+    clients, who answers in place of this host, which answers none of them.
 
     Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
     """
@@ -67,6 +68,7 @@ class Backend:
         socket_path: Path,
         routes: Iterable[EngineRoute],
         errors: Iterable[ErrorRule] = (),
+        checks_model_name: bool = False,
         progress: Callable[[], Progress],
         documents: Mapping[str, Document],
         actions: Mapping[str, Action] | None = None,
@@ -81,6 +83,7 @@ class Backend:
         self.name = name  # as requests name it, where there are several
         self.routes = tuple(routes)
         self.errors = EngineErrors(errors)
+        self._checks_model_name = checks_model_name
         self.progress = progress
         self.documents = documents
         self.actions = actions or {}
@@ -92,6 +95,10 @@ class Backend:
         self._slots = slots
         self._gauges = gauges
         self.kv_use = KvUse(self.upstream, *kv_use) if kv_use else None
+
+    def engines_name(self) -> str | None:
+        """What the engine calls the model, if it refuses every other name."""
+        return self.listed().id if self._checks_model_name else None
 
     def load(self) -> Load | None:
         """None where it is not known how many requests the engine works on at once."""

@@ -12,6 +12,8 @@ from appliance.engine_route import ErrorRule
 from appliance.gateway import api_error
 from appliance.gateway.api_error import ApiError
 
+BODY_BYTES_MAX = 64 * 2**10  # a longer one repeats what the client sent, and passes
+
 
 class EngineErrors:
     """The rules of one engine."""
@@ -19,9 +21,11 @@ class EngineErrors:
     def __init__(self, rules: Iterable[ErrorRule] = ()) -> None:
         self._rules = tuple((re.compile(rule.says), rule) for rule in rules)
 
-    def as_ours(self, body: bytes, status: int | None = None) -> ApiError | None:
+    def as_ours(self, body: bytes, status: int = 500) -> ApiError | None:
         """Our error in place of the engine's, or None if no rule covers it. `body` is the whole body of its answer, or
-        the data of its event, which has no status. The first rule that fits decides."""
+        the data of its event, whose status is 500. The first rule that fits decides."""
+        if len(body) > BODY_BYTES_MAX:
+            return None
         message = message_in(body)
         for pattern, rule in self._rules:
             if rule.of_status not in (None, status):

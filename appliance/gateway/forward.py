@@ -17,6 +17,7 @@ from appliance.gateway import api_error, events, headers, hold
 from appliance.gateway.api_error import ApiError
 from appliance.gateway.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.metrics import FAILED
+from appliance.gateway.model_name import with_model
 from appliance.gateway.traffic import Rate, Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
@@ -111,10 +112,12 @@ class EngineEndpoint:
         traffic: Traffic,
         progress: Callable[[], Progress],
         errors: EngineErrors | None = None,
+        engines_name: Callable[[], str | None] = lambda: None,
         tell_every_s: float = hold.TELL_EVERY_S,
     ) -> None:
         self._route = route
         self._errors = errors or EngineErrors()
+        self._engines_name = engines_name  # of the model, for an engine that refuses every other
         self._engine = engine
         self._traffic = traffic
         self._progress = progress
@@ -156,6 +159,8 @@ class EngineEndpoint:
             is_stream = self._route.can_stream and hold.asks_for_stream(body)
             tell = reply.comment if is_stream else None
             await hold.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
+        if (name := self._engines_name()) is not None:
+            body = with_model(body, content_type_of(scope), name)
         await self._forward(scope, body, reply)
 
     async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
@@ -299,6 +304,11 @@ async def unless_over(
         raise api_error.shutting_down()
     result: T = working.result()
     return result
+
+
+def content_type_of(scope: Scope) -> bytes:
+    """Empty without one."""
+    return next((bytes(value) for name, value in scope["headers"] if name == b"content-type"), b"")
 
 
 def declared_length(scope: Scope) -> int:

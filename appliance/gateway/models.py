@@ -5,7 +5,9 @@ It is ours and not the engine's, so that every engine's is the same, and it is t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine_route import EngineRoute
@@ -47,6 +49,16 @@ def find(name: str, backends: Sequence[Backend]) -> Backend | None:
     return found[0] if len(found) == 1 else None
 
 
+def listed_models(backends: Sequence[Backend]) -> list[ListedModel]:
+    """Each with those names alone that mean no other model here."""
+    listed = [backend.listed() for backend in backends]
+    count = Counter(name for model in listed for name in {*map(str.casefold, model.names)})
+    return [
+        replace(model, aliases=tuple(alias for alias in model.aliases if count[alias.casefold()] == 1))
+        for model in listed
+    ]
+
+
 class ForSomeModels:
     """The ASGI application of a route that some models cannot answer. Raises ApiError (400) for one of them."""
 
@@ -78,7 +90,7 @@ class ModelList:
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         with self._reading.admitted(is_work=False):
-            listed = [backend.listed() for backend in self._backends]
+            listed = listed_models(self._backends)
             document: dict[str, Any] = {"object": "list", "data": [self._entry(model) for model in listed]}
             if self._entry is entry:
                 document["models"] = [detailed(model) for model in listed]
@@ -100,7 +112,8 @@ class OneModel:
             backend = find(name, self._backends)
             if backend is None:
                 raise unknown_model(name, (each.name for each in self._backends))
-            await ResponseWriter(send, "openai").document(dict(self._entry(backend.listed())))
+            listed = listed_models(self._backends)[self._backends.index(backend)]
+            await ResponseWriter(send, "openai").document(dict(self._entry(listed)))
 
 
 def entry(model: ListedModel) -> dict[str, Any]:

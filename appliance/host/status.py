@@ -62,6 +62,7 @@ class Status:
     chosen: str | None
     speed: str | None
     predicted_speed: str | None
+    stale: str | None  # why the speeds no longer hold, as far as is known
     tokens_per_s: float | None
     requests: int | None
     vram_mib: float | None
@@ -76,7 +77,7 @@ class Status:
 
     def speed_words(self) -> str:
         if self.speed:
-            return self.speed
+            return f"{self.speed}; no longer: {self.stale}" if self.stale else self.speed
         return f"predicted: {self.predicted_speed}" if self.predicted_speed else "not measured"
 
 
@@ -105,6 +106,7 @@ def query_status(client: APIClient, found: Found) -> Status:
         chosen=told.get("chosen"),
         speed=told.get("speed"),
         predicted_speed=told.get("predicted_speed"),
+        stale=(told.get("standing") or {}).get("stale"),
         tokens_per_s=gauges.get("appliance_stream_events_per_second"),
         requests=None if requests is None else int(requests),
         vram_mib=sum(mib for _, mib in devices) if devices is not None else None,

@@ -32,7 +32,7 @@ QUESTION = "In one sentence: what is a lighthouse for?"
 POLL_S = 0.25
 TIMED_S = 0.02  # of an answer that took less no speed is said
 TUNING = "/appliance/v1/tuning"
-_STATUS = frozenset({"model", "context", "chosen", "speed", "predicted_speed", "from_profile", "tuning"})
+_STATUS = frozenset({"model", "context", "chosen", "speed", "predicted_speed", "tuning"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,7 +153,7 @@ def _found(status: Mapping[str, Any]) -> str:
         later = "measuring goes on while nobody asks, and the best plan takes over; `make up WAIT=tuned` waits for it"
         ends = "no plan that was measured fits now" if status["tuning"] == "measured" else "nothing is measured"
         return f"by prediction; {later if goes_on else ends}"
-    where = "in the profile on the volume" if status["from_profile"] else "by measuring, just now"
+    where = "by measuring, just now" if status.get("measured_since_start") else "in the profile on the volume"
     return f"{where}; measured again while nobody asks" if goes_on else where
 
 

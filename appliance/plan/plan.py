@@ -221,6 +221,14 @@ class Plan:
         """What measuring tells plans apart by: "context 40,960, kv_type f16, threads 2, ubatch 512, placement CPU"."""
         return ", ".join(_of_knob(name, value) for name, value in self.knobs)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys under which the same start of the engine may have been measured: its own, and the one with its CPU
+        variant where another variant was considered only later."""
+        if self.has_runner_up or self.cpu_variant is None:
+            return (self.key,)
+        return (self.key, replace(self, has_runner_up=True).key)
+
 
 def _of_knob(name: str, value: Value) -> str:
     return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"

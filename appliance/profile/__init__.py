@@ -2,7 +2,16 @@
 
 from appliance.profile.marks import ProfileStatus
 from appliance.profile.pick import Picked, best_of, pick, wants_more
-from appliance.profile.record import Key, Profile, dump_profile, make_key, parse_profile, speeds_document, speeds_of
+from appliance.profile.record import (
+    Key,
+    Profile,
+    dump_profile,
+    make_key,
+    parse_profile,
+    speeds_document,
+    speeds_of,
+    speeds_told,
+)
 from appliance.profile.store import ProfileStore
 
 __all__ = [
@@ -18,5 +27,6 @@ __all__ = [
     "pick",
     "speeds_document",
     "speeds_of",
+    "speeds_told",
     "wants_more",
 ]

@@ -111,7 +111,7 @@ class Drift:
 def baseline_of(profile: Profile, serving: Plan) -> Baseline | None:
     """Of the middle one of the depths: a deeper one takes longer to read, and at an empty one the cache counts little.
     None where the plan that serves was not measured, or at no depth that it has room for."""
-    looks = [m for m in profile.measurements if m.key == serving.key and m.points]
+    looks = [m for m in profile.measurements if m.key in serving.keys and m.points]
     if not looks:
         return None
     curve = curve_of(looks)

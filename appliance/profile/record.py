@@ -133,6 +133,18 @@ def speeds_of(plan: Plan | None, profile: Profile | None) -> Speeds | None:
     return measured_speeds(plan, profile.measurements, parse_mix(profile.workload))
 
 
+def speeds_told(plan: Plan | None, profile: Profile | None) -> dict[str, Any]:
+    """All that documents and pages say of the speeds of the plan that serves, as numbers and in words. `from_profile`
+    is True if the plan was measured, and its speeds are those of the profile."""
+    measured = speeds_of(plan, profile)
+    return {
+        "speeds": speeds_document(plan, measured),
+        "speed": measured.describe() if measured else None,
+        "predicted_speed": plan.speed.describe() if plan and plan.speed else None,
+        "from_profile": measured is not None,
+    }
+
+
 def dump_profile(profile: Profile) -> str:
     document = {"schema": SCHEMA, **asdict(profile)}
     document["key"] = {"id": profile.key.id, "parts": profile.key.parts}

@@ -35,6 +35,7 @@ class BackgroundTasks:
         self._bandwidths: Bandwidths | None = None
         self._more: tuple[Profile, bool] | None = None  # whether the mode wants more than this profile has
         self.is_given_up = False  # measuring: it was tried, and did not come to a plan
+        self.why_not_best = ""  # why the best of what was measured does not serve; empty: it does
 
     @property
     def is_tuning(self) -> bool | None:
@@ -124,6 +125,7 @@ class BackgroundTasks:
         before, variants = served.profile, served.inputs.kernels.variants
         await tuner.run()
         self._tuner = None
+        self.why_not_best = tuner.why_given_up
         self._begins_now.clear()
         # With other kernels everything is to be measured anew.
         has_same_kernels = served.inputs.kernels.variants == variants

@@ -92,6 +92,11 @@ class EngineHost(Generic[P]):
         wanted, present = (self._command(each, self._sockets[0]) for each in (plan, self._present.plan))
         return (wanted.argv, wanted.environment) != (present.argv, present.environment)
 
+    def recognize(self, plan: P) -> None:
+        """`plan` is what serves, by another name or for other reasons: `is_another` is False for it."""
+        present = self._in_place()
+        self._present = _Present(plan, present.socket_path, present.supervisor)
+
     def count_restart(self) -> None:
         """Of one that whoever launches it starts again."""
         self._past_restarts += 1

@@ -58,6 +58,7 @@ class IdleTuner(Generic[P]):
         self._is_given_up = False
         self._hurry = asyncio.Event()
         self.is_busy = False
+        self.why_given_up = ""
         self._was_told = False
         # Idle periods are told apart by how many requests came before them.
         self._measured_in: int | None = None
@@ -209,8 +210,12 @@ class IdleTuner(Generic[P]):
             self._best = measuring.result()
         except FatalError as error:
             self._give_up(f"measuring failed: {error.message}; the prediction serves on")
+        # Else what is told of the plan that serves would be what was known before it was measured.
+        if self._best is not None and not self._host.is_another(self._best):
+            self._host.recognize(self._best)
 
     def _give_up(self, words: str) -> None:
         self._is_given_up = True
+        self.why_given_up = words
         self._best = None
         self._report.warning("idle_failed", words)

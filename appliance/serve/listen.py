@@ -86,6 +86,7 @@ def _backend(model: ServedModel | AwaitedModel, part: HostPart | None) -> Backen
         socket_path=model.socket_path,
         routes=engine.routes,
         errors=engine.errors,
+        checks_model_name=engine.checks_model_name,
         dropped_headers=engine.dropped_headers,
         progress=lambda: model.report.progress,
         documents={**documents, **(part.documents if part else {})},

@@ -41,6 +41,7 @@ async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Spac
     gpus = gpu_uuids(served.hardware, used_gpus(served.inputs))
     profile = make_profile(result, key=served.key, settings=served.settings, gpu_uuids=gpus, before=before)
     _save(served.store, profile, served.report)
+    served.measured_here = profile
     return profile
 
 
@@ -54,6 +55,7 @@ async def measure_more(served: ServedModel, profile: Profile, *, beside: Space |
     served.store.save(widened)
     count = len(widened.plans) - len(profile.plans)
     report.info("tuned_more", f"measured {count} more for mode '{mode}'", profile=id_)
+    served.measured_here = widened
     return widened
 
 

@@ -75,6 +75,7 @@ class ServedModel:
         self.background = BackgroundTasks(self)
         self.memory_watch = MemoryWatch(self)
         self.profile: Profile | None = None  # that the plan is from
+        self.measured_here: Profile | None = None  # the last one that this process measured
         self.session: TuningSession | None = None  # the last one
         self.allocated: Allocated | None = None  # by the engine that serves
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.plan import as_document, explain, explain_settings
-from appliance.profile import Profile
+from appliance.profile import Profile, speeds_of
 from appliance.serve.preview import Preview
 from appliance.weights.size import in_column
 
@@ -61,8 +61,9 @@ def _expert_cache(found: Preview) -> Iterator[str]:
 
 def _origin(found: Preview) -> Iterator[str]:
     profile, status = found.profile, found.status
+    speeds = speeds_of(found.plan, profile)  # of this plan, which is not the profile's best in every mode
     yield (
-        f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
+        f"from profile {profile.key.id}, measured {profile.created}{f': {speeds.describe()}' if speeds else ''}"
         if profile
         else "a prediction; measuring decides between it and others that fit"
     )

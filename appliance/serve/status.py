@@ -12,7 +12,7 @@ from appliance.errors import VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import as_document, summary
 from appliance.probe import as_document as hardware_document
-from appliance.profile import Profile, speeds_document, speeds_of
+from appliance.profile import Profile, speeds_told
 from appliance.progress import Phase, Progress
 from appliance.serve.served_model import ServedModel
 
@@ -53,7 +53,7 @@ def status_of_image(progress: Progress, image: ImageFacts, facts: EngineFacts) -
 def _status(served: ServedModel) -> dict[str, Any]:
     progress, image, facts = served.report.progress, served.inputs.image, served.inputs.facts
     plan, profile, drift = served.host.plan, served.profile, served.background.drift
-    measured, model = speeds_of(plan, profile), served.inputs.model
+    model = served.inputs.model
     return {
         **status_of_image(progress, image, facts),
         "model": served.name,
@@ -62,14 +62,12 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "context": plan.context if plan else None,
         "chosen": summary(plan) if plan else None,
         "mode": served.settings.mode,
-        "speeds": speeds_document(plan, measured),
-        "speed": measured.describe() if measured else None,
-        "predicted_speed": plan.speed.describe() if plan and plan.speed else None,
+        **speeds_told(plan, profile),
         "tuning": tuning_state(served),
         "allocated": asdict(served.allocated) if served.allocated else None,
         "memory_prediction_error": profile.prediction_error if profile else None,
         "gpu_memory": _gpu_memory(served),
-        "from_profile": profile is not None and served.session is None,
+        "measured_since_start": profile is not None and profile is served.measured_here,
         "profile_holds": str(drift) if drift else None,
         "standing": _profile_status(served, profile),
         "engine_restarts": served.host.restarts,
@@ -97,7 +95,7 @@ def _profile(served: ServedModel) -> dict[str, Any]:
     serving = served.host.plan
     return {**asdict(found), "key": {"id": found.key.id, "parts": found.key.parts}} | {
         "memory_prediction_error": found.prediction_error,
-        "speeds": speeds_document(serving, speeds_of(serving, found)),
+        **speeds_told(serving, found),
         "standing": _profile_status(served, found),
         "allocated_now": asdict(allocated) if allocated else None,
     }
@@ -166,6 +164,8 @@ def tuning_state(served: ServedModel) -> str:
 
 def _tuning_words(served: ServedModel, state: str) -> str:
     settings = served.settings
+    if state == "measured" and served.background.why_not_best:
+        return f"measured, and another plan serves: {served.background.why_not_best}"
     if state != "off":
         return _TUNING_WORDS[state]
     if served.inputs.model.is_embedding_model:

@@ -15,7 +15,7 @@ COVERED = 1.2  # a job that ends within so many times the deepest measured depth
 
 def measured_speeds(plan: Plan, measurements: Iterable[Measurement], mix: Mix) -> Speeds | None:
     """None where the plan was not measured."""
-    looks = [look for look in measurements if look.key == plan.key and look.points]
+    looks = [look for look in measurements if look.key in plan.keys and look.points]
     return speeds_on(curve_of(looks), plan, mix) if looks else None
 
 

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 STATUS = {
-    **{"model": "m", "context": 512, "chosen": "2 threads", "speed": "10 tok/s", "from_profile": True},
+    **{"model": "m", "context": 512, "chosen": "2 threads", "speed": "10 tok/s"},
     **{"predicted_speed": "12 tok/s of decode", "tuning": "measured"},
 }
 WORDS = ("It ", "guides ", "ships", " at ", "night.")
@@ -48,10 +48,12 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/health/ready":
             self._json({"status": "ready" if self.knobs.ready else "loading", "message": "loading the model"})
         elif path == "/appliance/v1/status":
-            status = STATUS | ({} if self.knobs.tuning == "measured" else {"speed": None, "from_profile": False})
+            status = STATUS | ({} if self.knobs.tuning == "measured" else {"speed": None})
             status["tuning"] = self.knobs.tuning
             unfit = {**status, "speed": None}
-            self._json({"whole": status, "unfit": unfit, "error": ERROR, "list": [1]}[self.knobs.status_document])
+            new = {**status, "measured_since_start": True}
+            told = {"whole": status, "new": new, "unfit": unfit, "error": ERROR, "list": [1]}
+            self._json(told[self.knobs.status_document])
         elif path == "/appliance/v1/tuning":
             self._json({"state": self.knobs.tuning, "measurements": [{}] * type(self).asked})
         else:
@@ -157,7 +159,7 @@ def main() -> None:
         default="whole",
         help="error: breaks off with one; at-once: all in one piece",
     )
-    parser.add_argument("--status-document", choices=("whole", "unfit", "error", "list"), default="whole")
+    parser.add_argument("--status-document", choices=("whole", "new", "unfit", "error", "list"), default="whole")
     states = ("measured", "waiting", "measuring", "off", "failed")
     parser.add_argument("--tuning", choices=states, default="measured")
     parser.add_argument("--gone-after", type=int)

@@ -75,8 +75,14 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
     assert after["measurements"][: len(before["measurements"])] == before["measurements"]
     with home.serving(tune="idle", idle_s="1", mode="context", **NARROW) as serving:
         serving.wait_ready()
-        assert serving.document("plan")["context"] == 10752
-        assert serving.document("status")["tuning"] == "measured"
+        plan, status = serving.document("plan"), serving.document("status")
+        assert (plan["context"], status["tuning"]) == (10752, "measured")
+        # Not those of the profile's best plan, which is of another mode.
+        assert status["speeds"]["measured"]["plan"] == plan["key"]
+        assert serving.document("profile")["speed"] == status["speed"]
+        shown = home.command("plan", beside=serving, tune="idle", mode="context", **NARROW).stdout
+        assert status["speed"] in shown
+        assert (status["from_profile"], status["measured_since_start"]) == (True, False)
         assert "tune_more" not in serving.names()
         serving.terminate()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,49 @@ def test_one_that_dies_while_it_is_measured_in_idle_time_gives_way_to_the_next(h
         eventually(lambda: serving.chat()[0] == 200, what=lambda: serving.text)
         assert serving.document("plan")["cpu_variant"] == "haswell"
         assert serving.document("profile")["key"]["parts"]["cpu_variant"] == "haswell"
+        serving.terminate()
+
+
+def test_what_is_told_of_speeds_is_current_where_the_plan_that_served_was_the_best(home: Home) -> None:
+    """The runner-up of the kernels is looked at only when measuring begins: from then on plans say their variant."""
+    home.set_variants("haswell", "zen4")
+    home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=haswell ")
+    with home.serving(tune="idle", idle_s="3600", threads="1", **FEW) as serving:
+        serving.wait_ready()
+        told = {"speed": None, "from_profile": False, "measured_since_start": False}
+        before = serving.document("status")
+        assert {name: before[name] for name in told} == told
+        assert before["predicted_speed"]
+        begin = partial(serving.ask, "POST", "/appliance/v1/tuning", key=home.key)
+        eventually(lambda: begin()[0] == 200, timeout_s=WAIT_S, what=lambda: serving.text)
+        assert "idle_changed" not in serving.names()
+        status, profile, plan = (serving.document(name) for name in ("status", "profile", "plan"))
+        assert (status["tuning"], status["from_profile"], status["measured_since_start"]) == ("measured", True, True)
+        assert plan["key"].endswith(", cpu_variant zen4")
+        assert status["speeds"]["measured"]["plan"] == plan["key"]
+        assert profile["speed"] == status["speed"]
+        assert profile["speeds"] == status["speeds"]
+        assert status["speed"].startswith("decodes ")
+        serving.terminate()
+
+
+def test_what_is_told_of_speeds_where_the_best_plan_does_not_load(home: Home) -> None:
+    """What serves on was measured as well, under another name, and it is not the best."""
+    home.set_variants("haswell", "zen4")
+    home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=zen4 ")
+    script = home.folder / "engine/llama-server"  # on every socket but that of trials
+    dies = 'case "$said" in *m.sock*) ;; *=haswell*) exit 1 ;; esac\ncase "$said " in'
+    script.write_text(script.read_text().replace('case "$said " in', dies))
+    with home.serving(tune="idle", idle_s="3600", threads="1", **FEW) as serving:
+        serving.wait_ready()
+        begin = partial(serving.ask, "POST", "/appliance/v1/tuning", key=home.key)
+        eventually(lambda: begin()[0] == 200, timeout_s=WAIT_S, what=lambda: serving.text)
+        status, tuning = serving.document("status"), serving.document("tuning")
+        assert "another plan serves: the best plan did not load" in tuning["message"]
+        assert status["from_profile"] is True
+        (first, *_) = status["speeds"]["measured"]["at"]
+        assert 30 < first["decode_tokens_per_s"] < 50, "zen4's, which takes 20 ms a token here"
+        assert serving.document("profile")["speed"] == status["speed"]
         serving.terminate()
 
 

@@ -166,7 +166,11 @@ def test_a_profile_whose_plan_does_not_load_stays_what_it_is(home: Home) -> None
         assert serving.chat()[0] == 200
         assert len(steps(serving)) == 1
         assert serving.document("plan")["placement"]["shares"] == []
-        standing = serving.document("status")["standing"]
+        status = serving.document("status")
+        standing = status["standing"]
+        assert (status["speed"], status["from_profile"]) == (None, False), "the smaller plan was not measured"
+        assert status["predicted_speed"]
+        assert serving.document("profile")["speed"] is None
         serving.terminate()
     assert len(home.started) == measured + 2
     assert {path.name: path.read_bytes() for path in home.profiles.iterdir() if path.is_file()} == kept

@@ -74,7 +74,8 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
 
         plan = serving.document("plan")
         assert (plan["launch"]["threads"], plan["launch"]["ubatch"], plan["context"]) == (fast, 256, 4096)
-        assert serving.document("status")["from_profile"] is False
+        found = serving.document("status")
+        assert (found["from_profile"], found["measured_since_start"]) == (True, True)
         ready = serving.event("ready")
         sizes = {"model": 92.1, "kv": 90.0, "compute": 17.51, "output": 0.75}
         assert {name: ready["allocated_mib"][name] for name in sizes} == sizes
@@ -150,7 +151,8 @@ def test_the_second_start_serves_from_the_profile_without_measuring(known: Home,
         assert names.index("profile_used") < names.index("engine_start") < names.index("listening")
         requests = serving.engine_requests()
         assert not {"POST /tokenize", "POST /completion"} & set(requests)
-        assert serving.document("status")["from_profile"] is True
+        found = serving.document("status")
+        assert (found["from_profile"], found["measured_since_start"]) == (True, False)
         assert serving.document("profile")["key"]["id"] == profile_of(tuned)["key"]["id"]
         serving.terminate()
     assert len(known.started) == 1

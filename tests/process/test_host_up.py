@@ -100,6 +100,12 @@ def test_where_no_measured_plan_fits_the_speed_is_predicted_and_that_is_said() -
     assert "by prediction; no plan that was measured fits now" in out
 
 
+def test_what_this_start_measured_is_told_from_what_lay_on_the_volume() -> None:
+    code, out, err = ended("--status-document", "new")
+    assert code == 0, err
+    assert "by measuring, just now" in out
+
+
 def test_who_waits_for_measuring_gets_the_measured_plan() -> None:
     code, out, err = ended("--tuning", "waiting", words=("--wait", "tuned"))
     assert code == 0, err

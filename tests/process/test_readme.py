@@ -20,6 +20,7 @@ import pytest
 from appliance.__main__ import HOST_VERBS, _parse
 from appliance.host.__main__ import parse as host_command
 from images.__main__ import _parser
+from tests.process.stages.boot import Home
 from tests.process.stages.gateway import KEY, on_stage
 
 ROOT = Path(__file__).parents[2]
@@ -173,6 +174,42 @@ def test_the_command_line_inside_the_image_understands_it(command: Command) -> N
     else:
         _parse(inner or ["serve"])
     pytest.skip(f"not run: it needs a container: {command.text}")
+
+
+ADDRESS = re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost|\[::1\]|HOST|NAME):11435(/[^\s`\"')|,;]*)")
+ROUTE = re.compile(r"`(?:[A-Z]+ )?(/(?:v1|api|health|metrics|appliance|chat)(?:/[^`\s]*)?)`")
+BASES = ("/v1", "/v1/")  # what a client puts its own paths behind
+# Answered by the leader of several hosts alone: test_vllm_hosts.py.
+OF_HOSTS = "/appliance/v1/group"
+
+
+def addresses() -> Iterator[tuple[str, str]]:
+    """Page and path of each address of our port, whole or without host, of either README and all pages."""
+    for page in ("README.zh-CN.md", *PAGES):
+        text = (ROOT / page).read_text("utf-8")
+        for path in dict.fromkeys((*ADDRESS.findall(text), *ROUTE.findall(text))):
+            before, braced, after = re.fullmatch(r"([^{]*)(?:\{([^}]*)\}(.*))?", path).groups()  # type: ignore[union-attr]
+            for word in (braced or "").split(","):
+                whole = f"{before}{word}{after or ''}".rstrip(".")
+                if whole not in BASES and whole != OF_HOSTS and not whole.endswith("*"):
+                    yield page, whole
+
+
+def test_every_address_of_our_port_is_answered(tmp_path: Path) -> None:
+    found = list(addresses())
+    assert {"/v1/models", "/v1/chat/completions", "/appliance/v1/hardware", "/health/live"} <= {p for _, p in found}
+    home = Home.make(tmp_path / "home")
+    with home.serving() as serving:
+        serving.wait_ready()
+        answers = {path: serving.ask("GET", path, key=home.key) for _, path in found}
+        serving.terminate()
+    unknown = {path for path, (status, body) in answers.items() if (status, code_of(body)) == (404, "not_found")}
+    assert not [(page, path) for page, path in found if path in unknown]
+
+
+def code_of(body: object) -> object:
+    error = body.get("error") if isinstance(body, dict) else None
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def test_the_python_snippet_runs() -> None:

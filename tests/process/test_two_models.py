@@ -182,6 +182,12 @@ async def test_the_list_names_all_models(homes: Homes) -> None:
         async with front.openai() as client:
             found = (await client.models.list()).data
         assert [(model.id, model.object) for model in found] == [("left", "model"), ("right", "model")]
+        # Both are of a file `small.gguf`: that name means neither, and is not listed.
+        _, document = await front.ask("GET", "/v1/models")
+        names = [(model["id"], *model["aliases"]) for model in document["data"]]
+        assert names == [("left",), ("right",)]
+        for of_one in names:
+            assert [(await front.chat(name))[0] for name in of_one] == [200] * len(of_one)
 
 
 async def test_an_unknown_model_is_refused_in_openais_form(homes: Homes) -> None:

@@ -109,6 +109,17 @@ def test_no_spelling_reaches_a_route_that_is_not_listed(path: str, stage: Stage)
     assert not [count for count in stage.engine_saw()["counts"] if "invocations" in count or "render" in count]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_every_name_means_the_one_model(path: str) -> None:
+    """Those of the list, and a client's own default: the engine knows one alone, and is sent that."""
+    with on_stage("fake_vllm.py", routes=ROUTES, errors=ERRORS, checks_model_name=True) as stage:
+        stage.listed = ListedModel(id="m", phase=Phase.READY, aliases=("demo", "demo:135m-bf16"))
+        listed = stage.ask("GET", "/v1/models").json["data"][0]
+        for name in (listed["id"], *listed["aliases"], "DEMO", "gpt-4o", 'a "b"'):
+            body = {"model": name, "messages": MESSAGES, "input": "a", "prompt": "a", "max_tokens": 2}
+            assert stage.ask("POST", path, body).status == 200, name
+
+
 def test_a_client_that_leaves_ends_its_request_with_the_engine(stage: Stage) -> None:
     with stage.post("/v1/chat/completions", ENDLESS) as connection:
         read_until(connection, b"word")

@@ -71,6 +71,17 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
     assert home.segments == []
 
 
+def test_every_name_of_the_list_answers(home: VllmHome) -> None:
+    with home.serving(alias="mine") as serving:
+        serving.wait_ready()
+        (listed,) = serving.ask("GET", "/v1/models", key=home.key)[1]["data"]
+        assert (listed["id"], len(listed["aliases"])) == ("mine", 1)
+        for name in ("mine", *listed["aliases"], "another"):
+            body = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+            assert serving.ask("POST", "/v1/chat/completions", body, key=home.key)[0] == 200, name
+        serving.terminate()
+
+
 @pytest.mark.parametrize(
     ("template", "promised", "unknown"),
     [

@@ -15,18 +15,25 @@ from images import errors as images_errors
 from tests import settings_page
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("docs/", "appliance/", "images/", "tests/", "benchmarks/", "compose/", ".devcontainer/", ".ci/", ".github/")
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "appliance/**/*.md", "images/**/*.md", "tests/gpu/*.md", ".devcontainer/*.md")
+    for folder in ("", *FOLDERS)
+    for pattern in (f"{folder}**/*.md" if folder else "*.md",)
     for path in ROOT.glob(pattern)
 )
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`[^`\n]+`")
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+# Inline, in a reference's definition, and in HTML.
+LINK = re.compile(
+    r"""!?\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+"[^"]*")?\)|^\[[^\]]+\]:\s+(\S+)|(?:href|src)="([^"]+)\"""", re.MULTILINE
+)
 LINKS = [
     (page, target)
     for page in PAGES
-    for target in LINK.findall(SPAN.sub("``", FENCED.sub("", (ROOT / page).read_text("utf-8"))))
+    for targets in LINK.findall(SPAN.sub("``", FENCED.sub("", (ROOT / page).read_text("utf-8"))))
+    for target in targets
+    if target
 ]
 HERE = [(page, target) for page, target in LINKS if "://" not in target]
 ABROAD = sorted({target for _, target in LINKS if "://" in target})

@@ -12,14 +12,14 @@ _POOLING = "or set `pooling` (--pooling, APPLIANCE_POOLING)"
 
 ERRORS: tuple[ErrorRule, ...] = (
     ErrorRule(
-        says=r"does not support embeddings\. Start it with",
+        says=r"^This server does not support embeddings\. Start it with",
         status=400,
         code="model_gives_text",
         detail=f"this model gives no vectors here: serve an embedding model, {_POOLING} to mean, cls or last",
         source="server-context.cpp, handle_embeddings_impl",
     ),
     ErrorRule(
-        says=r"does not support reranking\. Start it with",
+        says=r"^This server does not support reranking\. Start it with",
         status=400,
         code="model_is_no_reranker",
         detail=f"this model gives no scores here: serve a reranker, {_POOLING} to rank for a model with a rank head",
@@ -34,7 +34,7 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="server-context.cpp, handle_embeddings_impl",
     ),
     ErrorRule(
-        says=r"the current context does not support logits computation",
+        says=r"^the current context does not support logits computation",
         status=400,
         code="model_gives_vectors",
         detail="this model gives vectors or scores, not text: ask /v1/embeddings or /v1/rerank, or serve a model that "
@@ -42,7 +42,7 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="server-context.cpp, pre_decode",
     ),
     ErrorRule(
-        says=r"input \((?P<tokens>\d+) tokens\) is too large to process\. increase the physical batch size "
+        says=r"^input \((?P<tokens>\d+) tokens\) is too large to process\. increase the physical batch size "
         r"\(current batch size: (?P<most>\d+)\)",
         status=400,
         code="context_length_exceeded",
@@ -95,7 +95,7 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="server-common.cpp, oaicompat_chat_params_parse",
     ),
     ErrorRule(
-        says=r"(?:custom template is not supported|failed to apply chat template), try using --jinja",
+        says=r"^(?:this custom template is not supported|failed to apply chat template), try using --jinja",
         status=400,
         code="chat_template_failed",
         detail="the model's chat template cannot be applied to these messages: ask /v1/completions, or serve it with "

@@ -16,21 +16,22 @@ _NO_TOOLS = (
 ERRORS: tuple[ErrorRule, ...] = (
     ErrorRule(
         # The first in 0.32, the second since 0.33: CLIENT_MESSAGE.
-        says=r"EngineCore encountered an issue|^The server had an error while processing your request",
+        says=r"^(?:EngineCore encountered an issue|The server had an error while processing your request)",
+        of_status=500,
         status=502,
         code="engine_died",
         detail="the engine ended while it worked on this request, and is started again: try again in a moment",
         source="v1/engine/exceptions.py, EngineDeadError",
     ),
     ErrorRule(
-        says=r'"auto" tool choice requires --enable-auto-tool-choice',
+        says=r'^"auto" tool choice requires --enable-auto-tool-choice',
         status=400,
         code="model_calls_no_tools",
         detail=f"this model's chat template has no tool calls that can be read: {_NO_TOOLS}",
         source="renderers/online_renderer.py, render_chat",
     ),
     ErrorRule(
-        says=r"tool_choice=(?P<choice>.+) requires --tool-call-parser",
+        says=r"^tool_choice=(?P<choice>.+) requires --tool-call-parser",
         status=400,
         code="model_calls_no_tools",
         detail="tool_choice {choice} cannot be kept, since this model's chat template has no tool calls that can be "
@@ -38,7 +39,7 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="renderers/online_renderer.py, render_chat",
     ),
     ErrorRule(
-        says=r"(?:Cannot load local files without|must be a subpath of) `--allowed-local-media-path",
+        says=r"^(?:Cannot load local files without|The file path .+ must be a subpath of) `--allowed-local-media-path",
         status=400,
         code="file_address_refused",
         detail="files of this server are not read for a request: send the data itself, as a `data:` address in base64",
@@ -52,22 +53,22 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="multimodal/processing/context.py, validate_num_items",
     ),
     ErrorRule(
-        says=r"contains a\(n\) (?P<what>\w+) item with (?P<tokens>\d+) embedding tokens, which exceeds the "
-        r"pre-allocated encoder cache size (?P<most>\d+)",
+        says=r"^The \w+ prompt contains a\(n\) (?P<what>\w+) item with (?P<tokens>\d+) embedding tokens, which exceeds "
+        r"the pre-allocated encoder cache size (?P<most>\d+)",
         status=400,
         code="input_too_large",
         detail="one {what} of this request becomes {tokens} tokens, and at most {most} are held: send a smaller one",
         source="v1/engine/input_processor.py, _validate_model_input",
     ),
     ErrorRule(
-        says=r"(?:must|need to) set `--enable-(?:prompt|mm)-embeds` to input `(?P<field>\w+)`",
+        says=r"^You must set `--enable-(?:prompt|mm)-embeds` to input `(?P<field>\w+)`",
         status=400,
         code="field_not_served",
         detail="`{field}` is not taken: send the text or the data itself",
         source="renderers/chat_utils/content_parser.py, renderers/embed_utils.py, multimodal/processing/context.py",
     ),
     ErrorRule(
-        says=r"--trust-request-chat-template",
+        says=r"^(?:Chat template is passed with request, but|chat_template_kwargs\..+) .*--trust-request-chat-template",
         status=400,
         code="field_not_served",
         detail="a chat template in a request is not taken: it is set when the appliance starts "
@@ -97,7 +98,7 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="v1/engine/input_processor.py, _validate_params",
     ),
     ErrorRule(
-        says=r"^Try switching the model's pooling_task|concrete task with --pooler-config\.task",
+        says=r"^(?:Try switching the model's pooling_task|The '[^']+' pooling task is only available)",
         status=400,
         code="field_not_served",
         detail="this model does not do the `task` that the request names: leave `task` out",
@@ -112,7 +113,7 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="sampling_params.py; entrypoints/openai/completion/protocol.py",
     ),
     ErrorRule(
-        says=r"does not support `store=True` and therefore does not support the background mode",
+        says=r"^This vLLM engine does not support `store=True` and therefore does not support the background mode",
         status=400,
         code="field_not_served",
         detail="`background` is not taken, since answers are not stored: leave it out, and read the stream",

@@ -43,6 +43,7 @@ class Vllm(Engine):
     routes: tuple[EngineRoute, ...] = ROUTES
     errors: tuple[ErrorRule, ...] = ERRORS
     load_gauges = LOAD_GAUGES
+    checks_model_name = True
     kv_use_path = METRICS_PATH
 
     def parse_kv_use(self, answer: bytes, plan: Plan) -> float:

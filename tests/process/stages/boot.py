@@ -241,13 +241,15 @@ class Serving:
     def ask(
         self, method: str, path: str, body: Any = None, *, key: str | None = None, timeout_s: float = 60
     ) -> tuple[int, Any]:
-        """Status and JSON; (0, None) when nobody listens or the connection breaks."""
+        """Status and JSON, or the text of what is none; (0, None) when nobody listens or the connection breaks."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             reply = connection.getresponse()
-            return reply.status, json.loads(reply.read())
+            body = reply.read()
+            is_json = "json" in (reply.getheader("Content-Type") or "")
+            return reply.status, json.loads(body) if is_json else body.decode()
         except (OSError, http.client.HTTPException):
             return 0, None
         finally:

@@ -167,12 +167,13 @@ def on_stage(
     slots: int | None = None,
     routes: tuple[EngineRoute, ...] = ROUTES,
     errors: tuple[ErrorRule, ...] = ERRORS,
+    checks_model_name: bool = False,
 ) -> Iterator[Stage]:
     """`engine` is the fake's file name and its knobs; empty: there is no engine."""
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:
-        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes, errors)
+        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes, errors, checks_model_name)
         with _engine(stage, engine), gateway:
             yield stage
     finally:
@@ -223,12 +224,14 @@ def _gateway(
     slots: int | None,
     routes: tuple[EngineRoute, ...],
     errors: tuple[ErrorRule, ...],
+    checks_model_name: bool,
 ) -> Iterator[None]:
     backend = Backend(
         name="small",
         socket_path=stage.engine_socket,
         routes=routes,
         errors=errors,
+        checks_model_name=checks_model_name,
         dropped_headers=DROPPED_HEADERS,
         progress=lambda: stage.progress,
         documents=documents,

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from appliance.engines.engine import load
-from appliance.gateway.engine_errors import EngineErrors, message_in
+from appliance.gateway.engine_errors import BODY_BYTES_MAX, EngineErrors, message_in
 
 LOCAL_FILE = "Cannot load local files without `--allowed-local-media-path`."
 CASES = [
@@ -206,6 +206,17 @@ def test_each_rule_has_an_error_that_it_is_for() -> None:
 def test_what_no_rule_covers_is_the_engines() -> None:
     body = b'{"error":{"code":400,"message":"the prompt is too long","type":"exceed_context_size_error"}}'
     assert EngineErrors(load("llama").errors).as_ours(body, 400) is None
+
+
+def test_what_a_client_wrote_is_no_error_of_the_engine() -> None:
+    """An error may repeat a piece of the request."""
+    for engine in ("llama", "vllm"):
+        for _, status, message, _, code in CASES:
+            body = json.dumps({"error": {"message": f"bad input: {message}"}}).encode()
+            found = EngineErrors(load(engine).errors).as_ours(body, 400)
+            assert found is None or found.code == code == "limit_exceeded", (message, status)
+    long = json.dumps({"error": {"message": LOCAL_FILE, "input": "a" * BODY_BYTES_MAX}}).encode()
+    assert EngineErrors(load("vllm").errors).as_ours(long, 500) is None
 
 
 def test_groups_of_the_engines_sentence_come_back_whole() -> None:

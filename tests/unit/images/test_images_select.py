@@ -37,6 +37,7 @@ PROVEN = Proof(
     machine=None,
     size_mib=852,
     ran=("verify",),
+    digest_reproducible=None,
 )
 PROOFS: Proofs = {(PROVEN.cell, PROVEN.platform): PROVEN}
 AMD, ARM = get_args(Platform)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, dump_recipe, parse_image_facts
 from images import (
+    build,
     configured,
     cpu_kernels,
     debian,
@@ -19,6 +21,7 @@ from images import (
     gate,
     integrity,
     libraries,
+    licenses,
     matrix,
     model,
     recipe,
@@ -32,6 +35,7 @@ from images.verify import Check, ImageSnapshot
 
 PROJECT = Path(__file__).parents[3]
 BUILD_ID = "b" * 32
+APACHE = "usr/share/common-licenses/Apache-2.0"
 CODE = b"\xa7\r\r\n\x01\x00\x00\x00" + b"h" * 8
 TIMED_CODE = b"\xa7\r\r\n\x00\x00\x00\x00" + b"t" * 8
 CERTIFICATE = b"MIIBcompany"
@@ -265,6 +269,16 @@ def _private_key(snapshot: ImageSnapshot) -> ImageSnapshot:
     return snapshot
 
 
+def _secret(snapshot: ImageSnapshot, place: str) -> ImageSnapshot:
+    snapshot.tree.secrets.append(place)
+    return snapshot
+
+
+def _history(snapshot: ImageSnapshot, command: str) -> ImageSnapshot:
+    snapshot.tree.configuration = json.dumps({"history": [{"created_by": command}]}).encode()
+    return snapshot
+
+
 def _engine_says(line: str, code: int = 0) -> Fault:
     return lambda snapshot: replace(snapshot, engine_version=docker.Finished(code=code, lines=(line,)))
 
@@ -479,6 +493,11 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     ),
     (verify.check_no_driver, _vllm_with("opt/vllm/lib/nvidia/cu13/lib/stubs/libcuda.so"), "stubs/libcuda.so"),
     (verify.check_licenses, _without("opt/appliance/licenses/llama.cpp/LICENSE"), "missing: opt/appliance/licenses/"),
+    *(
+        (verify.check_licenses, _without(path), f"missing: {path}")
+        for name in ("appliance", "llama.cpp")
+        for path in licenses.components()[name].paths
+    ),
     (verify.check_licenses, _without(f"{WHEEL}/licenses/LICENSE"), "missing: h11-0.16.0.dist-info"),
     (verify.check_licenses, _without(PYNVML), "missing: nvidia_ml_py-13.615.71.dist-info"),
     (verify.check_licenses, _cuda, "missing: CUDA's libraries"),
@@ -514,10 +533,19 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_no_secret_config, lambda e: _config_with(e, Env=["HF_TOKEN=hf_x"]), "HF_TOKEN"),
     (verify.check_no_secret_config, lambda e: _config_with(e, Env=["X=http://me:pw@proxy/"]), "me:pw@"),
     (verify.check_no_secret_config, _label("note", "-----BEGIN PRIVATE KEY-----"), "PRIVATE KEY"),
+    (verify.check_no_secret_config, _label("note", f"glpat-{'a1' * 10}"), "GitLab token"),
+    (verify.check_no_secret_config, lambda e: _config_with(e, Env=[f"X=npm_{'a1' * 18}"]), "npm token"),
+    (verify.check_no_secret_config, lambda e: _history(e, f"RUN X=hf_{'a1' * 17} pip install"), "Hugging Face token"),
+    (verify.check_no_secret_files, lambda e: _secret(e, "layer 2: root/.netrc (password in .netrc)"), "root/.netrc"),
     (verify.check_labels, _label("io.appliance.engine.commit", "0" * 40), "io.appliance.engine.commit: 000"),
     (verify.check_labels, _label("io.appliance.build-id", ""), "io.appliance.build-id: missing"),
     (verify.check_labels, _label("org.opencontainers.image.created", "yesterday"), "created: yesterday"),
     (verify.check_labels, _label("org.opencontainers.image.base.digest", "sha256:1"), "base.digest: sha256:1"),
+    (
+        verify.check_revision,
+        lambda e: replace(e, revision=build.Judged(is_false=True, words="abc, which is no commit of this repository")),
+        "no commit of this repository",
+    ),
     (verify.check_engine_facts, _without(ENGINE_PATH), "missing: /opt/appliance/engine_facts.json"),
     (verify.check_engine_facts, _file(ENGINE_PATH, content=b"{}"), "another schema"),
     (
@@ -648,6 +676,7 @@ def _tree(cell: Cell) -> Tree:
     base = {
         "usr/bin/passwd": _entry("usr/bin/passwd", mode=0o4755, layer=0),
         verify.STATUS: _entry(verify.STATUS, content=STATUS.encode(), layer=0),
+        APACHE: _entry(APACHE, layer=0),
     }
     ours = [
         _entry("data", kind="folder", mode=0o775),
@@ -658,7 +687,7 @@ def _tree(cell: Cell) -> Tree:
         _entry(f"{LIBRARY}/__init__.py"),
         _entry(f"{LIBRARY}/__pycache__/__init__.cpython-311.pyc", content=CODE),
         _entry("opt/llama/llama-server", machine=62, mode=0o755),
-        _entry("opt/appliance/licenses/llama.cpp/LICENSE"),
+        *(_entry(path) for path in licenses.components()["llama.cpp"].paths),
         _entry(f"{WHEEL}/METADATA"),
         _entry(f"{WHEEL}/licenses/LICENSE"),
         _entry("opt/appliance/lib/nvidia_ml_py-13.615.71.dist-info/METADATA"),

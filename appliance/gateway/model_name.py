@@ -1,0 +1,58 @@
+"""The model's name in a request, for engines that refuse every other than the one they were started with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
+# A part of a form: its header, and its value up to the next boundary.
+_FORM_FIELD = re.compile(
+    rb'(\r\ncontent-disposition: *form-data; *name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n)([^\r\n]*)(?=\r\n--)',
+    re.IGNORECASE,
+)
+
+
+def with_model(body: bytes, content_type: bytes, name: str) -> bytes:
+    """The body with `name` in place of the model that it names; every other byte stays. A body that names none, or is
+    no JSON object and no form, stays whole: the engine says what is wrong with it."""
+    if content_type.strip().lower().startswith(b"multipart/form-data"):
+        return _FORM_FIELD.sub(lambda found: found[1] + name.encode(), body, count=1)
+    try:
+        text = body.decode()
+        spans = list(_values_of(text, "model"))
+    except (ValueError, IndexError, RecursionError):
+        return body
+    for begin, end in reversed(spans):
+        if text[begin] == '"':
+            text = text[:begin] + json.dumps(name) + text[end:]
+    return text.encode()
+
+
+def _values_of(text: str, wanted: str) -> Iterator[tuple[int, int]]:
+    """Begin and end of each value with that key of the object, of which JSON allows several. Raises what the decoder
+    raises of a text that is no object."""
+    at = _after_space(text, 0)
+    if text[at] != "{":
+        return
+    at = _after_space(text, at + 1)
+    while text[at] == '"':
+        key, at = _DECODER.raw_decode(text, at)
+        at = _after_space(text, at)
+        if text[at] != ":":
+            return
+        begin = _after_space(text, at + 1)
+        _, end = _DECODER.raw_decode(text, begin)
+        if key == wanted:
+            yield begin, end
+        at = _after_space(text, end)
+        if text[at] != ",":
+            return
+        at = _after_space(text, at + 1)
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.gateway.model_name import with_model
+
+JSON = b"application/json"
+FORM = b"multipart/form-data; boundary=b"
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["model", "a"]), inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@given(VALUES, st.booleans(), st.sampled_from([None, 2]), st.text())
+def test_only_the_name_changes(document: Any, is_ascii: bool, indent: int | None, name: str) -> None:
+    body = json.dumps(document, ensure_ascii=is_ascii, indent=indent).encode("utf-8", "surrogatepass")
+    has_name = isinstance(document, dict) and isinstance(document.get("model"), str)
+    wanted = {**document, "model": name} if has_name else document
+    assert json.loads(with_model(body, JSON, name)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("body", "made"),
+    [
+        (
+            b'{ "a" : [1,2.50], "model":\t"x" ,"b":"\\u00e9\xc3\xa9"}',
+            b'{ "a" : [1,2.50], "model":\t"m" ,"b":"\\u00e9\xc3\xa9"}',
+        ),
+        (b'{"model":"x","model":"y"}', b'{"model":"m","model":"m"}'),
+        (b'{"\\u006dodel":"x"}', b'{"\\u006dodel":"m"}'),
+        (b'{"a":{"model":"x"}}', b'{"a":{"model":"x"}}'),
+        (b'{"model":null}', b'{"model":null}'),
+    ],
+)
+def test_every_other_byte_stays(body: bytes, made: bytes) -> None:
+    assert with_model(body, JSON, "m") == made
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"[]", b"{", b'{"model"', b'{"model":', b"\xff", b'{"model" "x"}', b'{"model":"x"'),
+        *(b"[" * 10_000, b'{"a":' + b"[" * 99_999),
+    ],
+)
+def test_what_is_no_object_stays_whole(body: bytes) -> None:
+    assert with_model(body, JSON, "m") == body
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=30).map(lambda data: b'{"model":"x",' + data))
+def test_any_bytes_are_taken(body: bytes) -> None:
+    assert isinstance(with_model(body, JSON, "m"), bytes)
+
+
+def test_the_name_in_a_form() -> None:
+    part = b"--b\r\nContent-Disposition: form-data; name=%s\r\n\r\n%s\r\n"
+    file = part % (b'"file"; filename="a.wav"\r\nContent-Type: audio/wav', b"RIFF\r\nname=model\r\n\r\n")
+    body = file + part % (b'"language"', b"en") + part % (b'"model"', b"whisper-1") + b"--b--\r\n"
+    made = with_model(body, FORM, "m")
+    assert made == body.replace(b"whisper-1", b"m")
+    assert with_model(file + b"--b--\r\n", FORM, "m") == file + b"--b--\r\n"
