@@ -293,6 +293,8 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     if options.json:
         print(json.dumps(plan_document(found, machine, argv), indent=1))
     elif options.dry_run:
+        for words in found.warnings:
+            print(f"warning: {words}", file=sys.stderr)
         print(" ".join(map(quoted, argv)))
     else:
         print(plan_text(found, machine, is_verbose=options.verbose))
