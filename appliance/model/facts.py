@@ -129,6 +129,7 @@ class Model:
     # Of a folder, for an engine that has to be told what the model writes: all named ones together; None: it has none.
     chat_template: str | None = field(default=None, compare=False, repr=False)
     added_tokens: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # of a folder's tokenizer
+    tokenizer_files: tuple[str, ...] = ()  # of a folder: those that any tokenizer is read from
     draft_bytes: int = 0  # of draft layers, also where nothing may be computed of the stack; of a folder alone
     has_kv_scales: bool = False  # for a quantized KV cache, beside the weights of a folder
     # config.json of a folder, for what only one engine wants to know of it: as read from anybody, nothing is checked.

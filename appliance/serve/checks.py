@@ -20,8 +20,8 @@ from appliance.settings import Settings
 
 
 def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
-    """What to warn of: GPUs that do not answer, that do not tell their memory or that this image has no kernels for, and
-    a CUDA image without a GPU. Whether that serves on the CPU its engine says when it plans.
+    """What to warn of: GPUs that do not answer or tell no memory, or that this image has no kernels for, and a CUDA
+    image without a GPU. Whether that serves on the CPU its engine says when it plans.
 
     Raises NoKernelError when none is left, DriverTooOldError, and GpuUnusableError when a GPU was given and none can be
     used: never the CPU in silence. With the setting `devices: none` no GPU is looked at.
@@ -64,7 +64,7 @@ def gpu_trouble(gpu: Gpu) -> tuple[str, str] | None:
         hint = "this container may not ask it: compare --gpus and NVIDIA_VISIBLE_DEVICES with the card"
     else:
         hint = (
-            f"compare with `nvidia-smi -i {index}` on the host: where that does not tell it either, look for Xid in its "
+            f"compare with `nvidia-smi -i {index}` on the host: if that does not tell it either, look for Xid in its "
             "`dmesg`, update the driver or reboot"
         )
     name = f" ({gpu.name})" if gpu.name else ""
@@ -182,7 +182,8 @@ def _in_trouble(image: ImageFacts, hardware: Hardware, strangers: tuple[str, ...
     if troubles and not usable_gpus(image, hardware):
         found = "; ".join((*(words for words, _ in troubles), *strangers))
         hint = f"{troubles[0][1]}; --devices none serves on the CPU, where the engine can"
-        raise GpuUnusableError(f"a GPU was given and none can be used: {found}", hint=hint)
+        message = f"a GPU was given and none can be used: {found}"
+        raise GpuUnusableError(message, hint=hint)
     return tuple(f"{words}; {hint}" for words, hint in troubles)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 
-from appliance.image_facts import dump_facts
+from appliance.image_facts import dump_facts, parse_engine_facts, parse_image_facts
 from tests.builders import facts
 from tests.fakes.machines import describe
+from tests.golden.vllm_plans import SMS, engine_facts
 from tests.ports import free_port
 from tests.process.stages.boot import ROOT, Home
+from tests.process.stages.vllm_home import VllmHome
 from tests.shapes import SMALL, write_gguf
+from tests.shapes.folders import write_folder
 
 REPORTS = ROOT / "tests/data/reports"
 MEMORY_QUERIES = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2")
@@ -142,3 +146,47 @@ def test_a_container_that_lost_its_devices_is_to_be_made_anew(home_on: MakeHome)
     assert "NVML: Unknown Error (999)" in done.stderr
     for words in ("If it works there", "daemon-reload", "create it anew", "docker restart", "/dev/nvidiactl", "CDI"):
         assert words in done.stderr
+
+
+def folder_on(home: VllmHome, library: Path, machine: str, report: str) -> VllmHome:
+    """An image of vLLM for GPUs with the reported folder: its config.json, and holes for the weights."""
+    shutil.rmtree(home.data / "models/small")
+    folder = write_folder(home.data / "models/m", "qwen3-8b")
+    shutil.copy(REPORTS / report / "config.json", folder / "config.json")
+    path = home.folder / "facts/image_facts.json"
+    image = replace(
+        parse_image_facts(path.read_text()), cell="vllm-cu130", cuda="13.0", sm=SMS, driver_floor_sass="570"
+    )
+    path.write_text(dump_facts(image))
+    path = home.folder / "facts/engine_facts.json"
+    path.write_text(dump_facts(replace(parse_engine_facts(path.read_text()), flags=engine_facts("0.33").flags)))
+    file = home.folder / "nvml.machine"
+    file.write_text(describe(machine))
+    home.variables = {"LD_LIBRARY_PATH": str(library.parent), "FAKE_NVML_MACHINE": str(file)}
+    return home
+
+
+@pytest.mark.parametrize(
+    ("report", "machine", "code", "words"),
+    [
+        ("safetensors-w8a8-int8-on-sm120", "5090", 20, "W8A8 int8, which vLLM computes on SM 75 to below 100"),
+        ("safetensors-without-any-tokenizer", "5090", 30, "no tokenizer.json, tokenizer.model, vocab.json"),
+        ("safetensors-yarn-written-into-config", "h200", 10, "write max_position_embeddings 131072 into"),
+    ],
+)
+def test_a_folder_that_the_engine_would_end_over_is_refused_before_a_start(
+    tmp_path: Path, nvml_library: Path, report: str, machine: str, code: int, words: str
+) -> None:
+    home = folder_on(VllmHome.make(tmp_path / "home"), nvml_library, machine, report)
+    asks: dict[str, str] = {}
+    if code == 30:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (home.data / "models/m" / name).unlink()
+    elif code == 10:
+        plan = home.plan()
+        assert "YaRN of factor 4" in next(each["reason"] for each in plan["choices"] if each["name"] == "rope_scaling")
+        asks = {"ctx_size": "131072"}
+    done = home.command("plan", **asks)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+    assert home.started == []
