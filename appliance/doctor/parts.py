@@ -131,6 +131,9 @@ def model_checks(
     start's."""
     try:
         if not settings.model and not image.recipe and not _has_models(settings, engine):
+            if told := _why_none(settings):
+                yield failed("model", told), None
+                return
             what = "a .gguf file" if engine.model_format == "gguf" else "a folder of safetensors"
             remedy = f"put {what} into {settings.models_dir}, or name one with APPLIANCE_MODEL"
             yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
@@ -158,6 +161,12 @@ def _has_models(settings: Settings, engine: Engine) -> bool:
     from appliance.weights.stores import find_elsewhere  # here: only an empty volume costs it
 
     return find_elsewhere(None, settings, engine.model_format) is not None
+
+
+def _why_none(settings: Settings) -> FatalError | None:
+    from appliance.weights.stores import why_none  # here: only an empty volume costs it
+
+    return why_none(settings)
 
 
 def _shown(model: Model) -> str:

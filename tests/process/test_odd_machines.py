@@ -178,15 +178,30 @@ def test_a_folder_that_the_engine_would_end_over_is_refused_before_a_start(
     tmp_path: Path, nvml_library: Path, report: str, machine: str, code: int, words: str
 ) -> None:
     home = folder_on(VllmHome.make(tmp_path / "home"), nvml_library, machine, report)
-    asks: dict[str, str] = {}
+    context = ""
     if code == 30:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (home.data / "models/m" / name).unlink()
     elif code == 10:
         plan = home.plan()
         assert "YaRN of factor 4" in next(each["reason"] for each in plan["choices"] if each["name"] == "rope_scaling")
-        asks = {"ctx_size": "131072"}
-    done = home.command("plan", **asks)
+        context = "131072"
+    done = home.command("plan", ctx_size=context) if context else home.command("plan")
     assert (done.returncode, done.stdout) == (code, "")
     assert words in done.stderr
     assert home.started == []
+
+
+def test_a_mounted_folder_with_a_part_of_a_model_names_what_is_missing(tmp_path: Path) -> None:
+    home = Home.make(tmp_path / "home")
+    (home.data / "models/small.gguf").unlink()
+    mounted = tmp_path / "mounted"
+    shutil.copytree(REPORTS / "gguf-second-part-missing-and-none-named", mounted)
+    done = home.command("plan", model_dirs=str(mounted))
+    assert done.returncode == 30
+    assert "a part is missing: m-00002-of-00003.gguf" in done.stderr
+    (mounted / "m-00001-of-00003.gguf").unlink()
+    document = json.loads(home.command("doctor", "--json", model_dirs=str(mounted), port=str(free_port())).stdout)
+    (check,) = [each for each in document["checks"] if each["name"] == "model"]
+    assert (check["status"], check["exit_code"]) == ("fail", 30)
+    assert "a part is missing: m-00001-of-00003.gguf" in check["value"]

@@ -187,9 +187,7 @@ def _problem(found: Mapping[str, Any], method: str | None) -> str | None:
         return f"it has {bits} bits, and vLLM reads AutoRound of 2 to 8"
     if method == "fp8":
         return _problem_of_fp8(found)
-    algorithm = (found.get("quantization") if isinstance(found.get("quantization"), Mapping) else found).get(
-        "quant_algo"
-    )
+    algorithm = found.get("quant_algo")  # ModelOpt's own file was laid over it
     if (method or "").startswith("modelopt") and algorithm and str(algorithm).upper() not in _MODELOPT:
         return f"its quant_algo is {str(algorithm)[:40]!r}, and vLLM knows {', '.join(_MODELOPT)}"
     return None
