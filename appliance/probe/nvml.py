@@ -114,7 +114,6 @@ def memory_of(handle: Any) -> dict[str, Any]:  # noqa: ANN401
 def _shares_host_memory(gpu: dict[str, Any], handle: Any) -> bool:  # noqa: ANN401
     """True for an integrated chip that no table names. Its driver tells of no memory bus and no PCIe link, and of no
     memory or of the host's. Where the CUDA driver can be asked it decides, as for the engines themselves."""
-    # llama.cpp's ggml-cuda.cu, `prop.integrated`; vLLM's platforms/cuda.py, `is_integrated_gpu`.
     if gpu["sm"] is None or any(gpu[name] for name in _OF_A_CARD) or is_cut(handle) or _is_virtual(handle, gpu["name"]):
         return False
     if (by_cuda := _is_integrated(gpu["pci_bus_id"])) is not None:
