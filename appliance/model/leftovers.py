@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from appliance.disk import hint_of_empty
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
 from appliance.image_facts import is_projector
 from appliance.model.entries import ENTRIES_LIMIT
@@ -31,10 +32,6 @@ _PIECES = (
 )
 _UNFINISHED = re.compile(
     r"(?P<file>.+\.(?:gguf|safetensors))\.(?:part|crdownload|incomplete|download|aria2|tmp|filepart|!qb)", re.IGNORECASE
-)
-_DOCKER_MADE_IT = (
-    "Docker makes such a folder if the path of `-v PATH:…` is not there on the host: look at that path (relative, of "
-    "another machine, or one that Docker Desktop or a snap does not see), remove the empty folder, and start again"
 )
 
 
@@ -76,11 +73,16 @@ def why_piece(path: Path) -> ModelUnreadableError | None:
 
 
 def why_empty_folder(path: Path) -> ModelUnreadableError | None:
-    """What is said of a folder with a file's name and nothing in it; None for another."""
-    if not path.name.lower().endswith((".gguf", ".safetensors")) or not _is_empty_folder(path):
+    """What is said of a folder with nothing in it; None for another."""
+    hint = hint_of_empty(path)
+    if hint is None:
         return None
-    message = f"model is an empty folder with a file's name: {printable(str(path))}"
-    return ModelUnreadableError(message, hint=_DOCKER_MADE_IT)
+    named = " with a file's name" if _names_a_file(path) else ""
+    return ModelUnreadableError(f"model is an empty folder{named}: {printable(str(path))}", hint=hint)
+
+
+def _names_a_file(path: Path) -> bool:
+    return path.name.lower().endswith((".gguf", ".safetensors"))
 
 
 def why_nothing(folder: Path, request: str | None = None) -> FatalError | None:
@@ -101,7 +103,7 @@ def _leftovers(folder: Path) -> Iterator[Leftover]:
             error = ModelUnreadableError(message, hint="let it end, or fetch the file again from the start")
             whole = unfinished["file"].casefold()
             yield Leftover(names=names | {whole, whole.rpartition(".")[0]}, error=error)
-        elif empty := why_empty_folder(path):
+        elif _names_a_file(path) and (empty := why_empty_folder(path)):
             yield Leftover(names=names, error=empty)
         elif lacking := why_no_weights(path):
             yield Leftover(names=names, error=lacking)
@@ -175,10 +177,3 @@ def _entries(folder: Path, depth: int) -> Iterator[Path]:
         yield folder / name
         if depth and os.path.isdir(folder / name):  # noqa: PTH112 - pathlib's raises for what may not be looked at
             yield from _entries(folder / name, depth - 1)
-
-
-def _is_empty_folder(path: Path) -> bool:
-    try:
-        return path.is_dir() and not any(path.iterdir())
-    except OSError:
-        return False

@@ -137,6 +137,10 @@ def test_an_empty_folder_with_a_files_name_was_made_by_docker(tmp_path: Path, re
     error = refused(str(folder) if request_ == "/" else request_, tmp_path)
     assert (error.exit_code, error.message) == (30, f"model is an empty folder with a file's name: {folder}")
     assert "Docker makes such a folder" in (error.hint or "")
+    other = tmp_path / "Qwen3-8B"
+    other.mkdir()
+    told = refused("Qwen3-8B", tmp_path)
+    assert (told.message, told.hint) == (f"model is an empty folder: {other}", error.hint)
     (folder / "real.gguf").write_bytes(WHOLE)
     assert "Docker" not in (refused("such.gguf", tmp_path).hint or "")
 
