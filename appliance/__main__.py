@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,7 @@ EPILOG = (
 )
 
 
+VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "key", "health", "version", "engine-facts")
 # Of appliance.host, which the container has no use for; a test holds the two together.
 HOST_VERBS = ("run", "status", "list", "chat", "logs", "stop", "bench", "inject", "upgrade")
 
@@ -70,8 +72,23 @@ def _run(argv: list[str]) -> int:
     return verb(options, load_settings(flags, environment), environment)
 
 
+def _with_verb(argv: Sequence[str]) -> list[str]:
+    """With `serve` before flags that come without a verb, as other engines' images are started. Raises UsageError for a
+    verb behind flags."""
+    if not argv or not argv[0].startswith("-") or argv[0] in ("-h", "--help", "--"):
+        return list(argv)
+    if argv[0] == "--version":
+        return ["version", *argv[1:]]
+    with_values = {setting.flag for setting in SETTINGS.values()}
+    for before, word in itertools.pairwise(argv):
+        if word in (*VERBS, *HOST_VERBS) and before not in with_values:
+            message = f"verb stands behind flags: {word}"
+            raise UsageError(message, hint=f"put it first: appliance {word} …; without a verb it is `serve`")
+    return ["serve", *argv]
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
-    argv = _with_engine_args(argv)
+    argv = _with_engine_args(_with_verb(argv))
     parser, known = _parser(argv)
     # Before argparse looks: it would take the value of a misspelt flag for a word of the verb, and blame that.
     for word in argv:
@@ -293,6 +310,8 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     if options.json:
         print(json.dumps(plan_document(found, machine, argv), indent=1))
     elif options.dry_run:
+        for words in found.warnings:
+            print(f"warning: {words}", file=sys.stderr)
         print(" ".join(map(quoted, argv)))
     else:
         print(plan_text(found, machine, is_verbose=options.verbose))

@@ -10,6 +10,19 @@ from pathlib import Path
 
 _MODE = 0o664  # another user of group 0 may have to replace it
 
+_MADE_BY_DOCKER = (
+    "Docker makes such a folder if the path of `-v PATH:…` is not there on the host: look at that path (relative, of "
+    "another machine, or one that Docker Desktop or a snap does not see), remove the empty folder, and start again"
+)
+
+
+def hint_of_empty(path: Path) -> str | None:
+    """What to do about an empty folder where a file or a full folder is meant; None for anything else."""
+    try:
+        return _MADE_BY_DOCKER if path.is_dir() and not any(path.iterdir()) else None
+    except (OSError, ValueError):  # ValueError: a NUL byte
+        return None
+
 
 class Disk:
     """The real one. Each method is one call to the kernel, or nearly; each may raise OSError."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from appliance.disk import read_file
+from appliance.disk import hint_of_empty, read_file
 from appliance.errors import ConfigError, printable
 from appliance.values import dataclass
 
@@ -590,7 +590,7 @@ def load_settings(flags: Mapping[str, Texts], environment: Mapping[str, str]) ->
         return without_file
     except (OSError, UnicodeDecodeError) as error:
         message = f"settings file cannot be read: {path}: {error}"
-        raise ConfigError(message, hint="mend or remove the file") from error
+        raise ConfigError(message, hint=hint_of_empty(path) or "mend or remove the file") from error
     return resolve_settings(flags, environment, text, str(path))
 
 

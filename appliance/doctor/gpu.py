@@ -10,7 +10,7 @@ from appliance.errors import FatalError
 from appliance.image_facts import ImageFacts
 from appliance.probe import Gpu, Hardware
 from appliance.probe.driver import CUDA, PLACES
-from appliance.serve.checks import check_devices, check_driver, check_supported, why_fewer
+from appliance.serve.checks import check_devices, check_driver, check_supported, gpu_trouble, why_fewer
 from appliance.settings import Settings
 
 _HINT = "mounted elsewhere, LD_LIBRARY_PATH has to name its folder, which must not be on the volume"
@@ -61,8 +61,10 @@ def _usable(
     if image is None:
         return
     try:
+        told_below = [trouble[0] for gpu in hardware.gpus.gpus if (trouble := gpu_trouble(gpu))]
         for warning in check_supported(settings, image, hardware):
-            yield warned("gpu", warning, "`python -m images select` names the image for each GPU")
+            if not warning.startswith(tuple(told_below)):
+                yield warned("gpu", warning, "`python -m images select` names the image for each GPU")
         if image.cuda is None or not hardware.gpus.gpus or settings.devices == "none":
             yield passed("gpu", "none is asked for" + (": devices is none" if settings.devices == "none" else ""))
             return
@@ -82,6 +84,9 @@ def _usable(
 
 def _one(gpu: Gpu) -> Iterator[Check]:
     name = f"gpu {gpu.index}" + (f" {gpu.mig_profile}" if gpu.mig_profile else "")
+    if trouble := gpu_trouble(gpu):
+        yield warned(name, *trouble)
+        return
     yield passed(name, f"{gpu.name or 'unnamed'}, SM {gpu.sm or 'unknown'}, {_memory(gpu)}, {_bandwidth(gpu)}")
     yield from _link(name, gpu)
     yield from _power(name, gpu)

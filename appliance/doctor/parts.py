@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 
 from appliance.address import read_address
 from appliance.doctor.check import Check, failed, judged, passed, warned
@@ -17,6 +18,7 @@ from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
 from appliance.probe import GpuProbe, Hardware
+from appliance.probe.network import why_unreachable
 from appliance.serve.beside import check_named
 from appliance.serve.inputs import check_settings
 from appliance.settings import Settings
@@ -54,9 +56,15 @@ def key_check(settings: Settings) -> Check:
     return judged("key", "there is one", "others may read it: chmod 640 secrets/api_key" if is_open else None)
 
 
-def port_check(settings: Settings) -> Check:
-    """Free, or held by the appliance beside which this runs."""
+def port_check(settings: Settings, root: Path = Path("/")) -> Check:
+    """Free, or held by the appliance beside which this runs. `root` is where /proc and /sys lie."""
     seen = f"{settings.host}:{settings.port}"
+    if (check := _listening(settings, seen)).status == "pass" and (words := why_unreachable(settings.host, root)):
+        return warned("port", f"{check.value}; {words}", "leave APPLIANCE_HOST out, or set it to 0.0.0.0")
+    return check
+
+
+def _listening(settings: Settings, seen: str) -> Check:
     if _answers(settings):
         return passed("port", f"the appliance listens on {seen}")
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -131,6 +139,9 @@ def model_checks(
     start's."""
     try:
         if not settings.model and not image.recipe and not _has_models(settings, engine):
+            if told := _why_none(settings):
+                yield failed("model", told), None
+                return
             what = "a .gguf file" if engine.model_format == "gguf" else "a folder of safetensors"
             remedy = f"put {what} into {settings.models_dir}, or name one with APPLIANCE_MODEL"
             yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
@@ -158,6 +169,12 @@ def _has_models(settings: Settings, engine: Engine) -> bool:
     from appliance.weights.stores import find_elsewhere  # here: only an empty volume costs it
 
     return find_elsewhere(None, settings, engine.model_format) is not None
+
+
+def _why_none(settings: Settings) -> FatalError | None:
+    from appliance.weights.stores import why_none  # here: only an empty volume costs it
+
+    return why_none(settings)
 
 
 def _shown(model: Model) -> str:

@@ -41,6 +41,8 @@ def _why_not(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
         return "it is cut into slices (MIG), and those are used"
     if image.sm and gpu.sm is not None and not any(runs_on(form, gpu.sm) for form in image.sm):
         return f"this image has kernels for SM {', '.join(image.sm)} and none for SM {gpu.sm}"
+    if gpu.problem:
+        return f"it {gpu.problem}"
     if not gpu.is_unified and gpu.vram_free_mib is None:
         return "nobody says how much of its memory is free"
     return None

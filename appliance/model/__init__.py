@@ -13,6 +13,7 @@ from appliance.model.draft import read_draft
 from appliance.model.facts import Format, Matrices, Model, RopeScaling, parse_facts
 from appliance.model.find import find_model, find_projectors, is_folder_model, list_models, only_model, resolve_model
 from appliance.model.folder import read_folder
+from appliance.model.leftovers import why_nothing, why_piece
 from appliance.model.parts import plain_name, read_whole
 from appliance.model.projector import check_match, fits, read_projector, unread_projector
 from appliance.model.stack import Layer, LayerKind
@@ -39,6 +40,7 @@ __all__ = [
     "read_projector",
     "resolve_model",
     "unread_projector",
+    "why_nothing",
     "with_projector",
 ]
 
@@ -48,13 +50,22 @@ def read_model(path: Path, *, serves: Format = "gguf") -> Model:
     if not is_folder_model(path):
         if serves == "safetensors":
             raise _no_folder(path)
-        return _with_projector(parse_facts(read_whole(path)))
+        return _with_projector(_parse_file(path))
     model = read_folder(path)
     if serves != "safetensors":
         message = f"model is of another format than this image serves: {path}: safetensors ({model.quantization})"
         hint = "give the model as a GGUF file; folders of safetensors are served by the images whose name begins vllm-"
         raise ModelUnreadableError(message, hint=hint)
     return model
+
+
+def _parse_file(path: Path) -> Model:
+    try:
+        return parse_facts(read_whole(path))
+    except ModelUnreadableError as error:
+        if told := why_piece(path):
+            raise told from error
+        raise
 
 
 def _no_folder(path: Path) -> ModelUnreadableError:

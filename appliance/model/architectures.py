@@ -157,4 +157,9 @@ WITHOUT_ROPE = frozenset({
     "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2", "rwkv7", "t5", "t5encoder",
     "wavtokenizer-dec",
 })  # fmt: skip
+# Diffusion models that are passed around as GGUF: IMG_ARCH_LIST of city96/ComfyUI-GGUF, loader.py, and what forks add.
+IMAGE_ARCHITECTURES = frozenset({
+    "aura", "cosmos", "flux", "hidream", "hyvid", "hyvideo", "ideogram4", "ltx2", "ltxv", "lumina2", "motif_video",
+    "pig", "qwen_image", "qwen_image21", "sd1", "sd3", "sdxl", "wan",
+})  # fmt: skip
 ARCHITECTURES: Mapping[str, Architecture] = {**dict.fromkeys(_PLAIN_NAMES, PLAIN), **_SPECIAL}

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from appliance.model.architectures import WITHOUT_ROPE
+from appliance.model.architectures import ARCHITECTURES, IMAGE_ARCHITECTURES, WITHOUT_ROPE
 from appliance.model.attached import Adapter, Projector
 from appliance.model.ggml_types import FILE_TYPES
 from appliance.model.gguf import TEMPLATE, Gguf, Tensor
@@ -129,6 +129,7 @@ class Model:
     # Of a folder, for an engine that has to be told what the model writes: all named ones together; None: it has none.
     chat_template: str | None = field(default=None, compare=False, repr=False)
     added_tokens: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # of a folder's tokenizer
+    tokenizer_files: tuple[str, ...] = ()  # of a folder: those that any tokenizer is read from
     draft_bytes: int = 0  # of draft layers, also where nothing may be computed of the stack; of a folder alone
     has_kv_scales: bool = False  # for a quantized KV cache, beside the weights of a folder
     # config.json of a folder, for what only one engine wants to know of it: as read from anybody, nothing is checked.
@@ -270,10 +271,25 @@ def _refuse_other_kinds(keys: Keys) -> None:
     kind = keys.text("general.type") or "model"
     if keys.architecture == "clip" or kind == "mmproj":
         keys.fail("it is a multimodal projector", hint="give the language model that lies beside it")
+    if kind == "adapter":
+        hint = "give the model that it was trained on, and the adapter with --lora"
+        keys.fail("it is an adapter (LoRA), and no model", hint=hint)
     if kind != "model":
         keys.fail(f"it is no model but of general.type {kind}", hint="give a language model")
+    if keys.architecture not in ARCHITECTURES and not keys.has("block_count"):
+        _refuse_foreign(keys)
     if not keys.has_tensors():
         keys.fail("it holds no tensors, only a header or a vocabulary", hint="give a model with weights")
+
+
+def _refuse_foreign(keys: Keys) -> NoReturn:
+    """Of programs for images and sound, which give their files hardly any metadata."""
+    what = f"its architecture is {keys.architecture}, which the engine has not"
+    if keys.architecture.partition(".")[0].casefold() in IMAGE_ARCHITECTURES:
+        what = f"it makes images or films and is no language model: architecture {keys.architecture}"
+    elif not keys.has_any():
+        what += ", and it has no key of a language model: it may be for images or sound"
+    keys.fail(what, hint="give a language model as GGUF; no conversion makes one of this file")
 
 
 def _rope_scaling(keys: Keys) -> RopeScaling | None:

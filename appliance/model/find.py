@@ -18,6 +18,7 @@ from appliance.errors import ConfigError, ModelUnreadableError, printable
 from appliance.image_facts import is_projector
 from appliance.model.entries import ENTRIES_LIMIT, unreadable
 from appliance.model.facts import Format
+from appliance.model.leftovers import piece_of, why_empty_folder, why_no_weights, why_nothing
 from appliance.model.parts import PART, plain_name
 
 if TYPE_CHECKING:
@@ -79,12 +80,14 @@ def _likeness(name: str, other: str) -> float:
 def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
     """The file or folder to serve; what nobody named is of the format that this image `serves`.
 
-    Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one.
+    Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one or is there in part alone.
     """
     if request:
         return _requested(request, models_dir)
     if path := only_model(models_dir, serves=serves):
         return path
+    if told := why_nothing(models_dir):
+        raise told
     message = f"no model was named and none is on the volume: {models_dir}{_others(models_dir)}"
     raise ConfigError(message, hint=f"put {_WORDS[serves]} into {models_dir}, or name one with APPLIANCE_MODEL")
 
@@ -115,6 +118,8 @@ def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
     """None where the volume has none of this format. Raises ConfigError where it has several."""
     models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
     models = [path for path in models if os.path.exists(path)] or models  # noqa: PTH110 - links that lead nowhere
+    if len(models) > 1 and all(piece_of(path) for path in models):
+        return None
     if len(models) > 1:  # an adapter, and a projector without `mmproj` in its name, is a file like any other
         models = [path for path in models if not _is_beside(path)]
     if len(models) > 1:
@@ -146,6 +151,8 @@ def _requested(request: str, models_dir: Path) -> Path:
             raise _several(request, [model.path for model in cached])
         message = f"model on the volume is not whole: {printable(f'{first.name}: {first.problem}')}"
         raise ModelUnreadableError(message, hint=f"fetch it again: appliance models pull {printable(first.repo)}")
+    if told := why_nothing(models_dir, request):
+        raise told
     models = list_models(models_dir)
     if Path(request).is_absolute():
         message = f"model cannot be opened: {request}: no such file{_listing(models)}"
@@ -193,6 +200,8 @@ def _is_model(path: Path) -> bool:
 
 def _checked(path: Path) -> Path:
     if not _is_model(path):
+        if told := why_empty_folder(path) or why_no_weights(path):
+            raise told
         message = f"model is a folder: {printable(str(path))}"
         raise ModelUnreadableError(message, hint=_folder_hint(path))
     return path

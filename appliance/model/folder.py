@@ -25,6 +25,13 @@ _KV_SCALE = re.compile(r"\.(?:[kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
 _EXPERTS = re.compile(r"\.experts\.|\.experts_|block_sparse_moe\.experts")
 _ADDED = re.compile(r'"added_tokens"\s*:\s*')
 _ADDED_BYTES = 2**20  # 256 of them take 60 KiB
+# Vocabularies as transformers, sentencepiece, tiktoken and mistral-common name them, and the file that names
+# a tokenizer without one, as those of bytes are.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tokenizer_config.json",
+)  # fmt: skip
+_TOKENIZER_PATTERNS = ("*.tiktoken", "tiktoken.model", "tokenizer.model.v*", "tokenization_*.py")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})  # of which an element is a parameter; packed ones hold several
 
@@ -84,10 +91,17 @@ def read_folder(folder: Path) -> Model:
         reasons=bool(template and REASONS.search(template)),
         chat_template=template,
         added_tokens=_added_tokens(folder),
+        tokenizer_files=_tokenizer_files(folder),
         draft_bytes=sum(weights.dense_bytes[trunk:]) + sum(weights.expert_bytes[trunk:]),
         has_kv_scales=any(_KV_SCALE.search(tensor.name) for tensor in tensors),
         config={**config.values, **({"quantization_config": beside} if beside else {})},
     )
+
+
+def _tokenizer_files(folder: Path) -> tuple[str, ...]:
+    found = [name for name in _TOKENIZER_FILES if (folder / name).exists()]
+    found += [path.name for pattern in _TOKENIZER_PATTERNS for path in folder.glob(pattern)]
+    return tuple(sorted(found))
 
 
 def _lengths(config: Config) -> tuple[int, int, int]:

@@ -33,6 +33,8 @@ _NAME_LIMIT_BYTES = 63  # GGML_MAX_NAME - 1
 _DIMENSIONS_LIMIT = 4  # GGML_MAX_DIMS
 _INT64_MAX = (1 << 63) - 1
 _FIRST_READ_BYTES = 1024 * 1024
+_MAGIC = b"GGUF"
+_TEXT_BYTES = 8  # fewer printable ones may be numbers
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -40,14 +42,22 @@ _U64 = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DAMAGED_HINT = "the file is damaged or was not downloaded whole: fetch it again and compare its size and checksum"
+_GIVE_ONE = "this image serves GGUF files: give it one"
+_FETCH_ANEW = "fetch the file anew, from its address for downloads (…/resolve/main/…), with a token if it is gated"
+# How a file begins that is none, what it is, and what to do.
 _FOREIGN = (
-    (b"\x89PNG", "a PNG image"),
-    (b"PK\x03\x04", "a ZIP archive or a PyTorch checkpoint"),
-    (b"\x1f\x8b", "a gzip archive"),
-    (b"version https://git-lfs", "a Git LFS pointer: the file itself was never fetched"),
-    (b"<", "a web page or XML, as a failed download leaves it"),
-    (b"lmgg", "a GGML file from before GGUF"),
-    (b"tjgg", "a GGML file from before GGUF"),
+    (b"\x89PNG", "a PNG image", _GIVE_ONE),
+    (b"PK\x03\x04", "a ZIP archive or a PyTorch checkpoint", f"{_GIVE_ONE}, or unpack the archive"),
+    (b"\x1f\x8b", "a gzip archive", f"{_GIVE_ONE}, or unpack the archive: gunzip"),
+    (
+        b"version https://git-lfs",
+        "a Git LFS pointer: the file itself was never fetched",
+        "`git lfs pull` in its folder fetches the file; or fetch it without git",
+    ),
+    (b"<", "a web page or XML, as a failed download leaves it", _FETCH_ANEW),
+    (b'{"', "JSON, as an answer of a server that was kept", _FETCH_ANEW),
+    (b"lmgg", "a GGML file from before GGUF", "take the model as GGUF: files of that age can no longer be read"),
+    (b"tjgg", "a GGML file from before GGUF", "take the model as GGUF: files of that age can no longer be read"),
 )
 
 
@@ -79,6 +89,7 @@ class Gguf:
     header_bytes: int  # where the first tensor's data begins, or the end of the header when there are none
     file_bytes: int
     parts: tuple[Path, ...] = ()  # all files of a split model, in order; empty: this one is all there is
+    is_joined: bool = False  # behind its last tensor another GGUF file begins
 
 
 def read_gguf(path: Path) -> Gguf:
@@ -202,6 +213,13 @@ class _Reader:
         self._fill(at, f"the last of the {count} texts of {what} to end by byte {at}")
         self.offset = at
 
+    def begins_at(self, offset: int) -> bool:
+        """True if the letters of a GGUF file stand there."""
+        try:
+            return os.pread(self._descriptor, len(_MAGIC), offset) == _MAGIC
+        except OSError:
+            return False
+
     def _number(self, shape: struct.Struct, what: str) -> int:
         self._fill(self.offset + shape.size, what)
         value: int = shape.unpack_from(self._bytes, self.offset)[0]
@@ -238,24 +256,37 @@ def _read(reader: _Reader) -> Gguf:
     metadata = _read_metadata(reader, key_count)
     alignment = _alignment(reader, metadata)
     entries = _read_tensor_entries(reader, tensor_count)
-    data_offset = -(-reader.offset // alignment) * alignment if entries else reader.offset
+    header_end = reader.offset
+    data_offset = -(-header_end // alignment) * alignment if entries else header_end
+    tensors = _placed(reader, entries, data_offset, alignment)
+    end = tensors[-1].offset + tensors[-1].size_bytes if tensors else header_end
     return Gguf(
         path=reader.path,
         version=version,
         metadata=metadata,
-        tensors=_placed(reader, entries, data_offset, alignment),
+        tensors=tensors,
         header_bytes=data_offset,
         file_bytes=reader.file_bytes,
+        is_joined=any(reader.begins_at(at) for at in {end, -(-end // alignment) * alignment}),
     )
 
 
 def _read_version(reader: _Reader) -> int:
     start = reader.take(min(32, reader.file_bytes), "the beginning of the file")
-    if not start.startswith(b"GGUF"):
-        found = next((words for magic, words in _FOREIGN if start.startswith(magic)), f"{start[:4]!r}")
+    if not start.startswith(_MAGIC):
+        words, hint = next(
+            ((words, hint) for magic, words, hint in _FOREIGN if start.startswith(magic)), (f"{start[:4]!r}", _GIVE_ONE)
+        )
         if start[8:9] == b"{":
-            found = "a safetensors file"
-        reader.fail("the letters GGUF", found, at=0, hint="this image serves GGUF files: give it one")
+            words, hint = "a safetensors file", _GIVE_ONE
+        elif (
+            hint is _GIVE_ONE
+            and len(start) >= _TEXT_BYTES
+            and (text := start[:20]).isascii()
+            and text.decode().isprintable()
+        ):
+            words, hint = f"text, as an answer of a server that was kept: {text.decode()!r}", _FETCH_ANEW
+        reader.fail("the letters GGUF", words, at=0, hint=hint)
     reader.offset = 4
     version = reader.u32("a version")
     if version & 0xFFFF == 0 and version:

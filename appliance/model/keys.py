@@ -26,6 +26,10 @@ class Keys:
     def has(self, name: str) -> bool:
         return f"{self.architecture}.{name}" in self._gguf.metadata
 
+    def has_any(self) -> bool:
+        """True if a key of the architecture is there."""
+        return any(key.startswith(f"{self.architecture}.") for key in self._gguf.metadata)
+
     def starting_with(self, name: str) -> list[str]:
         prefix = f"{self.architecture}.{name}"
         return [key for key in self._gguf.metadata if key.startswith(prefix)]

@@ -29,6 +29,12 @@ def read_whole(path: Path) -> Gguf:
         _fail(path, f"its key split.count must be a whole number up to {PARTS_LIMIT}: {count}")
     if count <= 1:
         return first
+    if first.is_joined:
+        hint = (
+            "keep the parts as they were fetched, beside each other, and give the first; or merge them with "
+            "`llama-gguf-split --merge FIRST-PART OUT.gguf`"
+        )
+        _fail(path, f"its {count} parts were put into one file by bytes, as with cat", hint=hint)
     paths = part_paths(path, count)
     parts = [first, *(read_gguf(part) for part in paths[1:])]
     for number, part in enumerate(parts):
@@ -46,8 +52,14 @@ def read_whole(path: Path) -> Gguf:
 def part_paths(path: Path, count: int) -> list[Path]:
     """All parts by name. Raises ModelUnreadableError for a name that is not the first part's, or a part not there."""
     named = PART.search(path.name)
-    if not named or int(named[1]) != 1 or int(named[2]) != count:
-        hint = f"give the first part, whose name ends in -00001-of-{count:05}.gguf"
+    if named and int(named[2]) == count and int(named[1]) != 1:
+        first = path.with_name(f"{path.name[: named.start()]}-00001-of-{count:05}.gguf")
+        there = (
+            f"give {first.name}" if first.exists() else "it is missing: fetch it, and put all parts beside each other"
+        )
+        _fail(path, f"it is part {int(named[1])} of {count}, and the first is {first.name}", hint=there)
+    if not named or int(named[2]) != count:
+        hint = f"name the parts as they were, the first …-00001-of-{count:05}.gguf, and put all beside each other"
         _fail(path, f"it is one of {count} parts, and its name does not say that it is the first", hint=hint)
     stem = path.name[: named.start()]
     paths = [path, *(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1))]

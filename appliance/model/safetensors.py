@@ -77,6 +77,16 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
     return shards
 
 
+def missing_weights(folder: Path) -> tuple[str, ...]:
+    """Files that the index of a folder names, where not one of them is there; empty for any other folder."""
+    try:
+        if not (folder / INDEX).is_file() or any(folder.glob("*.safetensors")):
+            return ()
+        return tuple(sorted(set(_index(folder).values())))
+    except (ModelUnreadableError, OSError):
+        return ()
+
+
 def read_shard(path: Path) -> Shard:
     data, file_bytes = _read_header(path)
     entries = parse_json(data, path, "its header")

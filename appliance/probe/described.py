@@ -256,7 +256,7 @@ class _Reader:
         given.setdefault("index", int(key.rpartition("[")[2].rstrip("]")))
         given["uuid"] = None if given.get("uuid") == HIDDEN else given.get("uuid")
         given["mig_parent"] = None if given.get("mig_parent") == HIDDEN else given.get("mig_parent")
-        if given.get("is_unified"):
+        if given.get("is_unified") or given.get("problem"):
             return
         if given.get("vram_total_mib") is None:
             self._refuse(f"{key}.vram_total_mib", "it is missing, and no plan can do without it")

@@ -114,6 +114,7 @@ class Gpu:
     sm_count: int | None = None  # streaming multiprocessors; of a slice its own
     sm_clock_mhz: int | None = None  # the highest, which no load sustains on every card
     is_unified: bool = False  # its memory is the host's: plan with MemAvailable, and count it once
+    problem: str | None = None  # why nothing can be planned on it: "does not answer: …"; None: nothing is wrong
     bus_bits: int | None = None
     memory_clock_mhz: int | None = None  # the highest; NVML's clock, half the transfers of a double data rate
     bandwidth_gb_s: float | None = None  # of its memory, 10^9 bytes; of a slice the slice's own

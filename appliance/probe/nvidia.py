@@ -151,6 +151,7 @@ def _parse_gpu(entry: dict[str, Any], position: int) -> Gpu:
         sm_count=_count(entry.get("sm_count")) or None,
         sm_clock_mhz=_count(entry.get("sm_clock_mhz")) or None,
         is_unified=entry.get("is_unified") is True,
+        problem=_word(entry.get("problem")),
         bus_bits=_count(entry.get("bus_bits")),
         memory_clock_mhz=_count(entry.get("memory_clock_mhz")),
         bandwidth_gb_s=_size(entry.get("bandwidth_gb_s")),

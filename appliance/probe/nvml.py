@@ -6,6 +6,7 @@ NVML does not tell it: "not supported" of one must not cost the others. Names ar
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
@@ -26,14 +27,24 @@ COMPUTE_SLICES = 7
 MEMORY_OF_COMPUTE = {1: 1, 2: 2, 3: 4, 4: 4, 7: 8}  # eighths of the memory by sevenths of the compute, same guide
 CHIPS = Path(__file__).with_name("chips.json")
 FROM_CLOCK = "memory clock x bus width"
+LIBCUDA = "libcuda.so.1"
+_CU_DEVICE_ATTRIBUTE_INTEGRATED = 18  # cuda.h
+# "GRID A100-10C", "NVIDIA A40-24Q": GB of the share, and its series (NVIDIA vGPU user guide, "Virtual GPU types").
+_VGPU_NAME = re.compile(r"-\d+[ABCQ](?:ME)?$")
+_OF_A_CARD = (
+    "bus_bits", "memory_clock_mhz", "pcie_generation", "pcie_width", "pcie_generation_max", "pcie_width_max",
+)  # fmt: skip
+_SAYS_0 = "NVML says 0"
+_SHARES_HOST = 0.9  # of the host's memory: a driver that gives it as the chip's own may keep a part
 
 
 def collect() -> dict[str, Any]:
     """The report of an initialised NVML. Raises NVMLError when not even the devices can be counted."""
     cuda = fact(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     count = pynvml.nvmlDeviceGetCount()
-    handles = [fact(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(min(count, GPUS_MAX))]
-    gpus = [_gpu(handle, index) for index, handle in enumerate(handles)]
+    answers = [_answer(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(min(count, GPUS_MAX))]
+    handles = [handle for handle, _ in answers]
+    gpus = [_gpu(handle, index) if handle else _silent(index, why) for index, (handle, why) in enumerate(answers)]
     by_bus = {gpu["pci_bus_id"]: gpu["index"] for gpu in gpus if gpu.get("pci_bus_id")}
     warnings = [f"NVML counts {count} GPUs: only the first {GPUS_MAX} are asked"] if count > GPUS_MAX else []
     devices: list[dict[str, Any]] = []
@@ -55,9 +66,11 @@ def collect() -> dict[str, Any]:
     }
 
 
+def _silent(index: int, why: str) -> dict[str, Any]:
+    return {"index": index, "problem": f"does not answer: {why}"}
+
+
 def _gpu(handle: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - NVML's opaque pointer
-    if handle is None:
-        return {"index": index}
     capability = fact(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     sm = None if capability is None else f"{capability[0]}{capability[1]}"
     name, ecc = fact(pynvml.nvmlDeviceGetName, handle), fact(pynvml.nvmlDeviceGetEccMode, handle)
@@ -77,17 +90,77 @@ def _gpu(handle: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - NVML's op
         "power_limit_default_w": _watts(fact(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
         "holders": holders_of(handle),
     }
-    return gpu | memory_of(handle) | _compute(handle, sm) | _bandwidth(handle, name, sm)
+    gpu |= memory_of(handle) | _compute(handle, sm) | _bandwidth(handle, name, sm)
+    if sm in _chips()["unified"] or _shares_host_memory(gpu, handle):
+        # Some drivers give such a chip the host's memory as its own: that must not be counted a second time.
+        return gpu | {"is_unified": True, "vram_total_mib": None, "vram_free_mib": None, "problem": None}
+    return gpu | (_UNKNOWN_SHARE if _is_virtual(handle, name) else {})
 
 
 def memory_of(handle: Any) -> dict[str, Any]:  # noqa: ANN401
+    """MiB, and in words why they are unknown. No device has 0: that is a driver that does not know."""
     # The second version takes the driver's own reserve out of what is free; old drivers lack it.
     memory = fact(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
-    memory = memory or fact(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    memory, why = (memory, "") if memory else _answer(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is not None and int(memory.total) < MIB:
+        memory, why = None, _SAYS_0
     return {
         "vram_total_mib": None if memory is None else int(memory.total) // MIB,
         "vram_free_mib": None if memory is None else int(memory.free) // MIB,
+        "problem": f"does not report its memory: {why}" if memory is None else None,
     }
+
+
+def _shares_host_memory(gpu: dict[str, Any], handle: Any) -> bool:  # noqa: ANN401
+    """True for an integrated chip that no table names. Its driver tells of no memory bus and no PCIe link, and of no
+    memory or of the host's. Where the CUDA driver can be asked it decides, as for the engines themselves."""
+    if gpu["sm"] is None or any(gpu[name] for name in _OF_A_CARD) or is_cut(handle) or _is_virtual(handle, gpu["name"]):
+        return False
+    if (by_cuda := _is_integrated(gpu["pci_bus_id"])) is not None:
+        return by_cuda
+    host_mib, own_mib = _host_mib(), gpu["vram_total_mib"]
+    if own_mib is None:
+        return str(gpu["problem"]).endswith((_SAYS_0, f"({pynvml.NVML_ERROR_NOT_SUPPORTED})"))
+    return host_mib is not None and _SHARES_HOST * host_mib <= own_mib <= host_mib
+
+
+def _host_mib() -> int | None:
+    try:
+        found = re.search(r"^MemTotal:\s+(\d{1,20}) kB$", Path("/proc/meminfo").read_text("utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) // 1024 if found else None
+
+
+def _is_integrated(bus_id: str | None) -> bool | None:
+    """By the CUDA driver. None where it cannot be asked, or does not show this device."""
+    device, value = ctypes.c_int(), ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL(LIBCUDA)
+        failed = (
+            bus_id is None
+            or cuda.cuInit(0)
+            or cuda.cuDeviceGetByPCIBusId(ctypes.byref(device), bus_id.encode())
+            or cuda.cuDeviceGetAttribute(ctypes.byref(value), _CU_DEVICE_ATTRIBUTE_INTEGRATED, device)
+        )
+    except (OSError, AttributeError):  # no driver's library, or another one
+        return None
+    return None if failed else bool(value.value)
+
+
+# A virtual GPU is a part of a card in space or in time, and NVML tells of the whole: which part, nobody says.
+_UNKNOWN_SHARE = {
+    "sm_count": None,
+    "bus_bits": None,
+    "memory_clock_mhz": None,
+    "bandwidth_gb_s": None,
+    "bandwidth_source": None,
+}
+
+
+def _is_virtual(handle: Any, name: str | None) -> bool:  # noqa: ANN401
+    mode = fact(pynvml.nvmlDeviceGetVirtualizationMode, handle)
+    return mode == pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU or _VGPU_NAME.search(name or "") is not None
 
 
 def _compute(handle: Any, sm: str | None) -> dict[str, Any]:  # noqa: ANN401
@@ -109,11 +182,7 @@ def _bandwidth(handle: Any, name: str | None, sm: str | None) -> dict[str, Any]:
     elif gb_s is None and "gb_s" in (chip := chips["unified"].get(sm, {})):
         cores = fact(pynvml.nvmlDeviceGetNumGpuCores, handle)
         gb_s, source = float(chip["gb_s_by_cores"].get(str(cores), chip["gb_s"])), f"table: {chip['chip']}"
-    facts = {"bus_bits": bits, "memory_clock_mhz": clock_mhz, "bandwidth_gb_s": gb_s, "bandwidth_source": source}
-    if sm in chips["unified"]:
-        # Some drivers give such a chip the host's memory as its own: that must not be counted a second time.
-        facts |= {"is_unified": True, "vram_total_mib": None, "vram_free_mib": None}
-    return facts
+    return {"bus_bits": bits, "memory_clock_mhz": clock_mhz, "bandwidth_gb_s": gb_s, "bandwidth_source": source}
 
 
 @cache
@@ -151,7 +220,8 @@ def _slices(parent: dict[str, Any], handle: Any) -> Iterator[dict[str, Any]]:  #
         facts = memory_of(cut)
         attributes = fact(pynvml.nvmlDeviceGetAttributes_v2, cut)
         if facts["vram_total_mib"] is None:
-            facts["vram_total_mib"] = int(attributes.memorySizeMB) if attributes is not None else _named_mib(name)
+            told = int(attributes.memorySizeMB) if attributes is not None else 0
+            facts["vram_total_mib"] = told or _named_mib(f"MIG {profile[1]}" if profile else None)
         yield (
             parent
             | facts
@@ -236,11 +306,22 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def fact(ask: Callable[..., T], *arguments: object) -> T | None:
+    return _answer(ask, *arguments)[0]
+
+
+def _answer(ask: Callable[..., T], *arguments: object) -> tuple[T | None, str]:
+    """The answer, or None and why there is none, with NVML's number of the error."""
     try:
-        return ask(*arguments)
+        return ask(*arguments), ""
+    except pynvml.NVMLError as error:
+        return None, _said(error)
     # ValueError: a name that is not UTF-8; the last two: a list of processes that no memory could hold.
-    except (pynvml.NVMLError, ValueError, MemoryError, OverflowError):
-        return None
+    except (ValueError, MemoryError, OverflowError) as error:
+        return None, f"NVML: {error}"
+
+
+def _said(error: Any) -> str:  # noqa: ANN401 - pynvml has no types
+    return f"NVML: {error} ({error.value})"
 
 
 def _text(value: str | bytes) -> str:
@@ -252,7 +333,7 @@ def main() -> int:
         pynvml.nvmlInit()
         report = collect()
     except pynvml.NVMLError as error:
-        report = {"problem": f"NVML: {error}"}
+        report = {"problem": _said(error)}
     json.dump(report, sys.stdout)
     return 0
 

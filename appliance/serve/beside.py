@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from appliance.disk import hint_of_empty
 from appliance.errors import ConfigError, printable
 from appliance.model import Adapter, Model, check_match, find_model, list_models, read_adapter, read_projector
 from appliance.model.facts import CALLS_TOOLS, REASONS
@@ -73,7 +74,9 @@ def _with_projector(model: Model, settings: Settings) -> Model:
         path = next((place for place in places if _is_file(place)), None)
         if path is None:
             message = f"setting mmproj names no file: '{printable(request)}' ({source})"
-            raise ConfigError(message, hint=f"put it beside the model or into {settings.models_dir}, or give its path")
+            hint = next(filter(None, map(hint_of_empty, places)), None)
+            hint = hint or f"put it beside the model or into {settings.models_dir}, or give its path"
+            raise ConfigError(message, hint=hint)
         model = replace(model, projector=read_projector(path))
     if model.projector is not None:
         check_match(model.projector, model, source if request != "auto" else "beside the model")
@@ -117,7 +120,7 @@ def _read_template(path: Path, source: str) -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = ((error.strerror if isinstance(error, OSError) else None) or str(error)).lower()
     message = f"setting chat_template_file cannot be read: '{printable(str(path))}' ({source}): {reason}"
-    raise ConfigError(message, hint="give the path of a Jinja template inside the container")
+    raise ConfigError(message, hint=hint_of_empty(path) or "give the path of a Jinja template inside the container")
 
 
 def _is_file(path: Path) -> bool:

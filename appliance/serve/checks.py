@@ -20,8 +20,8 @@ from appliance.settings import Settings
 
 
 def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
-    """What to warn of: GPUs that this image has no kernels for, and a CUDA image without a GPU. Whether that serves on
-    the CPU its engine says when it plans.
+    """What to warn of: GPUs that do not answer or tell no memory, or that this image has no kernels for, and a CUDA
+    image without a GPU. Whether that serves on the CPU its engine says when it plans.
 
     Raises NoKernelError when none is left, DriverTooOldError, and GpuUnusableError when a GPU was given and none can be
     used: never the CPU in silence. With the setting `devices: none` no GPU is looked at.
@@ -34,15 +34,41 @@ def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -
     if not hardware.gpus.gpus:
         if hardware.gpu_requested:
             raise _unusable(hardware)
-        return ("no GPU was given to this container, and only the CPU is left: start it with --gpus all to use one",)
+        said = f" ({hardware.gpus.problem})" if hardware.gpus.problem else ""
+        words = (
+            f"no GPU was given to this container, and only the CPU is left{said}: start it with --gpus all to use one"
+        )
+        return (words,)
     check_driver(image, hardware)
-    return _without_kernels(image, hardware)
+    strangers = _without_kernels(image, hardware)
+    return (*strangers, *_in_trouble(image, hardware, strangers))
 
 
 def usable_gpus(image: ImageFacts, hardware: Hardware) -> tuple[Gpu, ...]:
-    """Those that the image has kernels for. A chip that NVML does not tell is among them: the engine may know it."""
-    gpus = hardware.gpus.gpus
-    return tuple(gpu for gpu in gpus if gpu.sm is None or any(runs_on(form, gpu.sm) for form in image.sm))
+    """Those that the image has kernels for and that a plan can be made for. A chip that NVML does not tell is among
+    them: the engine may know it."""
+    return tuple(gpu for gpu in _with_kernels(image, hardware) if not gpu.problem)
+
+
+def gpu_trouble(gpu: Gpu) -> tuple[str, str] | None:
+    """In words why a GPU is left out whatever the image, and what to do; None for one that can be used."""
+    if not gpu.problem:
+        return None
+    index, problem = gpu.index, gpu.problem
+    if "(15)" in problem or "(16)" in problem:  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED
+        hint = (
+            f"look for Xid in `dmesg` on the host, then reset the card with `nvidia-smi --gpu-reset -i {index}` or "
+            "reboot; where it is lost again: power, cooling, riser"
+        )
+    elif "(4)" in problem:  # NVML_ERROR_NO_PERMISSION
+        hint = "this container may not ask it: compare --gpus and NVIDIA_VISIBLE_DEVICES with the card"
+    else:
+        hint = (
+            f"compare with `nvidia-smi -i {index}` on the host: if that does not tell it either, look for Xid in its "
+            "`dmesg`, update the driver or reboot"
+        )
+    name = f" ({gpu.name})" if gpu.name else ""
+    return f"GPU {index}{name} {problem}; it is left out", hint
 
 
 def check_devices(image: ImageFacts, hardware: Hardware, devices: tuple[str, ...], said: str) -> None:
@@ -109,6 +135,13 @@ def _unusable(hardware: Hardware) -> FatalError:
 
 
 def _driver_remedy(problem: str) -> str:
+    if "(999)" in problem:  # NVML_ERROR_UNKNOWN
+        return (
+            "run `nvidia-smi` on the host. If it works there, this container has lost its devices, as after `systemctl "
+            "daemon-reload`: create it anew (`docker restart` may do). To keep them name the device nodes (--device "
+            "/dev/nvidia0 --device /dev/nvidiactl --device /dev/nvidia-uvm) or give the GPU by CDI (--device "
+            "nvidia.com/gpu=all). If it fails there as well, repair the driver"
+        )
     if "mismatch" in problem:
         return "kernel module and library of the driver differ, as after an update: reboot the host"
     if "hangs" in problem or "did not answer" in problem:
@@ -143,8 +176,24 @@ def check_driver(image: ImageFacts, hardware: Hardware) -> None:
     raise DriverTooOldError(message, hint=hint)
 
 
+def _in_trouble(image: ImageFacts, hardware: Hardware, strangers: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises GpuUnusableError where no other is left: never the CPU in silence."""
+    troubles = [trouble for gpu in hardware.gpus.gpus if (trouble := gpu_trouble(gpu))]
+    if troubles and not usable_gpus(image, hardware):
+        found = "; ".join((*(words for words, _ in troubles), *strangers))
+        hint = f"{troubles[0][1]}; --devices none serves on the CPU, where the engine can"
+        message = f"a GPU was given and none can be used: {found}"
+        raise GpuUnusableError(message, hint=hint)
+    return tuple(f"{words}; {hint}" for words, hint in troubles)
+
+
+def _with_kernels(image: ImageFacts, hardware: Hardware) -> tuple[Gpu, ...]:
+    gpus = hardware.gpus.gpus
+    return tuple(gpu for gpu in gpus if gpu.sm is None or any(runs_on(form, gpu.sm) for form in image.sm))
+
+
 def _without_kernels(image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
-    usable = usable_gpus(image, hardware)
+    usable = _with_kernels(image, hardware)
     strangers = [gpu for gpu in hardware.gpus.gpus if gpu not in usable]
     has = f"{image.cell} has kernels for SM {', '.join(image.sm) or 'none'}"
     if not usable:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ConfigError
 from appliance.plan import Plan
+from appliance.probe.network import why_unreachable
 from appliance.report import Report
 from appliance.serve.served_model import ServedModel
 from appliance.serve.status import documents_of, listed_of, measure_now
@@ -50,6 +51,9 @@ async def open_gateway(
     app = create_app([_backend(model, part) for model in models], keys=Keys(frozenset({key})) if key else None)
     gateway = await Gateway.open(app, settings.host, settings.port)
     report.info("listening", f"listening on {settings.host}:{gateway.port}", port=gateway.port)
+    if words := why_unreachable(settings.host):
+        source = settings.sources.get("host", "default")
+        report.warning("only_inside", f"{words}; set host to 0.0.0.0, or leave it out ({source})")
     address = settings.address_path
     _write_address(settings, gateway.port)
     try:

@@ -42,6 +42,11 @@ class Preview:
     fetches: Offered | None = None  # what a start would fetch first
     shape: PublishedShape | None = None  # in place of a file
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of the machine, as a start logs them."""
+        return (*self.start.inputs.hardware.gpus.warnings, *self.start.warnings)
+
 
 def preview(settings: Settings, environment: Mapping[str, str], hardware: Hardware | None = None) -> Preview:
     """Writes nothing and starts nothing. Of a model that is not here its header is looked at, where it is.
@@ -147,6 +152,6 @@ def _of_shape(contents: Contents, shape: PublishedShape, machine: Machine) -> Pr
 def _predicted(contents: Contents, machine: Machine, model: Model) -> Preview:
     """Of a model that no profile can be of, since it is not here; files named beside it may be."""
     inputs = inputs_of(contents, machine, with_beside(model, contents.settings, is_here=False))
-    start = without_profile(contents.engine, machine.install, inputs)
+    start = replace(without_profile(contents.engine, machine.install, inputs), warnings=machine.warnings)
     space = start.space()
     return Preview(plan=space.predicted, start=start, space=space)

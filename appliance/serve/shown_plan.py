@@ -30,11 +30,14 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
         document["shape"] = {"name": found.shape.name, "source": found.shape.shape.source}
     if machine:
         document["machine"] = {"source": machine.source, "assumed": list(machine.assumed)}
+    if found.warnings:
+        document["warnings"] = list(found.warnings)
     return {**document, "argv": list(argv)}
 
 
 def plan_text(found: Preview, machine: DescribedMachine | None, *, is_verbose: bool = False) -> str:
     return "\n".join((
+        *(f"warning: {words}\n" for words in found.warnings),
         *_of_what(found, machine),
         f"settings\n{_indented(explain_settings(found.start.settings))}\n",
         f"plan\n{_indented(explain(found.plan, is_verbose=is_verbose))}\n",

@@ -20,7 +20,8 @@ _LABEL = re.compile(
 )
 # Beside weights: what an engine reads of a folder of safetensors. No code: trust_remote_code is not for us.
 _FOLDER_FILES = re.compile(
-    r"(?:[^/]*\.safetensors|[^/]*\.json|[^/]*\.jinja|tokenizer\.model|[^/]*\.tiktoken|merges\.txt|vocab\.txt)"
+    r"(?:[^/]*\.safetensors|[^/]*\.json|[^/]*\.jinja|tokenizer\.model(?:\.v\d+)?|[^/]*\.tiktoken|tiktoken\.model|spiece\.model"
+    r"|sentencepiece\.bpe\.model|merges\.txt|vocab\.txt)"
 )
 _LISTED = 24
 

@@ -7,12 +7,13 @@ only module here that reads models.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
-from appliance.model import Format, list_models, plain_name
+from appliance.model import Format, list_models, plain_name, why_nothing
 from appliance.model.entries import ENTRIES_LIMIT
 from appliance.model.find import find_projector
 from appliance.model.gguf import read_gguf
@@ -44,6 +45,7 @@ __all__ = [
     "read_ref",
     "volume_store",
     "why_damaged",
+    "why_none",
     "with_stores",
 ]
 
@@ -227,14 +229,21 @@ def _why_not_whole(path: Path, files: Sequence[Path]) -> str | None:
         count = int(part[2]) if part else 1
         if not files:
             return "it is a link that leads nowhere" if path.is_symlink() else "it is gone"
-        if missing := count - len(files):
-            return f"{missing} of its {count} parts {'is' if missing == 1 else 'are'} missing"
+        if part and (missing := count - len(files)):
+            words = f"{missing} of its {count} parts {'is' if missing == 1 else 'are'} missing"
+            return f"{words}, the first of them {_missing_part(path.name, part, files)}"
     elif lost := [each for each in path.iterdir() if each.is_symlink() and not each.exists()]:
         return f"{printable(lost[0].name)}: it is a link that leads nowhere"
     elif name := missing_shard([each.name for each in files]):
         return f"{printable(name)} is missing"
     odd = next((each for each in files if not each.is_file()), None)
     return f"it is no file: {printable(odd.name)}" if odd else None
+
+
+def _missing_part(name: str, part: re.Match[str], files: Sequence[Path]) -> str:
+    there = {int(found[1]) for each in files if (found := PART.search(each.name))}
+    first = next(number for number in range(1, int(part[2]) + 1) if number not in there)
+    return f"{name[: part.start()]}-{first:05}-of-{part[2]}.gguf"
 
 
 def _size(path: Path) -> int | None:
@@ -357,11 +366,25 @@ def with_stores(error: FatalError, settings: Settings) -> FatalError:
     if partly:
         message = f"model in {partly[0].where} cannot be served: {printable(f'{partly[0].name}: {partly[0].problem}')}"
         return ModelUnreadableError(message, hint="`appliance models list` shows what is there")
+    if not isinstance(error, ModelUnreadableError) and (told := _why_none(stores, settings.model)):
+        return told
     models = _all(stores)
     if not models:
         return error
     listing = f"\n  in mounted folders:{_listing(models)}"
     return type(error)(f"{error.message}{listing}", hint=_near(settings.model, models) or error.hint)
+
+
+def why_none(settings: Settings) -> FatalError | None:
+    """What is said of a volume and mounted folders without a model that has a part of one, or what Docker made."""
+    return why_nothing(settings.models_dir) or _why_none(other_stores(settings), None)
+
+
+def _why_none(stores: Sequence[Store], request: str | None) -> FatalError | None:
+    if not request and any(not model.problem for model in _all(stores)):  # of another format
+        return None
+    plain = (store for store in stores if store.tool in ("folder", "LM Studio"))
+    return next((told for store in plain if (told := why_nothing(store.folder, request))), None)
 
 
 def _near(request: str | None, models: Sequence[StoredModel]) -> str | None:

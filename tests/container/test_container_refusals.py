@@ -76,6 +76,13 @@ def test_damaged_model_is_30_with_the_cause(empty: str, kind: str, words: str) -
     assert words in said
 
 
+def test_flags_without_a_verb_are_those_of_serve(stocked: str) -> None:
+    code, words = ended(stocked, "--ctx-size", "none")
+    assert code == 10
+    assert "'none' (flag --ctx-size)" in words
+    assert ended(stocked, "--version")[0] == 0
+
+
 def test_directory_as_model(stocked: str) -> None:
     code, words = ended(stocked, "serve", "/data/models")
     assert code == 30

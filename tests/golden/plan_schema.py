@@ -47,6 +47,11 @@ def _root() -> dict[str, Any]:
         "profile": {"anyOf": [_text("id of the profile that it comes from"), _NULL], "description": "null: predicted"},
         "standing": {"anyOf": [_of_status(), _NULL], "description": "of that profile"},
         "fetches": _object("what a start fetches first", model=_text(), bytes={"type": "integer"}),
+        "warnings": {
+            "type": "array",
+            "items": _text(),
+            "description": "what is odd about the machine, as a start logs it: a GPU that is left out, and why",
+        },
         "shape": _object("the published shape that stands for a file", name=_text(), source=_text()),
         "machine": _object(
             "the file that describes the machine", source=_text(), assumed={"type": "array", "items": _text()}

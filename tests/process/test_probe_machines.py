@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,87 @@ def test_a_chip_that_shares_the_host_s_memory_has_none_of_its_own(machine_enviro
     assert (found.is_unified, found.vram_total_mib, found.bandwidth_gb_s) == (True, None, 273.0)
 
 
+NEW_CHIP = {"gpu__0__name": "NVIDIA GB20", "gpu__0__sm": 122}
+
+
+def test_an_integrated_chip_that_no_table_names_shares_the_host_s_memory(machine_environment: PutMachine) -> None:
+    """Its driver tells of no memory, no memory bus and no PCIe link; or of the host's memory as the chip's own."""
+    kib = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
+    assert kib is not None
+    of_host = int(kib[1]) * 1024
+    for memory in ({}, {"gpu__0__memory_total": 0, "gpu__0__memory_free": 0},
+                   {"gpu__0__memory_total": of_host, "gpu__0__memory_free": of_host // 2}):  # fmt: skip
+        (found,) = ask(machine_environment("gb10", **NEW_CHIP, **memory)).gpus
+        assert (found.is_unified, found.vram_total_mib, found.problem, found.bandwidth_gb_s) == (True, None, None, None)
+    (own,) = ask(
+        machine_environment("gb10", **NEW_CHIP, gpu__0__memory_total=8 << 30, gpu__0__memory_free=1 << 30)
+    ).gpus
+    assert (own.is_unified, own.vram_total_mib) == (False, 8192)
+
+
+@pytest.mark.parametrize(("integrated", "is_unified"), [(1, True), (0, False), (None, True)])
+def test_the_cuda_driver_says_whether_a_chip_is_integrated(
+    machine_environment: PutMachine, tmp_path: Path, integrated: int | None, is_unified: bool
+) -> None:
+    """Where there is one that knows the device; else what NVML leaves out tells."""
+    described = machine_environment("gb10", **NEW_CHIP)
+    if integrated is not None:
+        source = tmp_path / "cuda.c"
+        source.write_text(
+            "int cuInit(unsigned f) { return (int)f; }\n"
+            "int cuDeviceGetByPCIBusId(int *d, const char *bus) { *d = 7; return bus[0] != '0'; }\n"
+            f"int cuDeviceGetAttribute(int *v, int name, int d) {{ *v = {integrated}; return name != 18 || d != 7; }}\n"
+        )
+        (tmp_path / "cuda").mkdir()
+        library = tmp_path / "cuda/libcuda.so.1"
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        described = {**described, "LD_LIBRARY_PATH": f"{described['LD_LIBRARY_PATH']}:{library.parent}"}
+    (found,) = ask(described).gpus
+    assert found.is_unified is is_unified
+    assert found.problem == (None if is_unified else "does not report its memory: NVML: Not Supported (3)")
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_UNKNOWN])
+def test_a_card_that_does_not_tell_its_memory_says_why(machine_environment: PutMachine, code: int) -> None:
+    """It has a bus and a link, so its memory is its own."""
+    silent = {f"gpu__0__return__nvmlDeviceGetMemoryInfo{version}": code for version in ("", "_v2")}
+    (found,) = ask(machine_environment("4090", **silent)).gpus
+    assert (found.is_unified, found.vram_total_mib, found.vram_free_mib) == (False, None, None)
+    assert found.problem == f"does not report its memory: NVML: {pynvml.NVMLError(code)} ({code})"
+
+
+def test_no_memory_at_all_is_no_reading(machine_environment: PutMachine) -> None:
+    (found,) = ask(machine_environment("4090", gpu__0__memory_total=0, gpu__0__memory_free=0)).gpus
+    assert (found.vram_total_mib, found.problem) == (None, "does not report its memory: NVML says 0")
+    (full,) = ask(machine_environment("4090", gpu__0__memory_free=0)).gpus
+    assert (full.vram_total_mib, full.vram_free_mib, full.problem) == (24564, 0, None)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"gpu__0__name": "GRID A100-10C"}, {"gpu__0__name": "NVIDIA A100-2-10C"}, {"gpu__0__virtualization": 2}]
+)
+def test_a_virtual_gpu_is_not_given_the_whole_card_s_figures(
+    machine_environment: PutMachine, knobs: dict[str, Any]
+) -> None:
+    (found,) = ask(
+        machine_environment("h100", gpu__0__memory_total=10 << 30, gpu__0__memory_free=9 << 30, **knobs)
+    ).gpus
+    assert (found.vram_total_mib, found.problem) == (10240, None)
+    assert (found.bandwidth_gb_s, found.bandwidth_source, found.sm_count, found.bus_bits) == (None, None, None, None)
+    (passed_through,) = ask(machine_environment("h100", gpu__0__virtualization=1)).gpus
+    assert passed_through == gpus_of("h100")[0]
+
+
+def test_a_slice_that_only_its_name_tells_of_is_no_whole_card(machine_environment: PutMachine) -> None:
+    """Its parent's name has a size, too: 80GB."""
+    silent = {f"return__nvmlDeviceGet{name}": 3 for name in ("MemoryInfo", "MemoryInfo_v2", "Attributes_v2")}
+    large, small = ask(machine_environment("a100-mig", **silent)).gpus
+    assert (large.vram_total_mib, small.vram_total_mib) == (40 * 1024, 10 * 1024)
+    assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / 2, 2039.04 / 8)
+    assert (large.sm_count, small.sm_count) == (46, 15)
+    assert small.problem == "does not report its memory: NVML: Not Supported (3)"
+
+
 def test_the_second_count_of_memory_is_used_where_the_driver_has_it(machine_environment: PutMachine) -> None:
     name, missing = "24+8", {"return__nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
     assert ask(machine_environment(name, **missing)).gpus == gpus_of(name)
@@ -109,7 +191,9 @@ def test_all_that_may_be_unsupported_is_unknown(machine_environment: PutMachine)
     silent = {f"return__{name}": pynvml.NVML_ERROR_NOT_SUPPORTED for name in functions - needed}
     assert len(silent) > 20
     nothing: dict[str, Any] = dict.fromkeys(("name", "uuid", "sm", "vram_total_mib", "vram_free_mib", "pci_bus_id"))
-    assert ask(machine_environment("2x4090", **silent)).gpus == (Gpu(index=0, **nothing), Gpu(index=1, **nothing))
+    why = "does not report its memory: NVML: Not Supported (3)"
+    expected = tuple(Gpu(index=index, problem=why, **nothing) for index in (0, 1))
+    assert ask(machine_environment("2x4090", **silent)).gpus == expected
 
 
 def test_counts_that_cannot_be(machine_environment: PutMachine) -> None:
@@ -130,6 +214,7 @@ def test_a_slice_whose_memory_only_its_attributes_tell(machine_environment: PutM
 def test_one_lost_gpu_does_not_cost_the_other(machine_environment: PutMachine, code: int) -> None:
     lost, other = ask(machine_environment("2x4090", gpu__0__return__nvmlDeviceGetHandleByIndex_v2=code)).gpus
     assert (lost.name, lost.vram_total_mib) == (None, None)
+    assert lost.problem == f"does not answer: NVML: {pynvml.NVMLError(code)} ({code})"
     assert other == gpus_of("2x4090")[1]
 
 
@@ -145,7 +230,7 @@ def test_names_that_are_not_utf_8_are_unknown(machine_environment: PutMachine) -
         ({"hang__nvmlDeviceGetCount_v2": 1}, 3, "NVML did not answer within 3 s: the driver hangs"),
         ({"return__nvmlInitWithFlags": 18}, 60, "NVML: RM has detected an NVML/RM version mismatch"),
         ({"return__nvmlInitWithFlags": 9}, 60, "NVML: Driver Not Loaded"),
-        ({"return__nvmlDeviceGetCount_v2": 999}, 60, "NVML: Unknown Error"),
+        ({"return__nvmlDeviceGetCount_v2": 999}, 60, "NVML: Unknown Error (999)"),
     ],
 )
 def test_a_driver_in_trouble_is_a_problem_in_words(

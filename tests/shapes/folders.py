@@ -37,6 +37,7 @@ def write_folder(folder: Path, name: str, **changes: Any) -> Path:
     (config.get("text_config") or config).update(changes)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
     if row.get("has_template", True):
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     _write_holes(folder / "model.safetensors", list(_tensors(row)))

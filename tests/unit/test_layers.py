@@ -230,6 +230,8 @@ PROPER_NAMES = {
     "appliance/engines/vllm/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
     # What a balancer looks for unless it is told otherwise, whatever engine serves.
     "appliance/engines/routes.py": "vllm:num_requests_waiting|vllm:num_requests_running|vllm:kv_cache_usage_perc",
+    "appliance/engines/vllm/planning/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
+    "appliance/model/parts.py": "llama-gguf-split",  # the only program that merges parts
     "appliance/model/__init__.py": "images whose name begins vllm-",  # what serves the other format
 }
 # Types, keys and architectures of GGUF, and the names of published models.

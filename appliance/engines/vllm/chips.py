@@ -44,6 +44,27 @@ class WeightsKernel:
     least_sm: int
     kernel: str
     source: str
+    dtypes: tuple[str, ...] = ()  # that activations may have; empty: both of 16 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemeChips:
+    """Compute capabilities that a scheme of a method runs on, from `least_sm` and below `below_sm`."""
+
+    least_sm: int
+    below_sm: int | None  # None: on all newer ones
+    source: str
+    unless: str | None = None  # a flag of the engine that takes other kernels
+
+    def runs_on(self, sm: int) -> bool:
+        return self.least_sm <= sm and (self.below_sm is None or sm < self.below_sm)
+
+    def describe(self) -> str:
+        """As in "SM 75 or newer", "SM 75 to below 100", "SM 90 alone"."""
+        if self.below_sm is None:
+            return f"SM {self.least_sm} or newer"
+        is_one = self.below_sm == self.least_sm + 1
+        return f"SM {self.least_sm} alone" if is_one else f"SM {self.least_sm} to below {self.below_sm}"
 
 
 def chip_of(sm: str | None, *, isa: Sequence[str] = (), is_mla: bool = False) -> Chip:
@@ -68,7 +89,16 @@ def weights_kernel(method: str, sm: int) -> WeightsKernel | None:
     kernels: Mapping[int, str] = row["kernels"]
     fitting = [least for least in kernels if least <= sm]
     kernel = kernels[max(fitting)] if fitting else ""
-    return WeightsKernel(method=method, least_sm=row["from"], kernel=kernel, source=row["source"])
+    dtypes = tuple(row.get("dtypes", ()))
+    return WeightsKernel(method=method, least_sm=row["from"], kernel=kernel, source=row["source"], dtypes=dtypes)
+
+
+def scheme_chips(scheme: str) -> SchemeChips | None:
+    """None for a scheme that nobody has looked up."""
+    row = _load()["schemes"].get(scheme)
+    if row is None:
+        return None
+    return SchemeChips(least_sm=row["from"], below_sm=row.get("below"), source=row["source"], unless=row.get("unless"))
 
 
 def methods_for(sm: int) -> tuple[str, ...]:

@@ -68,7 +68,8 @@ class Vllm(Engine):
         and one that sees no GPU says so by itself (23)."""
         if hardware.gpus.libcuda is None:
             return Devices(said="the driver's library libcuda.so.1 cannot be found: cannot open shared object file")
-        return Devices(names=tuple(f"cuda:{at}" for at in range(len(hardware.gpus.gpus))))
+        usable = [gpu for gpu in hardware.gpus.gpus if not gpu.problem]
+        return Devices(names=tuple(f"cuda:{at}" for at in range(len(usable))))
 
     def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Space:
         return Space(inputs)

@@ -252,6 +252,7 @@ UNSIGNED(nvmlDeviceGetNumaNodeId, "numa_node")
 UNSIGNED(nvmlDeviceGetMaxMigDeviceCount, "mig_max")
 UNSIGNED(nvmlDeviceGetGpuInstanceId, "gpu_instance")
 UNSIGNED(nvmlDeviceGetComputeInstanceId, "compute_instance")
+UNSIGNED(nvmlDeviceGetVirtualizationMode, "virtualization")
 
 int nvmlDeviceGetEccMode(Device d, unsigned *now, unsigned *pending) {
     int code = device_unsigned("nvmlDeviceGetEccMode", d, "ecc", now);

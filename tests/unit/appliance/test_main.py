@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from appliance import __version__
-from appliance.__main__ import main
+from appliance.__main__ import HOST_VERBS, VERBS, main
 from appliance.image_facts import dump_facts
 from appliance.settings import PREFIX, SETTINGS
 from tests.builders import ENGINE, IMAGE
@@ -120,6 +120,40 @@ def test_wrong_words_are_usage(house: House, words: tuple[str, ...]) -> None:
     assert said.code == 2
     assert said.err.startswith("error: ")
     assert "--help" in said.err
+
+
+def test_flags_without_a_verb_are_those_of_serve(house: House) -> None:
+    """As images of other engines are started: `docker run IMAGE --ctx-size 2048`."""
+    own = ("--data-dir", str(house.data), "--facts-dir", str(house.facts))
+    assert house.bare("--ctx-size", "2048", *own).err == house.run("serve", "--ctx-size", "2048").err
+    assert "none is on the volume" in house.bare("--ctx-size", "2048", *own).err
+    said = house.bare("--ctx-sise", "2048")
+    assert (said.code, said.err) == (2, "error: unknown argument: --ctx-sise\n\nhint: perhaps you meant '--ctx-size'\n")
+    assert house.bare("--ctx-size", "x", *own).code == 10
+
+
+@pytest.mark.parametrize("words", [("--ctx-size", "2048", "plan"), ("--ctx-size=2048", "plan"), ("--json", "plan")])
+def test_a_verb_behind_flags_is_told_to_come_first(house: House, words: tuple[str, ...]) -> None:
+    said = house.bare(*words)
+    assert (said.code, said.err.splitlines()[0]) == (2, "error: verb stands behind flags: plan")
+    assert "appliance plan …" in said.err
+    assert "verb" not in house.bare("--model", "plan", "--facts-dir", str(house.facts)).err, "a model of that name"
+
+
+def test_help_and_version_come_without_a_verb(house: House) -> None:
+    for words in (("--help",), ("-h",)):
+        with pytest.raises(SystemExit) as ended:
+            house.bare(*words)
+        assert ended.value.code == 0
+        assert "usage: appliance [-h] VERB" in house.captured().out
+    assert house.bare("--version").out == house.bare("version").out
+    assert json.loads(house.bare("--version", "--json").out)["appliance"] == __version__
+
+
+def test_all_verbs_are_known_by_name(house: House) -> None:
+    """Those that `--help` lists are those that a word behind flags is compared with."""
+    said = house.bare("srve").err
+    assert re.findall(r"'([\w-]+)'", said.partition("choose from ")[2].partition(")")[0]) == [*VERBS, *HOST_VERBS]
 
 
 def test_an_unknown_verb_is_named_with_the_known(house: House) -> None:

@@ -24,6 +24,8 @@ from appliance.plan import RuledOut
 from appliance.probe import CoreGroup, Gpu, GpuHolder, GpuProbe, Hardware
 from appliance.settings import Settings, resolve_settings
 from tests.builders import ENGINE, IMAGE, card, machine, with_variants
+from tests.ports import free_port
+from tests.unit.probe.machine import fake_network
 
 CUDA_IMAGE = replace(IMAGE, cell="llama-cu130-sm86", cuda="13.0", sm=("86",), driver_floor_sass="580")
 CARD = card()
@@ -242,7 +244,17 @@ def test_a_port_that_another_program_has_fails_with_10(tmp_path: Path) -> None:
         taken = port_check(settings)
         assert (taken.status, taken.exit_code) == ("fail", 10)
         assert "another program has it" in (taken.remedy or "")
-    assert port_check(settings).status == "pass"
+    assert port_check(settings, tmp_path).status == "pass"
+
+
+def test_a_loopback_that_only_this_container_reaches_is_a_warning(tmp_path: Path) -> None:
+    settings = Settings(host="127.0.0.1", port=free_port(), runtime_dir=tmp_path)
+    root = fake_network(tmp_path, {"lo": (1, 1), "eth0": (5, 6)})
+    check = port_check(settings, root)
+    assert (check.status, check.exit_code) == ("warn", 0)
+    assert "only this container can reach 127.0.0.1" in check.value
+    assert "APPLIANCE_HOST" in (check.remedy or "")
+    assert port_check(replace(settings, host="0.0.0.0"), root).status == "pass"
 
 
 CHECKS = (

@@ -176,7 +176,7 @@ def test_a_model_without_heads_is_read_when_it_keeps_a_state(tmp_path: Path) -> 
         ({"llama__attention__head_count_kv": ["1", "2"]}, "llama.attention.head_count_kv must hold 2 whole numbers"),
         ({"llama__attention__head_count_kv": 0}, "its layers do not attend: heads 8, KV heads 0"),
         ({"llama__attention__head_count": 65}, "its layers do not attend"),
-        ({"general__type": "adapter"}, "it is no model but of general.type adapter"),
+        ({"general__type": "adapter"}, "it is an adapter (LoRA), and no model"),
         ({"general__type": "mmproj"}, "it is a multimodal projector"),
         ({"tensors": []}, "it holds no tensors"),
     ],

@@ -215,3 +215,25 @@ def test_an_engine_that_sees_some_of_the_gpus_is_said() -> None:
     assert (why_fewer(CUDA_IMAGE, two, ("CUDA0",)) or "").startswith("the engine sees 1 of 2 GPUs: CUDA0 of Test 9000")
     slices = given(replace(gpu(), mig_profile="1g.10gb"), replace(gpu(index=0), mig_profile="1g.10gb"))
     assert why_fewer(CUDA_IMAGE, slices, ("CUDA0",)) is None
+
+
+LOST = replace(gpu(None, 1, ""), name=None, vram_total_mib=None, vram_free_mib=None,
+               problem="does not answer: NVML: GPU is lost (15)")  # fmt: skip
+
+
+def test_a_card_in_trouble_is_left_out_by_its_index_with_what_to_do() -> None:
+    hardware = given(gpu(), LOST)
+    (warning,) = check_supported(AUTO, CUDA_IMAGE, hardware)
+    assert warning.startswith("GPU 1 does not answer: NVML: GPU is lost (15); it is left out; look for Xid in `dmesg`")
+    assert [each.index for each in usable_gpus(CUDA_IMAGE, hardware)] == [0]
+    assert why_fewer(CUDA_IMAGE, hardware, ("CUDA0",)) is None
+    refused = replace(LOST, problem="does not answer: NVML: Insufficient Permissions (4)")
+    assert "NVIDIA_VISIBLE_DEVICES" in check_supported(AUTO, CUDA_IMAGE, given(gpu(), refused))[0]
+
+
+def test_where_only_cards_in_trouble_are_left_it_is_23_with_each_of_them() -> None:
+    error = api_error(CUDA_IMAGE, given(LOST, gpu("75", 0, "old")))
+    assert isinstance(error, GpuUnusableError)
+    assert "GPU 1 does not answer" in error.message
+    assert "old (SM 75) is left out" in error.message
+    assert "--devices none" in (error.hint or "")

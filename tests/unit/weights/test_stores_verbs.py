@@ -409,7 +409,7 @@ def test_what_is_no_file_or_leads_nowhere_is_no_model(run: Run, models: Path, we
     assert missing == {
         "pipe.gguf": "it is no file: pipe.gguf",
         "link.gguf": "it is a link that leads nowhere",
-        "m-00001-of-00003.gguf": "2 of its 3 parts are missing",
+        "m-00001-of-00003.gguf": "2 of its 3 parts are missing, the first of them m-00002-of-00003.gguf",
         "Qwen": "model-00002-of-00002.safetensors is missing",
     }
     said = run("verify")

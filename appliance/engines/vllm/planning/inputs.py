@@ -16,11 +16,13 @@ from appliance.engines.vllm.planning.precision import (
     attention_choice,
     check_attention,
     check_method,
+    check_tokenizer,
     choose_dtype,
     gdn_choice,
     quantization_choice,
+    tokenizer_choice,
 )
-from appliance.engines.vllm.planning.rope import overrides_for, wanted_context
+from appliance.engines.vllm.planning.rope import overrides_for, unused_reach, wanted_context
 from appliance.engines.vllm.planning.shape import Kind, Shape, shape_of
 from appliance.engines.vllm.planning.variables import own_variables
 from appliance.errors import ConfigError, GpuUnusableError
@@ -98,6 +100,7 @@ def read_facts(given: Inputs) -> Facts:
     ModelUnreadableError (30) for what no plan can mend."""
     settings, engine, model = given.settings, given.facts, given.model
     shape, pins = shape_of(model), read_pins(settings, engine)
+    check_tokenizer(model, pins)
     check_method(model, shape, engine)
     cards, left_out = usable_cards(settings, given.image, given.hardware)
     chip = _weakest(cards, given.hardware, is_mla="mla" in shape.kinds)
@@ -106,7 +109,7 @@ def read_facts(given: Inputs) -> Facts:
     check_attention(shape, chip, pins, engine)
     backend, by_attention = attention_choice(chip, kv.chosen, pins)
     gdn, by_gdn = gdn_choice(shape, chip, pins)
-    by_weights = quantization_choice(shape, chip)
+    by_weights = quantization_choice(shape, chip, pins, [_sm(gpu) for gpu in cards])
     wanted = wanted_context(settings, model)
     return Facts(
         given=given,
@@ -126,7 +129,20 @@ def read_facts(given: Inputs) -> Facts:
         wanted=wanted,
         hosts=hosts_of(given, cards),
         shm_mib=shm_of(given),
-        choices=tuple(each for each in (by_dtype, by_weights, kv.choice, by_attention, by_gdn, *left_out) if each),
+        choices=tuple(
+            each
+            for each in (
+                unused_reach(model),
+                tokenizer_choice(model),
+                by_dtype,
+                by_weights,
+                kv.choice,
+                by_attention,
+                by_gdn,
+                *left_out,
+            )
+            if each
+        ),
     )
 
 
@@ -172,4 +188,8 @@ def _weakest(cards: tuple[Gpu, ...], hardware: Hardware, *, is_mla: bool) -> Chi
     """What all of them can do."""
     if not cards:
         return chip_of(None, isa=hardware.cpu.isa, is_mla=is_mla)
-    return chip_of(min(((gpu.sm or _OLDEST).rstrip("af") for gpu in cards), key=int), is_mla=is_mla)
+    return chip_of(str(min(map(_sm, cards))), is_mla=is_mla)
+
+
+def _sm(gpu: Gpu) -> int:
+    return int((gpu.sm or _OLDEST).rstrip("af"))

@@ -3,8 +3,12 @@ instead. Pure."""
 
 from __future__ import annotations
 
-from appliance.engines.vllm.chips import Chip, methods_for, weights_kernel
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from appliance.engines.vllm.chips import Chip, methods_for, scheme_chips, weights_kernel
 from appliance.engines.vllm.planning.engine_args import Pins
+from appliance.engines.vllm.planning.schemes import Scheme
 from appliance.engines.vllm.planning.shape import Shape
 from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
 from appliance.image_facts import AttentionBackend, EngineFacts
@@ -18,7 +22,7 @@ _DTYPES = {"half": "float16", "float": "float32", **{name: name for name in OUR_
 
 
 def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
-    """Raises ConfigError (10) for bfloat16 on a chip without it."""
+    """Raises ConfigError (10) for bfloat16 on a chip without it, and for a type that the quantization has not."""
     asked = pins.dtype if pins.dtype != "auto" else None
     if asked is not None:
         found = _DTYPES.get(asked)
@@ -26,7 +30,15 @@ def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
             why = f"{chip.name} computes no bfloat16, which begins with SM 80" if found else "no such type"
             message = f"setting engine_arg asks for a type that cannot be used: '{asked}' ({pins.source}): {why}"
             raise ConfigError(message, hint="use --dtype float16, or leave it out")
+        if (only := _only_types(shape, chip)) and found not in only:
+            message = (
+                f"setting engine_arg asks for a type that {shape.quantization.name} has not: '{asked}' ({pins.source})"
+            )
+            raise ConfigError(message, hint=f"use --dtype {only[0]}, or leave it out")
         return found, Choice(name="dtype", value=found, reason="asked for", source=pins.source)
+    if (only := _only_types(shape, chip)) and shape.dtype not in only:
+        why = f"the model is {shape.dtype}, and {shape.quantization.name} is computed in {only[0]} alone"
+        return only[0], Choice(name="dtype", value=only[0], reason=why, source="model")
     if shape.dtype == "float16" or (shape.dtype == "bfloat16" and chip.has_bfloat16):
         return shape.dtype, Choice(name="dtype", value=shape.dtype, reason="the model's own", source="model")
     why = f"the model is {shape.dtype}"
@@ -37,6 +49,13 @@ def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
     return chip.dtype, Choice(name="dtype", value=chip.dtype, reason=why, source="probe")
 
 
+def _only_types(shape: Shape, chip: Chip) -> tuple[str, ...]:
+    """Of activations, that a quantization allows on a GPU; none if it allows both of 16 bits."""
+    method = shape.quantization.name
+    found = weights_kernel(method, chip.sm) if method and chip.sm is not None else None
+    return found.dtypes if found and chip.has_bfloat16 else ()
+
+
 def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
     """Raises ModelUnreadableError (30) for weights, or scales of a cache, in no way that the engine knows."""
     if shape.quantization.kv_problem:
@@ -45,8 +64,39 @@ def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
         raise ModelUnreadableError(message, hint="take another quantization of it, or one without kv_cache_scheme")
     known = [each.name for each in engine.quantizations]
     method = shape.quantization.name
-    if method is None or not known or method in known:
+    if method is None:
         return
+    if known and method not in known:
+        _refuse_method(model, method, engine, known)
+    problem = next((each.problem for each in _of_linear(shape) if each.problem), None)
+    if problem is not None:
+        message = f"model cannot be used: {model.path / 'config.json'}: vLLM ends over its quantization: {problem}"
+        raise ModelUnreadableError(message, hint="take another quantization of it, or the model in 16 bits")
+
+
+def check_tokenizer(model: Model, pins: Pins) -> None:
+    """Raises ModelUnreadableError (30) for a folder without any tokenizer: vLLM ends over it after its imports. Also
+    online it looks for none elsewhere: a path is no name of a repository."""
+    if model.tokenizer_files or "--skip-tokenizer-init" in pins.passed:
+        return
+    message = (
+        f"model cannot be used: {model.path}: it has no tokenizer: no tokenizer.json, tokenizer.model, vocab.json, "
+        "vocab.txt, tekken.json or tokenizer_config.json"
+    )
+    raise ModelUnreadableError(
+        message, hint="fetch the whole folder again: its copy was interrupted, or left files out"
+    )
+
+
+def tokenizer_choice(model: Model) -> Choice | None:
+    """What is said of a folder that names a tokenizer and has no vocabulary for it: few need none."""
+    if set(model.tokenizer_files) != {"tokenizer_config.json"}:
+        return None
+    why = "no vocabulary lies beside it, as tokenizer.json: vLLM ends at its start unless this tokenizer needs none"
+    return Choice(name="tokenizer", value="tokenizer_config.json", reason=why, source="model", is_refusal=True)
+
+
+def _refuse_method(model: Model, method: str, engine: EngineFacts, known: Sequence[str]) -> NoReturn:
     message = (
         f"model cannot be used: {model.path / 'config.json'}: vLLM {engine.version} does not know its quantization "
         f"method: {method!r}"
@@ -54,8 +104,18 @@ def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
     raise ModelUnreadableError(message, hint=f"take the model as one of {', '.join(sorted(known))}, or in 16 bits")
 
 
-def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:
-    """Raises NoKernelError (20) for weights that no kernel of the chip multiplies with."""
+def _of_linear(shape: Shape) -> Iterator[Scheme]:
+    """Schemes that some linear layer has: attention's, or the dense feed-forward's. Experts have kernels of their
+    own."""
+    stored = shape.quantization
+    names = ("self_attn", "attn", "q_proj", "o_proj"), *([] if shape.experts else [("mlp", "gate_proj", "down_proj")])
+    if any(stored.covers(*modules, layers=shape.layers) for modules in names):
+        yield from (each for each in stored.schemes if not each.is_of_experts)
+
+
+def quantization_choice(shape: Shape, chip: Chip, pins: Pins, sms: Sequence[int]) -> Choice | None:
+    """`sms` are those of all cards, `chip` the weakest of them. Raises NoKernelError (20) for weights that no kernel of
+    a card multiplies with."""
     method = shape.quantization.name
     if method is None:
         return None
@@ -71,8 +131,30 @@ def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:
             f"and this is {chip.name} ({found.source})"
         )
         raise NoKernelError(message, hint=f"take the model as one of {', '.join(methods_for(chip.sm))}, or in 16 bits")
-    why = f"kernels: {found.kernel}{group_words}; it needs SM {found.least_sm} and this is {chip.name}"
+    schemes = tuple(dict.fromkeys(each.name for each in _of_linear(shape) if each.name))
+    for name in schemes:
+        _check_scheme(shape, name, pins, sms)
+    least = max((known.least_sm for name in schemes if (known := scheme_chips(name))), default=found.least_sm)
+    least = max(least, found.least_sm)
+    words = f" ({', '.join(schemes)})" if schemes else ""
+    why = f"kernels: {found.kernel}{group_words}{words}; it needs SM {least} and this is {chip.name}"
     return Choice(name="quantization", value=method, reason=why, source="model", detail=found.source)
+
+
+def _check_scheme(shape: Shape, name: str, pins: Pins, sms: Sequence[int]) -> None:
+    known = scheme_chips(name)
+    if known is None or (stranger := next((sm for sm in sms if not known.runs_on(sm)), None)) is None:
+        return
+    if known.unless and known.unless in " ".join(pins.passed).replace("=", " "):
+        return
+    message = (
+        f"model's weights cannot be used on this GPU: {shape.title} is {shape.quantization.name} of the scheme {name}, "
+        f"which vLLM computes on {known.describe()}, and this is SM {stranger} ({known.source})"
+    )
+    others = [each for each in methods_for(stranger) if each != shape.quantization.name]
+    hint = f"take the model as one of {', '.join(others)}, or in 16 bits"
+    other_way = f'; --engine-arg "{known.unless}" takes other kernels, which nobody tried' if known.unless else ""
+    raise NoKernelError(message, hint=hint + other_way)
 
 
 def check_attention(shape: Shape, chip: Chip, pins: Pins, engine: EngineFacts) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from appliance.engines.vllm.planning.schemes import Scheme, schemes_of
 from appliance.values import dataclass
 
 LIMIT = 1 << 20  # of any length or count: no published model comes near
@@ -37,6 +38,7 @@ class Quantization:
     kv_type: str | None = None  # of a cache that the checkpoint has scales for
     kv_problem: str | None = None  # why the engine would end over what is said of that cache
     left_out: tuple[str, ...] = ()  # modules and patterns of modules that are as they were trained
+    schemes: tuple[Scheme, ...] = ()  # of methods that have several; empty: the method has one, or nobody looked
 
     @property
     def loads_kv_scales(self) -> bool:
@@ -78,6 +80,7 @@ def quantization_of(
         group=_common([*(_first(each, "group_size", "q_group_size") for each in groups), *(n for _, n in blocks)]),
         rows=_common(rows for rows, _ in blocks),
         left_out=tuple(_left_out(found)),
+        schemes=schemes_of(found, name),
     )
 
 
