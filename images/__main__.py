@@ -290,7 +290,7 @@ def _build(arguments: argparse.Namespace) -> int:
     engine = docker.Engine()
     if arguments.dry_run:
         options = _with_toolkit(options, loaded, cells, engine, is_dry=True)
-        jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
+        jobs = [_dry(_plan(cell, options, engine, _platform_here(), is_dry=True), archives) for cell in cells]
         rows = [
             {"cell": job.cell.id, "build_id": job.build_id, "command": list(build.buildx_argv(job))} for job in jobs
         ]
@@ -389,12 +389,14 @@ def _hold(
     return held, None
 
 
-def _plan(cell: Cell, options: build.Options, engine: docker.Engine, platform: matrix.Platform) -> build.Job:
+def _plan(
+    cell: Cell, options: build.Options, engine: docker.Engine, platform: matrix.Platform, *, is_dry: bool = False
+) -> build.Job:
     """BuildError when an image that the cell stands on, or takes its toolkit from, is nowhere to be had."""
     if options.toolkit_image is None:
         compat.refuse_unresolved(cell)
     given.check_wheels(cell, options.wheels)
-    base = build.choose_base(cell, options.base, engine)
+    base = build.choose_base(cell, options.base, engine, is_dry=is_dry)
     toolkit = build.choose_toolkit(cell, options.toolkit_image, engine)
     _progress(cell, base.describe(cell))
     job = build.plan_job(ROOT, cell, options, base, toolkit, platform=platform)
@@ -632,7 +634,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     engine = docker.Engine()
     if arguments.dry_run:
         options = _with_toolkit(options, loaded, cells, engine, is_dry=True)
-        jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
+        jobs = [_dry(_plan(cell, options, engine, _platform_here(), is_dry=True), archives) for cell in cells]
         commands = [list(reproduce.uncached_argv(job, ())) for job in jobs]
         _say(arguments, commands, [shlex.join(command) for command in commands])
         return 0
