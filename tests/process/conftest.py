@@ -20,6 +20,14 @@ from tests.process.stages.own_process import own_process
 from tests.process.stages.supervisor import MakeCommand, fake_command
 
 
+@pytest.fixture(scope="package", autouse=True)
+def _without_docker() -> Iterator[None]:
+    """The results are the same on a machine with Docker, whatever runs there, and on one without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
     """A run that a shell has put behind it with `&` ignores SIGINT, and so would every program that a test starts."""
