@@ -41,6 +41,7 @@ from images import (
     given,
     gpus,
     index,
+    inventory,
     lock,
     matrix,
     mirror,
@@ -212,9 +213,11 @@ def _ask_docker(*words: str) -> tuple[str, ...]:
 def _render(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
     files = {path: text for cell in cells for path, text in _rendered(cell).items()}
+    recipes = [recipe.load(ROOT, name) for name in recipe.names(ROOT)]
     files |= {
         bake.BAKE_FILE: bake.bake_file(loaded.cells, loaded.publisher),
         ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked),
+        inventory.INVENTORY: inventory.inventory_file(loaded.cells, recipes),
     }
     for name, cell in loaded.devcontainers.items():
         files |= devcontainer.files(ROOT, name, cell)
@@ -1032,9 +1035,9 @@ def _platform_of(engine: docker.Engine) -> matrix.Platform:
 
 def _platform_here() -> matrix.Platform:
     name = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
-    for known in PLATFORMS:
-        if known == name:
-            return known
+    for each in PLATFORMS:
+        if each == name:
+            return each
     message = f"no image is for this machine: {name}"
     raise UsageError(message, hint=f"--platform asks for another one: {', '.join(PLATFORMS)}")
 

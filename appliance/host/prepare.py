@@ -18,6 +18,7 @@ from appliance.host.ask import agrees
 from appliance.host.containers import Found
 from appliance.host.gateway import Gateway
 from appliance.host.image import Image
+from appliance.host.inventory import recipes_here
 from appliance.host.launch import DEFAULTS, PREFIX, Bind, Launch, container_name
 from appliance.host.weights import Weights, understand
 from appliance.reference import refuse_password
@@ -40,7 +41,7 @@ class Prepared:
 
 def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping[str, str], err: Console) -> Prepared:
     """Pulls or builds the image where it is not here, unless this is a dry run."""
-    weights = understand(options.model, environment.get("HF_ENDPOINT", ""))
+    weights = understand(options.model, environment.get("HF_ENDPOINT", ""), recipes_here())
     if weights.note:
         err.print(f"note: {weights.note}", markup=False, soft_wrap=True)
     settings = variables(options, weights)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import BAKED_MODELS_PATH, Recipe, Rung, folders_by_hand
 from appliance.model import Format, find_model, only_model, resolve_model
+from appliance.model_names import NamedRecipe, NamedRung, rungs_named
 from appliance.settings import HubSettings, Settings, parse_folders
 from appliance.values import dataclass
 
@@ -219,6 +220,8 @@ def _of_hub(
         return found_elsewhere
     is_file = request.count("/") == 1 and request.lower().endswith(".gguf")  # of a folder on the volume
     if is_file or not looks_remote(request):
+        if recipe and (rungs := _rungs_published(request, recipe, serves)):
+            return _of_recipe(recipe, rungs, settings.models_dir, hub)
         return Located(path=_refused(request, settings, serves, recipe))
     from appliance.weights.stores import lookup  # here: as above, it costs a start that fetches nothing
 
@@ -229,6 +232,14 @@ def _of_hub(
     if found := lookup(reference, roots, serves):
         return Located(path=found[0].parent if is_folder else found[0], names=(request,))
     return FromHub(reference=reference)
+
+
+def _rungs_published(request: str, recipe: Recipe, serves: Format) -> tuple[Rung, ...]:
+    """Return the rungs of a model that is called by its published name, as in Qwen3-8B; empty if it is none."""
+    ladder = [rung for rung in recipe.rungs if rung.format == serves]
+    named = tuple(NamedRung(name=rung.name, published=rung.published) for rung in ladder)
+    found = rungs_named(request, NamedRecipe(name=recipe.name, vendors=(), rungs=named))
+    return tuple(rung for rung in ladder if rung.name in found)
 
 
 def _in_folder(request: str, models_dir: Path) -> Located | None:
