@@ -15,7 +15,8 @@ from docker.errors import APIError, NotFound
 
 from appliance.errors import ConfigError, VolumeError
 from appliance.host.gateway import Gateway
-from appliance.host.launch import DATA, LABEL, PORT, PREFIX, RESTARTS, RETRIES, Launch, parse_label
+from appliance.host.launch import DATA, LABEL, PREFIX, RESTARTS, RETRIES, Launch, parse_label
+from appliance.host.ports import PORT
 from appliance.values import dataclass
 
 CELL = "io.appliance.cell"  # of every image of ours, and so of every container of one; empty on what only stands on one
