@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from appliance.documents import load
 from appliance.errors import ConfigError, FatalError
 from appliance.host import gpus
-from appliance.host.containers import CELL
+from appliance.host.containers import CELL, RECIPE
 from appliance.host.gpus import HostGpu
 from appliance.host.inventory import CLONE
 from appliance.run import Finished, RunTimeout, run, run_shown
@@ -26,7 +26,6 @@ from appliance.values import dataclass
 LOCAL = "appliance"
 PREFIX = "IMAGE_PREFIX"
 MATRIX = "build_matrix.yaml"
-RECIPE = "io.appliance.recipe"
 ASK_S = 60.0
 PLATFORMS = {"x86_64": "amd64", "aarch64": "arm64"}
 

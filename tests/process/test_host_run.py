@@ -544,6 +544,21 @@ def test_a_build_that_fails_ends_with_60_and_its_words() -> None:
     )
 
 
+def test_a_model_of_a_recipe_by_the_name_that_people_know() -> None:
+    with clone() as host:
+        shutil.copy(ROOT / "images/inventory.json", host.place / "images")
+        done = host.run("run", "Qwen3-30B-A3B", "--dry-run", "--yes", "--cpu")
+        unknown = host.run("run", "Qwen3.6-27B", "--dry-run", "--yes", "--cpu")
+    assert done.code == 0, done.err
+    assert done.out.endswith(" appliance/qwen:llama-cpu\n")
+    assert "--env APPLIANCE_MODEL=qwen:30b-a3b-q4_k_m " in done.out
+    assert "note: Qwen3-30B-A3B is qwen:30b-a3b-q4_k_m of the recipes" in done.err
+    assert (unknown.code, unknown.out) == (10, "")
+    assert (
+        "error: no recipe has a model of this name: Qwen3.6-27B\n\nhint: perhaps you meant Qwen3.8-27B" in unknown.err
+    )
+
+
 def test_what_the_build_half_refuses_is_passed_on() -> None:
     with clone() as host:
         host.environment["FAKE_SELECT_ERROR"] = "no recipe qwem"

@@ -64,7 +64,8 @@ def told(found: Iterable[FatalError]) -> list[tuple[str, str | None]]:
         ),
         (
             {**INFO, "Driver": "overlay2", "DriverStatus": [["Backing Filesystem", "extfs"]]}, "",
-            "Docker keeps its images in a store that cannot load what is built here: overlay2", "containerd-snapshotter",
+            "Docker keeps its images in a store that cannot load what is built here: overlay2",
+            "containerd-snapshotter",
         ),
     ],
 )  # fmt: skip
