@@ -11,6 +11,7 @@ from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from appliance.errors import ConfigError, FatalError, UsageError
+from appliance.host.together import SeveralErrors
 from appliance.settings import load_settings, process_environment
 from appliance.shown import shown_streams
 
@@ -125,6 +126,11 @@ def table() -> str:
 
 
 def _show(error: FatalError) -> None:
+    if isinstance(error, SeveralErrors):
+        for number, each in enumerate(error.errors):
+            print(end="\n" if number else "", file=sys.stderr)
+            _show(each)
+        return
     for line in error.log:
         print(f"  | {line}", file=sys.stderr)
     print(f"error: {error.message}", file=sys.stderr)

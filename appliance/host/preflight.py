@@ -109,7 +109,10 @@ def findings(options: argparse.Namespace, inventory: Inventory | None, meant: Me
     if options.what == "up":
         yield from model_findings(options.model, inventory, meant)
         yield from port_findings(options.port, options.project, docker)
-        yield from volume_findings(options.volume, options.project, docker)
+        if docker.volume is not None:
+            users = {each["Names"]: _labels(each) for each in docker.users}
+            hint = f"another one: make up APPLIANCE_VOLUME={options.volume}-2"
+            yield from volume_findings(options.volume, docker.volume, users, project=options.project, hint=hint)
 
 
 def python_findings(clone: Path) -> Iterator[FatalError]:
@@ -241,22 +244,30 @@ def _is_free(port: int, docker: Docker) -> bool:
     return not published and ports.is_free(BIND, port)
 
 
-def volume_findings(name: str, project: str, docker: Docker) -> Iterator[FatalError]:
-    """Compose takes a volume of this name, whoever made it. Another program's is told by its users and contents."""
-    if docker.volume is None:
-        return
-    strangers = [each["Names"] for each in docker.users if not _labels(each).get(CELL_LABEL)]
-    owner = (docker.volume.get("Labels") or {}).get(PROJECT_LABEL)
+def volume_findings(
+    name: str,
+    volume: Mapping[str, Any],
+    users: Mapping[str, Mapping[str, str]],
+    *,
+    project: str | None = None,
+    hint: str,
+) -> Iterator[FatalError]:
+    """Docker takes a volume of this name, whoever made it. Another program's is told by its users and contents.
+
+    `users`: labels by container. `project`: of compose, which would have made it; None if compose has no part in it.
+    """
+    strangers = [container for container, labels in users.items() if not labels.get(CELL_LABEL)]
+    owner = (volume.get("Labels") or {}).get(PROJECT_LABEL)
     if strangers:
         why = f"container {strangers[0]} uses it, which is no appliance"
-    elif owner and owner != project and not docker.users:
+    elif project and owner and owner != project and not users:
         why = f"the compose project {owner} made it"
-    elif names := _of_others(Path(str(docker.volume.get("Mountpoint")))):
+    elif names := _of_others(Path(str(volume.get("Mountpoint")))):
         why = f"it holds {', '.join(names[:3])}"
     else:
         return
-    hint = f"another one: make up APPLIANCE_VOLUME={name}-2; docker volume inspect {name} shows it"
-    yield VolumeError(f"volume {name} is not the appliance's: {why}", hint=hint)
+    message = f"volume {name} is not the appliance's: {why}"
+    yield VolumeError(message, hint=f"{hint}; docker volume inspect {name} shows it")
 
 
 def _of_others(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,6 +267,27 @@ def test_bad_words_are_refused(words: list[str], code: int, said: str, hint: str
     assert (done.code, done.out) == (code, ""), done.err
     assert said in done.err
     assert hint in done.err
+
+
+def test_all_that_would_stop_it_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "pg_wal").mkdir()
+    with on_host("--volume", str(tmp_path)) as host:
+        words = ("--port", "70000", "--set", "parallel=x", "--cpu", "--gpus", "all")
+        done = host.run("run", f"{host.folder}/none.gguf", "-d", *words)
+        alone = host.run("run", host.model(), "-d")
+        assert host.asked("containers/create") == []
+    assert [line.split(": ")[1] for line in done.err.splitlines() if line.startswith("error: ")] == [
+        "no such model file",
+        "setting parallel is not a whole number",
+        "--port is outside 1 to 65535",
+        "--cpu and --gpus all exclude each other",
+        "volume appliance is not the appliance's",
+    ]
+    assert (done.code, done.err.count("\nhint: ")) == (30, 5)
+    assert (alone.code, alone.out) == (50, "")
+    assert "error: volume appliance is not the appliance's: it holds pg_wal\n\nhint: another one: --volume NAME; " in (
+        alone.err
+    )
 
 
 def test_a_file_that_is_missing_names_its_near_miss() -> None:

@@ -109,7 +109,6 @@ def test_what_is_no_port(port: str) -> None:
 @pytest.mark.parametrize(
     ("volume", "users", "names", "why"),
     [
-        (None, (), (), None),
         ({"Labels": None}, (), (), None),
         ({"Labels": None}, (), ("cache", "lost+found", "mine"), None),
         ({"Labels": {"com.docker.compose.project": "appliance"}}, (OURS,), ("models",), None),
@@ -121,15 +120,16 @@ def test_what_is_no_port(port: str) -> None:
 )
 def test_a_volume_of_another_program(
     tmp_path: Path,
-    volume: dict[str, Any] | None,
+    volume: dict[str, Any],
     users: tuple[dict[str, str], ...],
     names: tuple[str, ...],
     why: str | None,
 ) -> None:
     for name in names:
         (tmp_path / name).mkdir()
-    made = volume and {**volume, "Mountpoint": str(tmp_path)}
-    found = list(volume_findings("appliance", "appliance", replace(SOUND, volume=made, users=users)))
+    made = {**volume, "Mountpoint": str(tmp_path)}
+    labels = {each["Names"]: preflight._labels(each) for each in users}
+    found = list(volume_findings("appliance", made, labels, project="appliance", hint="APPLIANCE_VOLUME=other"))
     assert [each.message for each in found] == ([f"volume appliance is not the appliance's: {why}"] if why else [])
     assert all(each.exit_code == 50 and "APPLIANCE_VOLUME=" in str(each.hint) for each in found)
 
