@@ -210,7 +210,7 @@ def _size(path: Path) -> int | None:
 
 def _of_hub(
     request: str, settings: Settings, serves: Format, hub: Callable[[], HubSettings], recipe: Recipe | None
-) -> Located | FromHub:
+) -> Which:
     # here: a start whose model is a file of the volume never needs it
     from appliance.reference import looks_remote, parse_reference
 
