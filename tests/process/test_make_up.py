@@ -250,3 +250,24 @@ def test_the_tests_look_at_what_building_takes(place: Workplace) -> None:
     assert done.returncode != 0
     assert done.stderr.startswith("error: Docker does not answer: ")
     assert not place.called("python")
+
+
+@pytest.mark.parametrize(
+    ("fails", "asked"),
+    [
+        ("none", ["up", "test", "up", "--silent down"]),
+        ("up", ["up", "--silent down"]),
+        ("test", ["up", "test", "--silent down"]),
+    ],
+)
+def test_ci_does_what_a_newcomer_does_and_leaves_nothing_running(tmp_path: Path, fails: str, asked: list[str]) -> None:
+    for folder in (".ci", "bin"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    make = tmp_path / "bin/make"
+    make.write_text(f'#!/bin/sh\necho "$*" >>calls\n[ "$1" != {fails} ] || exit 2\n')
+    make.chmod(0o755)
+    environment = {"PATH": f"{make.parent}:/usr/bin:/bin"}
+    done = subprocess.run([tmp_path / ".ci/run"], env=environment, timeout=60, check=False)
+    assert (tmp_path / "calls").read_text().splitlines() == asked
+    assert done.returncode == (0 if fails == "none" else 2)
