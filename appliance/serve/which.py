@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import BAKED_MODELS_PATH, Recipe, Rung, folders_by_hand
 from appliance.model import Format, find_model, only_model, resolve_model
-from appliance.model_names import NamedRecipe, NamedRung, rungs_named
 from appliance.settings import HubSettings, Settings, parse_folders
 from appliance.values import dataclass
 
@@ -236,6 +235,9 @@ def _of_hub(
 
 def _rungs_published(request: str, recipe: Recipe, serves: Format) -> tuple[Rung, ...]:
     """Return the rungs of a model that is called by its published name, as in Qwen3-8B; empty if it is none."""
+    # here: a start whose model is found by its own name never needs it
+    from appliance.model_names import NamedRecipe, NamedRung, rungs_named
+
     ladder = [rung for rung in recipe.rungs if rung.format == serves]
     named = tuple(NamedRung(name=rung.name, published=rung.published) for rung in ladder)
     found = rungs_named(request, NamedRecipe(name=recipe.name, vendors=(), rungs=named))
