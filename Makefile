@@ -75,12 +75,13 @@ endif
 # enough the shell looks at Docker alone.
 LOOK := venv
 MEANT := .make/meant
+TOLD := /dev/null
 OLD_PYTHON := hint: sudo apt install python3 python3-venv, or make PYTHON=/path/to/python3.11
 .PHONY: preflight
 preflight:
 	@mkdir -p $(dir $(MEANT))
 	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	  $(PYTHON) -m appliance.host.preflight $(LOOK) --path 'CA_BUNDLE=$(CA_BUNDLE)' --path 'WHEELS=$(WHEELS)' >$(MEANT); \
+	  $(PYTHON) -m appliance.host.preflight $(LOOK) --path 'CA_BUNDLE=$(CA_BUNDLE)' --path 'WHEELS=$(WHEELS)' >$(TOLD); \
 	else \
 	  found=$$($(PYTHON) --version 2>&1) || found="there is no $(PYTHON)"; \
 	  printf 'error: Python 3.11 or newer is needed: %s\n\n%s\n' "$$found" '$(OLD_PYTHON)' >&2; \
@@ -90,6 +91,7 @@ preflight:
 
 up: LOOK = up --model '$(MODEL)' --cell '$(if $(filter-out file,$(origin CELL))$(filter demo,$(MODEL)),$(CELL))' \
   --port '$(or $(APPLIANCE_HOST_PORT),11435)' --volume '$(VOLUME)' --project '$(PROJECT)'
+up: TOLD = $(MEANT)
 test: LOOK = test --cell '$(CELL)'
 
 # The volume is compose's to make, and the model's to fill: an image fetches what it has not in it.

@@ -13,11 +13,11 @@ from hypothesis import settings
 HERE = Path(__file__).parent
 MARKS = {"unit": "fast", "process": "process", "container": "container", "gpu": "gpu"}
 
-# Settings of the caller: of the product, make, the hub, tools that `inject` knows, engines, compose and terminals.
+# Settings of the caller: of the product, make, the hub, tools that `inject` knows, compose and terminals.
 # A test sets what it wants. APPLIANCE_TEST_… and APPLIANCE_ENGINE_DIR are for the tests.
 OF_THE_CALLER = re.compile(
     r"APPLIANCE_(?!TEST_|ENGINE_DIR$)|(?:MODEL|CELL|WAIT|BAKE_WEIGHTS|IMAGE_PREFIX|M(?:AKE)?FLAGS|MAKEOVERRIDES|MAKELEVEL)$"
-    r"|HF_|HUGGING|OPENAI_|ANTHROPIC_|CLAUDE_|OLLAMA_|XDG_|GGML_|LLAMA_|VLLM_|OMP_|CUDA_|NVIDIA_|COMPOSE_"
+    r"|HF_|HUGGING|OPENAI_|ANTHROPIC_|CLAUDE_|OLLAMA_|COMPOSE_"
     r"|(?:NO_COLOR|FORCE_COLOR|COLUMNS|LINES)$"
 )
 for _name in [name for name in os.environ if OF_THE_CALLER.match(name)]:

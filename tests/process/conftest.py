@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import be_alone
 from tests.fakes.machines import build_library
 from tests.process.stages.boot import Home
 from tests.process.stages.nvml import PutMachine, put_machine
@@ -21,10 +22,10 @@ from tests.process.stages.supervisor import MakeCommand, fake_command
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _without_docker() -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """The results are the same on a machine with Docker, whatever runs there, and on one without."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+        be_alone(patch)
         yield
 
 

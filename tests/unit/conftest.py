@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.alone import be_alone
+
 
 @pytest.fixture(scope="package", autouse=True)
-def _without_docker() -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """The results are the same on a machine with Docker, whatever runs there, and on one without."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+        be_alone(patch)
         yield
