@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-# Of engines and the libraries that they load, which tests on a GPU set; and of where programs keep their settings, which
+# Of engines and the libraries that they load, which tests on a GPU set; and where programs keep their settings, which
 # a rootless Docker needs.
 OF_OTHERS = re.compile(r"GGML_|LLAMA_|VLLM_|OMP_|CUDA_|NVIDIA_|XDG_")
 
