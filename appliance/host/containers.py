@@ -53,18 +53,18 @@ class Found:
 
     @property
     def model(self) -> str:
-        """As its start named it; of a container that somebody else started the recipe of its image, else empty."""
+        """The model that its start named; the recipe of its image if somebody else started it, else empty."""
         return self.launch.model if self.launch else self.labels.get(RECIPE, "")
 
 
 def add_name(parser: argparse.ArgumentParser) -> None:
-    """Let a verb be told its container by the word or by the flag that every verb takes."""
+    """Add the name of a container to a verb, as a word and as the flag that every verb takes."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="of `appliance list`; the only one without it")
     parser.add_argument("--name", dest="named", metavar="NAME", help="the same as a flag, as every verb takes it")
 
 
 def name_in(options: argparse.Namespace) -> str | None:
-    """Raises UsageError for two names."""
+    """Return the name that was given, or None. Raises UsageError for two names."""
     if options.name and options.named and options.name != options.named:
         message = f"two containers are named: {options.name} and {options.named}"
         raise UsageError(message, hint="leave one of them away")

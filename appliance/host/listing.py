@@ -51,7 +51,7 @@ def _key(client: APIClient, found: Found) -> str | None:
 
 
 def _model(found: Found, key: str | None) -> str:
-    """As its start named it. What somebody else started says it itself: weights may lie in its image."""
+    """Return the model that its start named. One that somebody else started is asked: weights may lie in its image."""
     if key is None or found.address is None:
         return found.model
     host, port = found.address

@@ -91,7 +91,7 @@ def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping
 
 
 def _refuse_foreign(client: APIClient, volume: str) -> None:
-    """Raises VolumeError for a volume of another program."""
+    """Refuse a volume of another program. Raises VolumeError."""
     try:
         inspected = client.inspect_volume(volume)
     except NotFound:
