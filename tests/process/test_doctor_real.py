@@ -89,7 +89,7 @@ esac
 
     def doctor(self, **settings: str) -> tuple[int, dict[str, dict[str, Any]]]:
         """Exit code and checks by name."""
-        done = self.command("doctor", "--json", **settings)
+        done = self.command("doctor", "--json", beside=None, **settings)
         document = json.loads(done.stdout)
         assert document["exit_code"] == done.returncode, done.stderr
         return done.returncode, {check["name"]: check for check in document["checks"]}
