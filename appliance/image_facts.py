@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from appliance.documents import read
@@ -80,6 +80,14 @@ class Rung:
         if self.repo is None:
             return file.path
         return f"models--{self.repo.replace('/', '--')}/snapshots/{self.revision}/{file.path}"
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """The names that people know it by: of its repository, and of its file or folder."""
+        repository = (self.repo or "").rpartition("/")[2]
+        path = PurePosixPath(self.weights[0].path)
+        file = path.name if self.format == "gguf" else path.parent.name
+        return tuple(name for name in dict.fromkeys((repository, file)) if name)
 
     @property
     def weights(self) -> tuple[RecipeFile, ...]:

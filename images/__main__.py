@@ -41,6 +41,7 @@ from images import (
     given,
     gpus,
     index,
+    inventory,
     lock,
     lock_sums,
     matrix,
@@ -214,9 +215,11 @@ def _ask_docker(*words: str) -> tuple[str, ...]:
 def _render(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
     files = {path: text for cell in cells for path, text in _rendered(cell).items()}
+    recipes = [recipe.load(ROOT, name) for name in recipe.names(ROOT)]
     files |= {
         bake.BAKE_FILE: bake.bake_file(loaded.cells, loaded.publisher),
         ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked),
+        inventory.INVENTORY: inventory.inventory_file(loaded.cells, recipes),
     }
     for name, cell in loaded.devcontainers.items():
         files |= devcontainer.files(ROOT, name, cell)
@@ -304,7 +307,7 @@ def _build(arguments: argparse.Namespace) -> int:
     engine = docker.Engine()
     if arguments.dry_run:
         options = _with_toolkit(options, loaded, cells, engine, is_dry=True)
-        jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
+        jobs = [_dry(_plan(cell, options, engine, _platform_here(), is_dry=True), archives) for cell in cells]
         rows = [
             {"cell": job.cell.id, "build_id": job.build_id, "command": list(build.buildx_argv(job))} for job in jobs
         ]
@@ -403,12 +406,14 @@ def _hold(
     return held, None
 
 
-def _plan(cell: Cell, options: build.Options, engine: docker.Engine, platform: matrix.Platform) -> build.Job:
+def _plan(
+    cell: Cell, options: build.Options, engine: docker.Engine, platform: matrix.Platform, *, is_dry: bool = False
+) -> build.Job:
     """BuildError when an image that the cell stands on, or takes its toolkit from, is nowhere to be had."""
     if options.toolkit_image is None:
         compat.refuse_unresolved(cell)
     given.check_wheels(cell, options.wheels)
-    base = build.choose_base(cell, options.base, engine)
+    base = build.choose_base(cell, options.base, engine, is_dry=is_dry)
     toolkit = build.choose_toolkit(cell, options.toolkit_image, engine)
     _progress(cell, base.describe(cell))
     job = build.plan_job(ROOT, cell, options, base, toolkit, platform=platform)
@@ -647,7 +652,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     engine = docker.Engine()
     if arguments.dry_run:
         options = _with_toolkit(options, loaded, cells, engine, is_dry=True)
-        jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
+        jobs = [_dry(_plan(cell, options, engine, _platform_here(), is_dry=True), archives) for cell in cells]
         commands = [list(reproduce.uncached_argv(job, ())) for job in jobs]
         _say(arguments, commands, [shlex.join(command) for command in commands])
         return 0
@@ -1045,9 +1050,9 @@ def _platform_of(engine: docker.Engine) -> matrix.Platform:
 
 def _platform_here() -> matrix.Platform:
     name = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
-    for known in PLATFORMS:
-        if known == name:
-            return known
+    for each in PLATFORMS:
+        if each == name:
+            return each
     message = f"no image is for this machine: {name}"
     raise UsageError(message, hint=f"--platform asks for another one: {', '.join(PLATFORMS)}")
 

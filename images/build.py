@@ -64,10 +64,12 @@ class BaseChoice:
     identity: str
     context: str | None = None
     override: str | None = None  # set when this is not the pinned base; recorded in a label
+    is_asked: bool = True  # False: a dry run's, which asks no registry whether the pinned base can be had
 
     def describe(self, cell: Cell) -> str:
         if self.override is None:
-            return f"base: {cell.base.reference} (pinned, {cell.base.status})"
+            doubt = "" if self.is_asked else "; a dry run asks no registry whether it has it"
+            return f"base: {cell.base.reference} (pinned, {cell.base.status}){doubt}"
         return f"base: {self.override} ({self.identity}) instead of {cell.base.reference}"
 
 
@@ -344,10 +346,13 @@ def find_built(job: Job, engine: docker.Engine) -> Built | None:
     return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=found[0].id, is_reused=True)
 
 
-def choose_base(cell: Cell, wanted: str | None, engine: docker.Engine) -> BaseChoice:
-    """BuildError when the wanted base cannot be had; `auto` takes the pinned one where it can."""
+def choose_base(cell: Cell, wanted: str | None, engine: docker.Engine, *, is_dry: bool = False) -> BaseChoice:
+    """Return what to build on. `auto` is the pinned base, else an image of its name that is here.
+
+    A dry run asks no registry: its `auto` is the pinned base. Raises BuildError when the wanted base cannot be had.
+    """
     if wanted == "auto":
-        return _auto_base(cell, engine)
+        return _auto_base(cell, engine, is_dry=is_dry)
     if wanted is not None:
         return _local_base(cell, wanted, engine.image(wanted))
     if cell.base.digest is None:
@@ -358,18 +363,28 @@ def choose_base(cell: Cell, wanted: str | None, engine: docker.Engine) -> BaseCh
     return BaseChoice(identity=cell.base.digest)
 
 
-def _auto_base(cell: Cell, engine: docker.Engine) -> BaseChoice:
-    here = engine.image(cell.base.image)
+def _auto_base(cell: Cell, engine: docker.Engine, *, is_dry: bool) -> BaseChoice:
+    here = _image_for_dry_run(engine, cell.base.image) if is_dry else engine.image(cell.base.image)
     pinned = cell.base.digest
     if pinned and here and (here.id == pinned or any(digest.endswith(pinned) for digest in here.digests)):
         # By its name and as a context: BuildKit asks a registry for a digest even when the engine has it.
         return BaseChoice(identity=pinned, context=f"docker-image://{cell.base.image}")
+    if pinned and is_dry:
+        return BaseChoice(identity=pinned, is_asked=False)
     if pinned and docker.registry_has(cell.base.reference, timeout_s=REGISTRY_TIMEOUT_S):
         return BaseChoice(identity=pinned)
     if here:
         return _local_base(cell, cell.base.image, here)
     message = f"cell {cell.id}: no base to build on: no registry answers for {cell.base.reference}, and it is not here"
     raise BuildError(message, hint=f"docker pull {cell.base.image}, or name an image that is here: --base IMAGE")
+
+
+def _image_for_dry_run(engine: docker.Engine, name: str) -> docker.Image | None:
+    """Return the image if it is here. Without an engine nothing is, and a command can be shown all the same."""
+    try:
+        return engine.image(name)
+    except BuildError:
+        return None
 
 
 def _local_base(cell: Cell, name: str, image: docker.Image | None) -> BaseChoice:

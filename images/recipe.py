@@ -153,6 +153,7 @@ class RecipeRow(Row):
 
     name: Name
     license: Text
+    vendors: Names  # who publishes these models: what may stand before a model's name
     default: Text  # the rung that is served where nothing else decides
     chat: dict[str, Any] = Field(default_factory=dict)
     reasoning: Text | None = None

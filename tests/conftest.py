@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,19 @@ from hypothesis import settings
 
 HERE = Path(__file__).parent
 MARKS = {"unit": "fast", "process": "process", "container": "container", "gpu": "gpu"}
+
+# Settings of the caller: of the product, make, the hub, tools that `inject` knows, compose and terminals.
+# A test sets what it wants. APPLIANCE_TEST_… and APPLIANCE_ENGINE_DIR are for the tests.
+OF_THE_CALLER = re.compile(
+    r"APPLIANCE_(?!TEST_|ENGINE_DIR$)|(?:MODEL|CELL|WAIT|BAKE_WEIGHTS|IMAGE_PREFIX|M(?:AKE)?FLAGS|MAKEOVERRIDES|MAKELEVEL)$"
+    r"|HF_|HUGGING|OPENAI_|ANTHROPIC_|CLAUDE_|OLLAMA_|COMPOSE_"
+    r"|(?:NO_COLOR|FORCE_COLOR|COLUMNS|LINES)$"
+)
+for _name in [name for name in os.environ if OF_THE_CALLER.match(name)]:
+    del os.environ[_name]
+# Fakes listen on this machine, and a proxy of the caller's does not lead there.
+for _name in ("NO_PROXY", "no_proxy"):
+    os.environ[_name] = ",".join(("127.0.0.1", "localhost", "::1", *filter(None, [os.environ.get(_name)])))
 
 # A tenth of the examples of each property, see `tests.builders.examples`; `make test` asks for all.
 settings.register_profile("thorough", deadline=None)

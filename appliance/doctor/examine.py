@@ -105,24 +105,25 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
     """Raises nothing that a start would end with: it becomes a check. `with_kernels` runs them, which takes time."""
     hardware = probe(settings.data_dir, environment)
     hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
-    checks = [volume_check(settings, hardware), key_check(settings), port_check(settings)]
+    checks = [volume_check(settings, hardware), key_check(settings)]
+    port = port_check(settings)  # a start listens when it has read its model, and before it plans
     try:
         image, facts = load_facts(settings)
     except FatalError as error:
-        checks += [failed("image", error), *_machine_checks(settings, hardware, None, None)]
+        checks += [failed("image", error), *_machine_checks(settings, hardware, None, None), port]
         return Findings(checks=tuple(checks), hardware=hardware, image=None, engine=None, plan=None)
     checks.append(passed("image", f"{image.cell}, build {image.build_id}"))
     best = None
     try:
         subject = _subject(settings, environment, image, facts, load_engine(image), hardware)
     except FatalError as error:
-        checks += [*_machine_checks(settings, hardware, image, None), failed("engine", error)]
+        checks += [*_machine_checks(settings, hardware, image, None), failed("engine", error), port]
     else:
         checks += _machine_checks(settings, hardware, image, subject)
         checks += settings_checks(settings, subject.engine)
         checks.append(engine_check(subject.engine, subject.install, image, hardware.gpus, subject.variant))
         for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.plan):
-            checks.append(check)
+            checks += [check, port] if check.name == "model" else [check]
             best = found or best
         checks += _engine_notes(subject, best)
         if with_kernels:

@@ -11,6 +11,8 @@ from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from appliance.errors import ConfigError, FatalError, UsageError
+from appliance.host.together import SeveralErrors
+from appliance.settings import load_settings, process_environment
 from appliance.shown import shown_streams
 
 # Each names its module, which is imported when the verb is called: `list` must not pay for `bench`.
@@ -25,6 +27,20 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "inject": ("appliance.host.inject", "put it into the settings of an editor or another tool; --undo takes it out"),
     "upgrade": ("appliance.host.upgrade", "take a newer image and compare its speed; --back takes the one before"),
     "version": ("appliance.host.version", "versions of this command, of Docker and of what runs"),
+})  # fmt: skip
+# What serves the same purpose inside of a container, which has no Docker to ask.
+INSIDE: Mapping[str, str] = MappingProxyType({
+    "run": "in here a model is served with `appliance serve`",
+    "status": "in here `appliance health` says whether it serves, and GET /appliance/v1/status the rest, "
+    "with the key of `appliance key`",
+    "list": "in here `appliance models` lists the models; outside, `docker ps` the containers",
+    "chat": "in here it is asked at /v1/chat/completions, with the key of `appliance key`",
+    "logs": "outside, `docker logs NAME` shows them",
+    "stop": "outside, `docker stop NAME` ends it",
+    "bench": "in here with its URL: appliance bench http://127.0.0.1:11435/v1, and the key in OPENAI_API_KEY",
+    "inject": "it changes settings of programs of that machine",
+    "upgrade": "outside, a newer image is started on the same volume",
+    "version": "in here `appliance version` tells of the image",
 })  # fmt: skip
 EPILOG = (
     "Exit codes: 2 usage, 10 Docker or a choice, 20 to 23 GPU, 30 to 32 model, 43 no readiness, 50 volume, 60 build; "
@@ -69,13 +85,20 @@ def parse(words: Sequence[str], prog: str = "appliance") -> tuple[ModuleType, ar
         package = (error.name or "").partition(".")[0]
         if package == "appliance":
             raise
-        message = f"`{prog} {words[0]}` needs a Python package that is not installed: {package}"
-        raise ConfigError(
-            message, hint="pipx install '.[host]'; in a clone make venv, then .venv/bin/python"
-        ) from error
+        command = f"{prog} {words[0]}"
+        raise without_package(command, package) from error
     parser = _Parser(prog=f"{prog} {words[0]}", description=about, epilog=EPILOG, allow_abbrev=False)
     verb.add_arguments(parser)
     return verb, _parsed(parser, words[1:])
+
+
+def without_package(command: str, package: str) -> ConfigError:
+    """Return the error for a verb of the host that lacks a package. An image has none of them on purpose."""
+    if (load_settings({}, process_environment()).facts_dir / "image_facts.json").exists():
+        message = f"`{command}` is for the machine that runs this container, and cannot be used inside of it"
+        return ConfigError(message, hint=f"{INSIDE[command.split()[-1]]}; or on that machine: {command}")
+    message = f"`{command}` needs a Python package that is not installed: {package}"
+    return ConfigError(message, hint="pipx install '.[host]'; in a clone make venv, then .venv/bin/python")
 
 
 def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
@@ -103,6 +126,11 @@ def table() -> str:
 
 
 def _show(error: FatalError) -> None:
+    if isinstance(error, SeveralErrors):
+        for number, each in enumerate(error.errors):
+            print(end="\n" if number else "", file=sys.stderr)
+            _show(each)
+        return
     for line in error.log:
         print(f"  | {line}", file=sys.stderr)
     print(f"error: {error.message}", file=sys.stderr)

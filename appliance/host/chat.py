@@ -22,7 +22,7 @@ Message = dict[str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of `appliance list`; the only one without it")
+    containers.add_name(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--max-tokens", metavar="N", type=int, help="of one answer")
     parser.add_argument("--temperature", metavar="T", type=float, help="of sampling")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     with connected(process_environment()) as client:
-        found = containers.choose(containers.all_of_ours(client), options.name)
+        found = containers.choose(containers.all_of_ours(client), containers.name_in(options))
         gateway = containers.gateway(client, found)
     is_terminal = sys.stdin.isatty()
     if is_terminal:

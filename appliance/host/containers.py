@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import io
 import tarfile
@@ -13,11 +14,13 @@ from typing import Any
 from docker.api import APIClient
 from docker.errors import APIError, NotFound
 
-from appliance.errors import ConfigError, VolumeError
+from appliance.errors import ConfigError, UsageError, VolumeError
 from appliance.host.gateway import Gateway
-from appliance.host.launch import DATA, LABEL, PORT, PREFIX, RESTARTS, RETRIES, Launch, parse_label
+from appliance.host.launch import DATA, LABEL, PREFIX, RESTARTS, RETRIES, Launch, parse_label
+from appliance.host.ports import PORT
 from appliance.values import dataclass
 
+RECIPE = "io.appliance.recipe"  # of a model image
 CELL = "io.appliance.cell"  # of every image of ours, and so of every container of one; empty on what only stands on one
 KEY = f"{DATA}/secrets/api_key"
 AUTH_OFF = {"off", "false", "no", "0"}
@@ -50,7 +53,23 @@ class Found:
 
     @property
     def model(self) -> str:
-        return self.launch.model if self.launch else ""
+        """The model that its start named; the recipe of its image if somebody else started it, else empty."""
+        return self.launch.model if self.launch else self.labels.get(RECIPE, "")
+
+
+def add_name(parser: argparse.ArgumentParser) -> None:
+    """Add the name of a container to a verb, as a word and as the flag that every verb takes."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of `appliance list`; the only one without it")
+    parser.add_argument("--name", dest="named", metavar="NAME", help="the same as a flag, as every verb takes it")
+
+
+def name_in(options: argparse.Namespace) -> str | None:
+    """Return the name that was given, or None. Raises UsageError for two names."""
+    if options.name and options.named and options.name != options.named:
+        message = f"two containers are named: {options.name} and {options.named}"
+        raise UsageError(message, hint="leave one of them away")
+    name: str | None = options.name or options.named
+    return name
 
 
 def all_of_ours(client: APIClient) -> list[Found]:
@@ -106,7 +125,7 @@ def choose(found: Sequence[Found], name: str | None, *, running: bool = True) ->
         raise ConfigError(message, hint="start one: appliance run qwen")
     if len(shown) > 1:
         message = f"several appliances are here: {', '.join(each.short_name for each in shown)}"
-        raise ConfigError(message, hint="say which one by its name")
+        raise ConfigError(message, hint="say which one: --name NAME")
     return shown[0]
 
 

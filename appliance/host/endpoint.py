@@ -99,8 +99,9 @@ def local_endpoint(name: str | None) -> Endpoint:
         from appliance.host import containers
         from appliance.host.daemon import connected
     except ModuleNotFoundError as error:
-        message = f"no URL was given, and asking Docker needs a Python package: {error.name}"
-        raise ConfigError(message, hint="pip install docker, or give the URL") from error
+        message = f"no URL was given, and asking Docker for one needs a Python package: {error.name}"
+        hint = "give it, as in http://127.0.0.1:11435/v1, with the key in OPENAI_API_KEY; or pip install docker"
+        raise ConfigError(message, hint=hint) from error
     with connected(process_environment()) as client:
         found = containers.choose(containers.all_of_ours(client), name)
         gateway = containers.gateway(client, found)

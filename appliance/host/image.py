@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from docker.api import APIClient
@@ -14,18 +14,18 @@ from docker.errors import APIError, ImageNotFound
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from appliance.documents import load
 from appliance.errors import ConfigError, FatalError
 from appliance.host import gpus
-from appliance.host.containers import CELL
+from appliance.host.containers import CELL, RECIPE
 from appliance.host.gpus import HostGpu
+from appliance.host.inventory import CLONE
 from appliance.run import Finished, RunTimeout, run, run_shown
 from appliance.values import dataclass
 
 LOCAL = "appliance"
 PREFIX = "IMAGE_PREFIX"
-CLONE = Path(__file__).parents[2]
 MATRIX = "build_matrix.yaml"
-RECIPE = "io.appliance.recipe"
 ASK_S = 60.0
 PLATFORMS = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -134,11 +134,22 @@ def _asked(*words: str) -> Finished:
 
 
 def _refused(finished: Finished) -> FatalError:
-    lines = [line for line in finished.stderr.splitlines() if line.strip()]
+    said, hint = _error_in(finished.stderr)
+    message = f"no image can be chosen for this machine: {said}"
+    return ConfigError(message, hint=hint or "name one: --image appliance:CELL")
+
+
+def _error_in(stderr: str) -> tuple[str, str | None]:
+    """Return the build half's error and its hint: a line of JSON if it was asked for data, else two lines of text."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith("{"):
+            with suppress(ValueError, KeyError):
+                document = load(line)
+                return str(document["error"]), document.get("hint")
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
     hints = [line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")]
-    message = f"no image can be chosen for this machine: {said[0] if said else 'the program said nothing'}"
-    return ConfigError(message, hint=hints[0] if hints else "name one: --image appliance:CELL")
+    return said[0] if said else "the program said nothing", hints[0] if hints else None
 
 
 def _cell_by_labels(client: APIClient, here: Sequence[HostGpu], *, on_cpu: bool) -> str:

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.documents import load, read
+from appliance.host.ports import PORT
 from appliance.values import dataclass
 
-PORT = 11435
 DATA = "/data"
 GRACE_S = 45
 RETRIES = 5

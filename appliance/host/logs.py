@@ -12,7 +12,7 @@ from appliance.settings import process_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of `appliance list`; the only one without it")
+    containers.add_name(parser)
     parser.add_argument("--follow", "-f", action="store_true", help="go on until Ctrl-C, or until it ends")
     parser.add_argument("--tail", metavar="N", type=_count, help="only the last N lines")
     parser.add_argument("--json", action="store_true", help="as the appliance wrote them")
@@ -27,7 +27,7 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     with connected(process_environment()) as client:
-        found = containers.choose(containers.all_of_ours(client), options.name, running=False)
+        found = containers.choose(containers.all_of_ours(client), containers.name_in(options), running=False)
         tail: Literal["all"] | int = "all" if options.tail is None else int(options.tail)
         chunks = client.logs(found.id, stream=True, follow=options.follow, tail=tail)
         for line in lines(chunks):

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Mapping
 
 from appliance.errors import ConfigError, UsageError
-from appliance.host.launch import PORT
+
+PORT = 11435  # of the appliance in its container; published, the first that is asked for
 
 
 def choose(bind: str, asked: int | None, taken: Mapping[int, str]) -> int:

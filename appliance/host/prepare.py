@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docker.api import APIClient
+from docker.errors import NotFound
 from rich.console import Console
 
 from appliance.errors import ConfigError, UsageError
@@ -18,7 +19,10 @@ from appliance.host.ask import agrees
 from appliance.host.containers import Found
 from appliance.host.gateway import Gateway
 from appliance.host.image import Image
+from appliance.host.inventory import recipes_here
 from appliance.host.launch import DEFAULTS, PREFIX, Bind, Launch, container_name
+from appliance.host.preflight import volume_findings
+from appliance.host.together import refuse_together
 from appliance.host.weights import Weights, understand
 from appliance.reference import refuse_password
 from appliance.settings import PREFIX as VARIABLE
@@ -40,14 +44,22 @@ class Prepared:
 
 def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping[str, str], err: Console) -> Prepared:
     """Pulls or builds the image where it is not here, unless this is a dry run."""
-    weights = understand(options.model, environment.get("HF_ENDPOINT", ""))
+    found = containers.all_of_ours(client)
+    taken = {each.address[1]: each.name for each in found if each.address}
+    recipes, hub = recipes_here(), environment.get("HF_ENDPOINT", "")
+    refuse_together(
+        lambda: understand(options.model, hub, recipes),
+        lambda: variables(options, Weights(called="", name="", setting=None)),
+        lambda: ports.choose(options.bind, options.port, taken),
+        lambda: _asked_gpus(options),
+        lambda: _refuse_foreign(client, options.volume),
+    )
+    weights = understand(options.model, hub, recipes)
     if weights.note:
         err.print(f"note: {weights.note}", markup=False, soft_wrap=True)
     settings = variables(options, weights)
-    found = containers.all_of_ours(client)
     name = container_name((options.name or weights.name).removeprefix(PREFIX))
     replaces = _replaced(client, found, name)
-    taken = {each.address[1]: each.name for each in found if each.address}
     port = ports.choose(options.bind, options.port, taken)
     here = () if options.cpu else gpus.query_gpus()
     info = client.info()
@@ -60,12 +72,12 @@ def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping
     if chosen:
         gpus.check_image(chosen.reference, chosen.labels, here, request)
     binds = (*weights.binds, *_hub(environment, weights))
-    hub = {HUB_VARIABLE: HUB_FOLDER} if binds != weights.binds else {}
+    hub_here = {HUB_VARIABLE: HUB_FOLDER} if binds != weights.binds else {}
     launch = Launch(
         name=name,
         image=chosen.reference if chosen else wish.reference,
         model=options.model,
-        settings={**settings, **hub},
+        settings={**settings, **hub_here},
         passed=() if weights.is_here else tuple(word for word in PASSED if environment.get(word)),
         binds=binds,
         volume=options.volume,
@@ -76,6 +88,18 @@ def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping
         restarts=options.detach,
     )
     return Prepared(launch=launch, replaces=replaces)
+
+
+def _refuse_foreign(client: APIClient, volume: str) -> None:
+    """Refuse a volume of another program. Raises VolumeError."""
+    try:
+        inspected = client.inspect_volume(volume)
+    except NotFound:
+        return
+    users = client.containers(all=True, filters={"volume": volume})
+    named = {(each.get("Names") or ["/"])[0].lstrip("/"): dict(each.get("Labels") or {}) for each in users}
+    for error in volume_findings(volume, inspected, named, hint="another one: --volume NAME"):
+        raise error
 
 
 def _image(client: APIClient, wish: image.Wanted, options: argparse.Namespace, err: Console) -> Image | None:

@@ -21,7 +21,8 @@ from appliance.host.containers import Found
 from appliance.host.daemon import connected
 from appliance.host.follow import display_on, duration, refuse_ended
 from appliance.host.gateway import Gateway, NoAnswerError
-from appliance.host.launch import GRACE_S, PORT, Launch, command_line
+from appliance.host.launch import GRACE_S, Launch, command_line
+from appliance.host.ports import PORT
 from appliance.host.prepare import is_open_to_all, prepare
 from appliance.host.start import forget_profiles, start
 from appliance.host.status import as_line, query_status

@@ -26,7 +26,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of `appliance list`; the only one without it")
+    containers.add_name(parser)
     parser.add_argument("--json", action="store_true", help="for scripts; with --watch one line each time")
     parser.add_argument("--watch", "-w", action="store_true", help=f"again every {WATCH_S:g} s, until Ctrl-C")
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     with connected(process_environment()) as client:
         while True:
-            found = containers.choose(containers.all_of_ours(client), options.name)
+            found = containers.choose(containers.all_of_ours(client), containers.name_in(options))
             status = query_status(client, found)
             if options.watch and sys.stdout.isatty():
                 print(CLEAR, end="", file=beneath(sys.stdout))

@@ -18,20 +18,23 @@ from appliance.settings import process_environment
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="*", metavar="NAME", help="of `appliance list`; the only one without it")
+    about = "the same as a flag, as every verb takes it; may be given several times"
+    parser.add_argument("--name", dest="named", metavar="NAME", action="append", default=[], help=about)
     parser.add_argument("--all", action="store_true", help="all that this command started")
     parser.add_argument("--json", action="store_true", help="for scripts")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.all and options.name:
-        message = f"--all and a name exclude each other: {' '.join(options.name)}"
+    names = list(dict.fromkeys([*options.name, *options.named]))
+    if options.all and names:
+        message = f"--all and a name exclude each other: {' '.join(names)}"
         raise UsageError(message, hint="leave one of them away")
     with connected(process_environment()) as client:
         found = containers.all_of_ours(client)
         if options.all:
             chosen = [each for each in found if each.launch]
         else:
-            chosen = [containers.choose(found, name) for name in options.name or [None]]
+            chosen = [containers.choose(found, name) for name in names or [None]]
         for each in chosen:  # the first is gone before the second is told: each may take its grace
             if not options.json:
                 print(f"stopping {each.short_name}", flush=True)

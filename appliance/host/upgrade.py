@@ -36,7 +36,7 @@ TUNING = "/appliance/v1/tuning"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of `appliance list`; the only one without it")
+    containers.add_name(parser)
     parser.add_argument("--image", metavar="IMAGE", help="to this one (default: the newest of the name it runs)")
     parser.add_argument("--back", action="store_true", help="to the container before; once more, and it is undone")
     parser.add_argument("--no-measure", action="store_true", help="compare no speeds: measure when nobody asks")
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(message, hint="--back goes to the container before")
     environment, err = process_environment(), Terminal(stderr=True, highlight=False)
     with connected(environment) as client:
-        found = containers.choose(containers.all_of_ours(client), options.name)
+        found = containers.choose(containers.all_of_ours(client), containers.name_in(options))
         launch = found.launch
         if launch is None:
             message = f"{found.name} was not started by `appliance run`, or by another version of it"

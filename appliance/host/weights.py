@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
-from appliance.errors import ModelUnreadableError, UsageError
+from appliance.errors import ConfigError, ModelUnreadableError, UsageError
 from appliance.host.launch import Bind
+from appliance.model_names import Meant, NamedRecipe, nearest, resolve
 from appliance.reference import Reference, file_name, looks_remote, parse_reference
 from appliance.values import dataclass
 
@@ -35,21 +37,28 @@ class Weights:
         return bool(self.binds)
 
 
-def understand(called: str, endpoint: str = "") -> Weights:
-    """A bare word is a recipe, and a path where it ends with .gguf. A word with a slash is a path that exists, else a
-    repository. `endpoint` is the hub's.
+def understand(called: str, endpoint: str = "", recipes: Sequence[NamedRecipe] = ()) -> Weights:
+    """Return what a word means. `endpoint` is the hub's; `recipes` are those of a clone.
 
-    Raises ModelUnreadableError for a file that is missing or no file, ConfigError for a reference that is malformed
-    or holds a password, UsageError for what is none of these.
+    A bare word is a recipe or a model of one, and a path if it ends with .gguf. A word with a slash is a path that
+    exists, else a model of a recipe behind its vendor, else a repository.
+
+    Raises ModelUnreadableError for a file that is missing or no file, ConfigError for a name of no recipe and for a
+    reference that is malformed or holds a password, UsageError for what is none of these.
     """
     path = Path(called).expanduser()
     if _looks_like_a_path(called):
         return _of_path(called, path)
+    meant = resolve(called, recipes)
     if RECIPE.fullmatch(called):
-        return _of_recipe(called, path)
+        if recipes and meant is None:
+            raise unknown_model(called, recipes)
+        return _of_meant(called, path, meant) if meant else _of_recipe(called, path)
     if "/" in called and path.exists():
         note = f"{called} is the path here; the repository of this name: hf.co/{called}"
         return _of_path(called, path, note=note)
+    if meant:
+        return _of_meant(called, path, meant)
     if looks_remote(called):
         return _of_reference(parse_reference(called, endpoint))
     message = f"neither a file, a recipe, org/repo[:quant] nor an address: {called!r}"
@@ -67,6 +76,25 @@ def _of_recipe(called: str, path: Path) -> Weights:
     recipe, _, rung = called.partition(":")
     note = f"{called} is the recipe; the file or folder of this name: ./{called}" if path.exists() else None
     return Weights(called=called, name=called, setting=called if rung else None, recipe=recipe.lower(), note=note)
+
+
+def _of_meant(called: str, path: Path, meant: Meant) -> Weights:
+    notes = [] if called.casefold() == meant.words else [f"{called} is {meant.words} of the recipes"]
+    if "/" in called:
+        notes.append(f"the repository of this name: hf.co/{called}")
+    elif path.exists():
+        notes.append(f"the file or folder of this name: ./{called}")
+    name = called.rpartition("/")[2]
+    setting = meant.words if meant.rung else None
+    return Weights(called=called, name=name, setting=setting, recipe=meant.recipe, note="; ".join(notes) or None)
+
+
+def unknown_model(called: str, recipes: Sequence[NamedRecipe]) -> ConfigError:
+    """Return the error for a name that no recipe has, with the nearest that can be typed instead."""
+    near = nearest(called, recipes)
+    others = f"the recipes are {', '.join(each.name for each in recipes)}; any other model by its repository: org/repo"
+    message = f"no recipe has a model of this name: {called}"
+    return ConfigError(message, hint=f"perhaps you meant {' or '.join(near)}; {others}" if near else others)
 
 
 def _of_reference(reference: Reference) -> Weights:

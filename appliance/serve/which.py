@@ -209,7 +209,7 @@ def _size(path: Path) -> int | None:
 
 def _of_hub(
     request: str, settings: Settings, serves: Format, hub: Callable[[], HubSettings], recipe: Recipe | None
-) -> Located | FromHub:
+) -> Which:
     # here: a start whose model is a file of the volume never needs it
     from appliance.reference import looks_remote, parse_reference
 
@@ -219,6 +219,8 @@ def _of_hub(
         return found_elsewhere
     is_file = request.count("/") == 1 and request.lower().endswith(".gguf")  # of a folder on the volume
     if is_file or not looks_remote(request):
+        if recipe and (rungs := _rungs_published(request, recipe, serves)):
+            return _of_recipe(recipe, rungs, settings.models_dir, hub)
         return Located(path=_refused(request, settings, serves, recipe))
     from appliance.weights.stores import lookup  # here: as above, it costs a start that fetches nothing
 
@@ -229,6 +231,17 @@ def _of_hub(
     if found := lookup(reference, roots, serves):
         return Located(path=found[0].parent if is_folder else found[0], names=(request,))
     return FromHub(reference=reference)
+
+
+def _rungs_published(request: str, recipe: Recipe, serves: Format) -> tuple[Rung, ...]:
+    """Return the rungs of a model that is called by its published name, as in Qwen3-8B; empty if it is none."""
+    # here: a start whose model is found by its own name never needs it
+    from appliance.model_names import NamedRecipe, NamedRung, rungs_named
+
+    ladder = [rung for rung in recipe.rungs if rung.format == serves]
+    named = tuple(NamedRung(name=rung.name, published=rung.published) for rung in ladder)
+    found = rungs_named(request, NamedRecipe(name=recipe.name, vendors=(), rungs=named))
+    return tuple(rung for rung in ladder if rung.name in found)
 
 
 def _in_folder(request: str, models_dir: Path) -> Located | None:

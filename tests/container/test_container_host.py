@@ -96,7 +96,8 @@ def test_it_is_hardened_as_compose_does_it(running: tuple[str, Done]) -> None:
     assert (config["User"].partition(":")[2], config["StopTimeout"]) == ("0", 45)
     [weights] = [mount for mount in attributes["Mounts"] if mount["Type"] == "bind"]
     assert weights["RW"] is False
-    key = appliance("run", str(MODEL), "--name", "other", "--dry-run").out
+    with names() as [other]:
+        key = appliance("run", str(MODEL), "--name", other, "--dry-run").out
     assert re.search(r"sk-", key + json.dumps(attributes)) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from images.model import ModelImage, Weights
 from tests.container.stages.containers import HARDENED, IMAGE, MODEL, PORT, ROOT, Stage, put_model, volume
 
 EPOCH_S = build.FALLBACK_EPOCH_S
-PREFIX = "appliance-test/"
+PREFIX = f"appliance-test/model-{os.getpid()}/"
 TAG = f"{PREFIX}demo:llama-cpu"
 
 

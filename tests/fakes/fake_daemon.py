@@ -249,6 +249,9 @@ class DockerHandler(_Quiet):
         if self.knobs.broken and words[-1] != "version":
             return self.say(500, {"message": self.knobs.broken})
         name = "_".join((method.lower(), words[0], *([words[-1]] if len(words) > 1 else [])))
+        if words[0] == "volumes":
+            inspected = {"Name": words[1], "Labels": None, "Mountpoint": self.knobs.volume}
+            return self.say(200, inspected) if self.knobs.volume else self.say(404, {"message": "no such volume"})
         if words[0] in ("containers", "images") and len(words) > 2:
             return self._of_one(method, words)
         answers: dict[str, Callable[[], None]] = {
@@ -428,6 +431,7 @@ def main() -> None:
     parser.add_argument("socket", type=Path)
     parser.add_argument("--image", action="append", default=[], help="that is here")
     parser.add_argument("--label", action="append", default=[], help="NAME=VALUE of every image")
+    parser.add_argument("--volume", help="every volume is there, with its contents in this folder")
     parser.add_argument("--nvidia-runtime", action="store_true")
     parser.add_argument("--cdi", action="append", default=[], help="name of a device")
     parser.add_argument("--security", action="append", default=[])

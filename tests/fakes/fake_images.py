@@ -19,7 +19,8 @@ def main() -> int:
     words = sys.argv[1:]
     if words[0] == "select":
         if error := os.environ.get("FAKE_SELECT_ERROR"):
-            print(f"error: {error}\nhint: do this", file=sys.stderr)
+            as_data = json.dumps({"error": error, "hint": "do this", "exit_code": 10})
+            print(as_data if "--json" in words else f"error: {error}\nhint: do this", file=sys.stderr)
             return 10
         print(json.dumps({"cell": CELL}))
         return 0

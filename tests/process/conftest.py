@@ -13,11 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import be_alone
 from tests.fakes.machines import build_library
 from tests.process.stages.boot import Home
 from tests.process.stages.nvml import PutMachine, put_machine
 from tests.process.stages.own_process import own_process
 from tests.process.stages.supervisor import MakeCommand, fake_command
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _alone() -> Iterator[None]:
+    """The results are the same on a machine with Docker, whatever runs there, and on one without."""
+    with pytest.MonkeyPatch.context() as patch:
+        be_alone(patch)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -87,9 +88,8 @@ esac
         }
 
     def doctor(self, **settings: str) -> tuple[int, dict[str, dict[str, Any]]]:
-        """Exit code and checks by name. The default port may be taken, by what `make up` started."""
-        given: dict[str, Any] = {"port": str(free_port()), **settings}
-        done = self.command("doctor", "--json", **given)
+        """Exit code and checks by name."""
+        done = self.command("doctor", "--json", beside=None, **settings)
         document = json.loads(done.stdout)
         assert document["exit_code"] == done.returncode, done.stderr
         return done.returncode, {check["name"]: check for check in document["checks"]}
@@ -108,6 +108,22 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if COMPILER is None:
         pytest.skip("no C compiler to build a libnvidia-ml with")
     return build_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_with_a_port_in_use_the_code_is_a_starts_as_well(ward: Ward, is_damaged: bool) -> None:
+    """A start reads its model before it listens: a damaged one is told first."""
+    if is_damaged:
+        (ward.data / "models/small.gguf").write_bytes(b"no model")
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        code, checks = ward.doctor(port=port)
+        started = ward.command("serve", port=port)
+    assert checks["port"]["status"] == "fail"
+    assert (code, checks["model"]["status"]) == ((30, "fail") if is_damaged else (10, "pass"))
+    assert started.returncode == code, started.stderr
 
 
 def test_a_machine_in_order_passes(ward: Ward) -> None:

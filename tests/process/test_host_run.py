@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,6 +267,27 @@ def test_bad_words_are_refused(words: list[str], code: int, said: str, hint: str
     assert (done.code, done.out) == (code, ""), done.err
     assert said in done.err
     assert hint in done.err
+
+
+def test_all_that_would_stop_it_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "pg_wal").mkdir()
+    with on_host("--volume", str(tmp_path)) as host:
+        words = ("--port", "70000", "--set", "parallel=x", "--cpu", "--gpus", "all")
+        done = host.run("run", f"{host.folder}/none.gguf", "-d", *words)
+        alone = host.run("run", host.model(), "-d")
+        assert host.asked("containers/create") == []
+    assert [line.split(": ")[1] for line in done.err.splitlines() if line.startswith("error: ")] == [
+        "no such model file",
+        "setting parallel is not a whole number",
+        "--port is outside 1 to 65535",
+        "--cpu and --gpus all exclude each other",
+        "volume appliance is not the appliance's",
+    ]
+    assert (done.code, done.err.count("\nhint: ")) == (30, 5)
+    assert (alone.code, alone.out) == (50, "")
+    assert "error: volume appliance is not the appliance's: it holds pg_wal\n\nhint: another one: --volume NAME; " in (
+        alone.err
+    )
 
 
 def test_a_file_that_is_missing_names_its_near_miss() -> None:
@@ -541,6 +563,21 @@ def test_a_build_that_fails_ends_with_60_and_its_words() -> None:
     assert "compiling build" in done.err
     assert (
         "error: the image was not built: python3 -m images build --only llama-cpu --base auto ended with 61" in done.err
+    )
+
+
+def test_a_model_of_a_recipe_by_the_name_that_people_know() -> None:
+    with clone() as host:
+        shutil.copy(ROOT / "images/inventory.json", host.place / "images")
+        done = host.run("run", "Qwen3-30B-A3B", "--dry-run", "--yes", "--cpu")
+        unknown = host.run("run", "Qwen3.6-27B", "--dry-run", "--yes", "--cpu")
+    assert done.code == 0, done.err
+    assert done.out.endswith(" appliance/qwen:llama-cpu\n")
+    assert "--env APPLIANCE_MODEL=qwen:30b-a3b-q4_k_m " in done.out
+    assert "note: Qwen3-30B-A3B is qwen:30b-a3b-q4_k_m of the recipes" in done.err
+    assert (unknown.code, unknown.out) == (10, "")
+    assert (
+        "error: no recipe has a model of this name: Qwen3.6-27B\n\nhint: perhaps you meant Qwen3.8-27B" in unknown.err
     )
 
 

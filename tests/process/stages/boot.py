@@ -146,6 +146,7 @@ esac
             "facts_dir": str(self.folder / "facts"),
             "runtime_dir": str(runtime_dir),
             "host": "127.0.0.1",
+            "port": str(free_port()),  # `doctor` looks at it, and whoever has 11435 is no part of a test
             "log": "json",
             "tune": "off",  # a test of measuring says `first` or `idle`
             # The plans of a fake engine are all as fast as each other: a tuner looks at many before it believes that.

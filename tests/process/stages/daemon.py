@@ -131,9 +131,7 @@ def on_host(*knobs: str, daemon: bool = True) -> Iterator[Host]:
     """With the images of `--image`, the CPU's without one."""
     with short_folder() as folder:
         environment = {**os.environ, "DOCKER_HOST": f"unix://{folder}/d.sock", "HOME": str(folder), "TERM": "dumb"}
-        environment["PATH"] = f"{folder}/bin:{environment['PATH']}"
-        for name in ("IMAGE_PREFIX", "HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT"):
-            environment.pop(name, None)
+        environment["PATH"] = f"{folder}/bin"  # what this machine has, such as nvidia-smi, is not there
         host = Host(folder=folder, environment=environment)
         if not daemon:
             yield host

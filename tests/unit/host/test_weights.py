@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, ModelUnreadableError, UsageError
+from appliance.host.inventory import recipes_here
 from appliance.host.launch import Bind
 from appliance.host.weights import understand
 from appliance.reference import parse_reference
@@ -32,6 +33,44 @@ def test_what_is_not_a_file_here(called: str, name: str, setting: str | None, re
     found = understand(called)
     assert (found.name, found.setting, found.recipe, found.binds) == (name, setting, recipe, ())
     assert not found.is_here
+
+
+@pytest.mark.parametrize(
+    ("called", "name", "setting", "note"),
+    [
+        ("qwen", "qwen", None, None),
+        ("qwen:8b", "qwen:8b", "qwen:8b", None),
+        (
+            "Qwen3-30B-A3B", "Qwen3-30B-A3B", "qwen:30b-a3b-q4_k_m",
+            "Qwen3-30B-A3B is qwen:30b-a3b-q4_k_m of the recipes",
+        ),
+        (
+            "qwen/qwen3-8b", "qwen3-8b", "qwen:8b",
+            "qwen/qwen3-8b is qwen:8b of the recipes; the repository of this name: hf.co/qwen/qwen3-8b",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_of_a_recipe_by_any_name(called: str, name: str, setting: str | None, note: str | None) -> None:
+    found = understand(called, "", recipes_here())
+    assert (found.name, found.setting, found.recipe, found.note) == (name, setting, "qwen", note)
+
+
+@pytest.mark.parametrize(
+    ("called", "offered"),
+    [
+        ("Qwen3.6-27B", "perhaps you meant Qwen3.8-27B or "),
+        ("qwen:99b", "the recipes are demo, gemma, gpt-oss, qwen; any other model by its repository: org/repo"),
+    ],
+)
+def test_a_name_of_no_recipe_is_answered_with_the_nearest(called: str, offered: str) -> None:
+    with pytest.raises(ConfigError, match=f"^no recipe has a model of this name: {called}$") as caught:
+        understand(called, "", recipes_here())
+    assert offered in str(caught.value.hint)
+
+
+def test_a_repository_stays_one_where_a_recipe_has_its_model() -> None:
+    assert understand("Qwen/Qwen3-8B-GGUF:Q4_K_M", "", recipes_here()).recipe is None
+    assert understand("somebody/Qwen3-8B", "", recipes_here()).setting == "somebody/Qwen3-8B"
 
 
 def test_a_file_is_bound_beside_the_volume(tmp_path: Path) -> None:

@@ -362,6 +362,22 @@ def test_the_pinned_base_is_the_default(cell: Cell) -> None:
     assert "unverified" in choice.describe(cell)
 
 
+class Absent(docker.Engine):
+    """No Docker is here."""
+
+    def image(self, reference: str) -> docker.Image | None:
+        message = f"the engine cannot inspect {reference}"
+        raise BuildError(message)
+
+
+def test_a_dry_run_takes_the_pinned_base_and_asks_nobody(cell: Cell) -> None:
+    choice = build.choose_base(cell, "auto", Absent(), is_dry=True)
+    assert choice == build.BaseChoice(identity=str(cell.base.digest), is_asked=False)
+    assert choice.describe(cell).endswith("; a dry run asks no registry whether it has it")
+    with pytest.raises(BuildError, match="the engine cannot inspect"):
+        build.choose_base(cell, "auto", Absent())
+
+
 def test_a_render_that_drifted_is_not_built(tmp_path: Path, project: Path, cell: Cell) -> None:
     template = render.TEMPLATES / f"{cell.template}.Dockerfile.j2"
     write(tmp_path, {template: (project / template).read_text("utf-8")})

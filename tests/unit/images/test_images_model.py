@@ -221,7 +221,7 @@ def _baked(tmp_path: Path, weights: Weights) -> tuple[recipe.RecipeRow, dict[str
     rung = weights.rung
     row = recipe.RecipeRow.model_validate(
         {
-            "name": "x", "license": "MIT", "default": rung.name, "sources": {"here": _CITATION},
+            "name": "x", "license": "MIT", "vendors": ["org"], "default": rung.name, "sources": {"here": _CITATION},
             "models": {"1b": {"parameters_b": 1, "active_b": 1}},
             "rungs": [{
                 "name": rung.name, "model": "1b", "tier": "balanced", "format": "gguf", "quantization": "Q4_0",

@@ -129,6 +129,7 @@ def test_an_unknown_recipe_is_exit_10_before_anything_is_built(capsys: pytest.Ca
 RECIPE = f"""
 name: x
 license: MIT
+vendors: [org]
 default: 1b-q4_0
 models:
   1b: {{parameters_b: 1.0, active_b: 1.0}}

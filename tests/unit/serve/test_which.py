@@ -58,6 +58,15 @@ def which(models: Path, request: str | None = None, recipe: Recipe | None = RECI
     return which_model(settings, recipe, "gguf", HubSettings)
 
 
+@pytest.mark.parametrize(("called", "names"), [("M-8B-Q6_K", ["8b-q6_k"]), ("m-8b", ["8b-q4_k_m", "8b-q6_k"])])
+def test_a_published_name_means_the_recipes_rungs(models: Path, called: str, names: list[str]) -> None:
+    found = which(models, called)
+    assert isinstance(found, FromRecipe)
+    assert [each.name for each in found.rungs] == names
+    with pytest.raises(ConfigError):
+        which(models, "M-99B")
+
+
 def put(models: Path, name: str, data: bytes = b"GGUF") -> Path:
     path = models / name
     path.parent.mkdir(parents=True, exist_ok=True)
