@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
 from appliance.errors import FatalError, UsageError
+from appliance.open_files import raise_limit
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 from appliance.shown import quoted, shown_streams
 
@@ -64,6 +65,7 @@ def _run(argv: list[str]) -> int:
     # What one user of group 0 makes on the volume, the user of the next container must be able to change.
     os.umask(0o002)
     options = _parse(argv)
+    raise_limit()
     verb: Callable[[argparse.Namespace, Settings, Mapping[str, str]], int] = options.run
     environment = process_environment()
     flags = {name: value for name in SETTINGS if (value := getattr(options, name, None)) is not None}

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from appliance.lack import is_lack, outlast, tell
 from appliance.values import dataclass
 
 TAG_NAME = "APPLIANCE_ENGINE_TAG"
@@ -99,7 +100,9 @@ def query_processes() -> list[Process]:
 def has_tag(pid: int, tag: str) -> bool:
     try:
         environment = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
+    except OSError as error:
+        if is_lack(error):
+            raise
         # Gone, a zombie, or another user's: not ours in any of the cases.
         return False
     return f"{TAG_NAME}={tag}".encode() in environment.split(b"\0")
@@ -149,19 +152,32 @@ class ProcessTree:
         return [process for process in members if not process.is_zombie or process.parent in pids]
 
     async def end(self, *, timeout_s: float) -> tuple[int, ...]:
-        """Kills and reaps until nobody is left; returns the pids that outlived `timeout_s`."""
+        """Kills and reaps until nobody is left; returns the pids that outlived `timeout_s`, which a lack does not
+        use up."""
         deadline = time.monotonic() + timeout_s
-        while left := self.kill():
+        while left := await outlast(self._kill_soon, "ending the engine's processes"):
             if time.monotonic() > deadline:
                 return tuple(process.pid for process in left)
             await asyncio.sleep(_ROUND_S)
         return ()
 
+    async def _kill_soon(self) -> list[Process]:
+        return self.kill()
+
     def end_now(self, *, timeout_s: float) -> None:
-        """As `end`, blocking: for an event loop that is going away."""
+        """As `end`, blocking: for an event loop that is going away. A lack is not waited out."""
         deadline = time.monotonic() + timeout_s
-        while self.kill() and time.monotonic() < deadline:
+        while self._is_any_left() and time.monotonic() < deadline:
             time.sleep(_ROUND_S)
+
+    def _is_any_left(self) -> bool:
+        try:
+            return bool(self.kill())
+        except OSError as error:
+            if not is_lack(error):
+                raise
+            tell("ending the engine's processes", error)
+            return True
 
 
 def cpu_seconds(members: list[Process]) -> float:

@@ -27,7 +27,9 @@ LEAVES = {
     "documents",
     "engine_route",
     "image_facts",
+    "lack",
     "moe",
+    "open_files",
     "progress",
     "race",
     "reference",
@@ -44,6 +46,8 @@ MAY_IMPORT = {
     "documents": set(),
     "engine_route": set(),
     "image_facts": {"documents", "values"},
+    "lack": set(),
+    "open_files": set(),
     "progress": set(),
     "race": set(),
     "reference": set(),
@@ -83,7 +87,7 @@ MAY_IMPORT = {
 WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every room
 
 STRICT_LEAVES = {
-    "supervisor": {"errors", "command", "race", "values"},
+    "supervisor": {"errors", "command", "lack", "race", "values"},
     "address": set(),
     "errors": set(),
     "command": {"values"},
@@ -91,6 +95,8 @@ STRICT_LEAVES = {
     "documents": set(),
     "engine_route": set(),
     "image_facts": {"documents", "values"},
+    "lack": set(),
+    "open_files": {"errors"},
     "progress": {"values"},
     "race": set(),
     "reference": {"errors", "values"},

@@ -29,6 +29,7 @@ from appliance.engines.routes import LOAD_GAUGES
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
 from appliance.gateway.backend import Backend, ListedModel
+from appliance.gateway.connections import Limits
 from appliance.gateway.server import END_S, Gateway
 from appliance.progress import Phase, Progress
 
@@ -161,12 +162,13 @@ def on_stage(
     tell_every_s: float = 0.1,
     slots: int | None = None,
     routes: tuple[EngineRoute, ...] = ROUTES,
+    limits: Limits | None = None,
 ) -> Iterator[Stage]:
     """`engine` is the fake's file name and its knobs; empty: there is no engine."""
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:
-        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes)
+        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes, limits)
         with _engine(stage, engine), gateway:
             yield stage
     finally:
@@ -216,6 +218,7 @@ def _gateway(
     tell_every_s: float,
     slots: int | None,
     routes: tuple[EngineRoute, ...],
+    limits: Limits | None,
 ) -> Iterator[None]:
     backend = Backend(
         name="small",
@@ -232,7 +235,7 @@ def _gateway(
     )
     app = create_app([backend], keys=keys, tell_every_s=tell_every_s)
     with running_loop() as loop:
-        gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0), loop).result(60)
+        gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0, limits), loop).result(60)
         stage.port = gateway.port
 
         def drain(drain_s: float, end_s: float = 60.0) -> float:
