@@ -44,6 +44,8 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(BURST):
+            if self._connections.is_undecided:
+                return
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

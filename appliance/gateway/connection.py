@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import sys
+import termios
 from http import HTTPStatus
 from typing import Any
 
@@ -47,8 +50,6 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.wait is Wait.IDLE:
-            self._put(Wait.HEADER)
         for at in range(0, len(data), PIECE_BYTES):
             if self.transport.is_closing():
                 return
@@ -128,7 +129,7 @@ class Connection(HttpToolsProtocol):
                 self._abort()
             else:
                 self._end_with(api_error.too_slow(), Closed.BODY)
-        elif self._unsent - self.transport.get_write_buffer_size() >= BYTES_PER_S * self._all.limits.unread_s:
+        elif self._unsent - self._unsent_now() >= BYTES_PER_S * self._all.limits.unread_s:
             self._put(self.wait)  # it reads, if slowly
         else:
             self._all.closed(Closed.UNREAD)
@@ -152,8 +153,18 @@ class Connection(HttpToolsProtocol):
 
     def _put(self, wait: Wait | None) -> None:
         self._body_bytes = 0
-        self._unsent = self.transport.get_write_buffer_size()
+        if wait in (Wait.UNREAD, Wait.END):
+            self._unsent = self._unsent_now()
         self._all.put(self, wait)
+
+    def _unsent_now(self) -> int:
+        """Bytes here and in the kernel that the client has not taken. The kernel's are megabytes, of which it lets a
+        third go before it takes more: what is here alone would look unread meanwhile."""
+        here, connection = self.transport.get_write_buffer_size(), self.transport.get_extra_info("socket")
+        if connection is None or connection.fileno() < 0:
+            return here
+        queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        return here + int.from_bytes(queued, sys.byteorder)
 
     def _end_with(self, error: ApiError, reason: Closed) -> None:
         """In the answer's place."""

@@ -147,6 +147,11 @@ class Connections:
         self._rows[connection.wait].pop(connection, None)
         self._counts.open = self.open
 
+    @property
+    def is_undecided(self) -> bool:
+        """There are as many as may be, and of those that have just come nobody knows yet whether they are silent."""
+        return self._coming > 0 and self.open >= self.limits.connections and self._victim() is None
+
     def make_room(self) -> bool:
         """Closes who has been silent for longest if there are as many as may be. False: nobody is silent."""
         if self.open < self.limits.connections:

@@ -192,9 +192,11 @@ def test_who_reads_slowly_gets_all_of_it() -> None:
 
 
 def test_a_stream_that_takes_longer_than_any_of_the_times_goes_on() -> None:
-    with on_stage("fake_engine.py", "--chunks", "6", "--chunk-interval", "0.3", limits=QUICK) as stage:
-        with stage.post("/v1/chat/completions", {**CHAT, "stream": True}) as connection:
-            assert b"[DONE]" in read_until(connection, b"[DONE]")
+    with (
+        on_stage("fake_engine.py", "--chunks", "4", "--chunk-interval", "0.5", limits=QUICK) as stage,
+        stage.post("/v1/chat/completions", {**CHAT, "stream": True}) as connection,
+    ):
+        assert b"[DONE]" in read_until(connection, b"[DONE]")
 
 
 def test_an_endless_header_is_refused(quick: Stage) -> None:
@@ -213,7 +215,7 @@ def test_a_body_is_no_header(quick: Stage) -> None:
     with quick.raw(request + request[: len(HEAD) - 5]) as connection:
         read_until(connection, b'"usage"')
         connection.sendall(request[len(HEAD) - 5 :])
-        assert read_until(connection, b'"usage"').startswith(b"HTTP/1.1 200 ") or True
+        assert read_until(connection, b'"usage"').count(b"HTTP/1.1 200 ") == 1
 
 
 def test_requests_are_not_queued_without_end(quick: Stage) -> None:
