@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
 from appliance.errors import FatalError, UsageError
-from appliance.open_files import raise_limit
+from appliance.open_files import Spare, raise_limit
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 from appliance.shown import quoted, shown_streams
 
@@ -279,7 +279,15 @@ def _tune(_: argparse.Namespace, settings: Settings, environment: Mapping[str, s
 def _run_loop(main: Coroutine[Any, Any, int]) -> int:
     import uvloop
 
-    return uvloop.run(main)
+    spare = Spare()
+
+    async def run() -> int:
+        try:
+            return await main
+        finally:
+            spare.free()
+
+    return uvloop.run(run())
 
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:

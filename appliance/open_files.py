@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import suppress
 
@@ -9,6 +10,9 @@ from appliance.errors import ConfigError
 
 LEAST = 128
 """A start needs about 60: /proc, pipes and sockets of two engines, probes, imports, downloads. Clients get the rest."""
+
+
+SPARE = 8
 
 
 def raise_limit() -> None:
@@ -31,3 +35,14 @@ def limit() -> int | None:
     """The limit that holds now; None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+class Spare:
+    """`SPARE` descriptors that nobody else takes until `free`: a loop that ends needs some, however many are open."""
+
+    def __init__(self) -> None:
+        self._descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE)]
+
+    def free(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from appliance import lack
 from appliance.gateway import api_error
-from appliance.gateway.connection import HEADER_BYTES, as_response
-from appliance.gateway.connections import Connections, Refused
+from appliance.gateway.connection import HEADER_BYTES, Connection, as_response
+from appliance.gateway.connections import GRACE_S, Connections, Refused
 
 BURST = 16  # taken in one go; a connection that makes room is closed a moment later
 PAUSE_S = 0.5  # after an accept that failed
@@ -21,7 +21,7 @@ class Acceptor:
     """Takes connections from a listening socket, as many as may be. In place of asyncio's server, which takes all that
     wait before it gives the first of them to a protocol: 2,048 descriptors that others need meanwhile."""
 
-    def __init__(self, listener: socket.socket, connections: Connections, make: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(self, listener: socket.socket, connections: Connections, make: Callable[[], Connection]) -> None:
         self._listener = listener
         self._connections = connections
         self._make = make
@@ -44,7 +44,8 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(BURST):
-            if self._connections.is_undecided:
+            if self._connections.must_wait:
+                self._rest(GRACE_S / 5)
                 return
             try:
                 connection, _ = self._listener.accept()
@@ -54,8 +55,7 @@ class Acceptor:
                 # A lack, or what the network said of that one connection, as accept(2) has it. The socket stays
                 # readable: without a pause the loop would spin.
                 lack.tell("taking connections", error)
-                self._loop.remove_reader(self._listener)
-                self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._listener, self._accept)
+                self._rest(PAUSE_S)
                 return
             if self._connections.make_room():
                 connection.setblocking(False)
@@ -67,9 +67,14 @@ class Acceptor:
                 self._connections.refused(Refused.CONNECTIONS)
                 _refuse(connection)
 
+    def _rest(self, seconds: float) -> None:
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(seconds, self._loop.add_reader, self._listener, self._accept)
+
     async def _connect(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make, connection)
+            _, protocol = await self._loop.connect_accepted_socket(self._make, connection)
+            protocol.socket = connection
         except OSError as error:
             self._connections.coming(-1)
             connection.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import socket
 import sys
 import termios
 from http import HTTPStatus
@@ -30,6 +31,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *, config: Config, server_state: ServerState, connections: Connections) -> None:
         super().__init__(config=config, server_state=server_state, app_state={})
         self.wait: Wait | None = Wait.HEADER
+        self.socket: socket.socket | None = None  # known a moment after the connection is made
         self._all = connections
         self._running: RequestResponseCycle | None = None  # what is answered; `cycle` is what was parsed last
         self._is_in_message = False  # the parser is between the beginning and the end of a request
@@ -37,6 +39,16 @@ class Connection(HttpToolsProtocol):
         self._has_begun = False  # that header, in the piece that is parsed
         self._body_bytes = 0  # since the connection was put into its row
         self._unsent = 0  # when it was put into its row
+
+    @property
+    def has_unread(self) -> bool:
+        """Its client has sent something that was not looked at yet."""
+        if self.socket is None:
+            return False
+        try:
+            return bool(self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
 
     # asyncio's side.
 
@@ -160,10 +172,10 @@ class Connection(HttpToolsProtocol):
     def _unsent_now(self) -> int:
         """Bytes here and in the kernel that the client has not taken. The kernel's are megabytes, of which it lets a
         third go before it takes more: what is here alone would look unread meanwhile."""
-        here, connection = self.transport.get_write_buffer_size(), self.transport.get_extra_info("socket")
-        if connection is None or connection.fileno() < 0:
+        here = self.transport.get_write_buffer_size()
+        if self.socket is None or self.socket.fileno() < 0:
             return here
-        queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        queued = fcntl.ioctl(self.socket.fileno(), termios.TIOCOUTQ, bytes(4))
         return here + int.from_bytes(queued, sys.byteorder)
 
     def _end_with(self, error: ApiError, reason: Closed) -> None:

@@ -11,6 +11,9 @@ import logging
 import time
 from collections import Counter
 from enum import StrEnum
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from appliance import open_files
@@ -29,6 +32,8 @@ CONNECTIONS_MOST = 2048
 # Kept of the limit for all else: about 60 are needed (see `open_files`), more of a larger one.
 RESERVED_LEAST, RESERVED_SHARE = 64, 8
 SPARE = 16  # connections beyond those whose requests are taken: they are told so, and asked whether the gateway lives
+GRACE_S = 0.05  # the first bytes of a request come with its connection or not at all
+LOOKED_AT = 32  # for one to be closed; most have nothing unread
 STUCK_S = 5.0  # a client that makes us wait for so long may lose its place to another
 QUIET_S = 60.0  # a limit that is met again sooner belongs to the same episode, and is not said again
 
@@ -148,9 +153,11 @@ class Connections:
         self._counts.open = self.open
 
     @property
-    def is_undecided(self) -> bool:
-        """There are as many as may be, and of those that have just come nobody knows yet whether they are silent."""
-        return self._coming > 0 and self.open >= self.limits.connections and self._victim() is None
+    def must_wait(self) -> bool:
+        """There are as many as may be, and those that are silent have hardly had the time to say something."""
+        if self.open < self.limits.connections or self._victim() is not None:
+            return False
+        return bool(self._coming or self._rows[Wait.HEADER] or self._rows[Wait.IDLE])
 
     def make_room(self) -> bool:
         """Closes who has been silent for longest if there are as many as may be. False: nobody is silent."""
@@ -166,12 +173,15 @@ class Connections:
 
     def _victim(self) -> Connection | None:
         """Silent ones first, which are most of those without a key. A client that sends or reads is not among them."""
-        silent = [next(iter(self._rows[wait].items()), None) for wait in (Wait.HEADER, Wait.IDLE)]
-        if oldest := min((each for each in silent if each), key=lambda each: each[1], default=None):
-            return oldest[0]
-        before = time.monotonic() - self.limits.stuck_s
+        now = time.monotonic()
+        rows = (islice(self._rows[wait].items(), LOOKED_AT) for wait in (Wait.HEADER, Wait.IDLE))
+        for connection, since in merge(*rows, key=itemgetter(1)):
+            if now - since < GRACE_S:
+                break
+            if not connection.has_unread:
+                return connection
         fronts = (next(iter(self._rows[wait].items()), None) for wait in (Wait.END, Wait.UNREAD, Wait.BODY))
-        return next((front[0] for front in fronts if front and front[1] < before), None)
+        return next((front[0] for front in fronts if front and now - front[1] > self.limits.stuck_s), None)
 
     def closed(self, reason: Closed) -> None:
         self._counts.closed[reason] += 1

@@ -67,7 +67,7 @@ class Child:
         self._segments = SharedMemory()
         self._count_oom_kills = command.oom_kills or (lambda: None)
         self._oom_kills_before = self._count_oom_kills()
-        self._is_closed = False
+        self._is_closed = self._is_buried = False
         _free(command.socket_path, command.scratch)
         tag = secrets.token_hex(8)
         self._pipe, write_end = _open_pipe()
@@ -155,10 +155,17 @@ class Child:
             async with asyncio.timeout(exit_timeout_s):
                 await self.exited.wait()
         self._process.poll()
-        survivors = await self._tree.end(timeout_s=_BURIAL_S)
-        if survivors:
-            _log.warning("processes of the engine outlived SIGKILL, which a stuck driver can cause: %s", survivors)
+        await self.is_buried()
         self._close()
+
+    async def is_buried(self) -> bool:
+        """False while it cannot be known who is left: the next engine would share its memory with them."""
+        if not self._is_buried:
+            survivors = await self._tree.end(timeout_s=_BURIAL_S)
+            if survivors:
+                _log.warning("processes of the engine outlived SIGKILL, which a stuck driver can cause: %s", survivors)
+            self._is_buried = survivors is not None
+        return self._is_buried
 
     def kill_now(self) -> None:
         """The loop is going away: the same as `reap()` without it, blocking for a second at most."""

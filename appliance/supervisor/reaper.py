@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from appliance.lack import is_lack, outlast, tell
+from appliance.lack import is_lack, tell
 from appliance.values import dataclass
 
 TAG_NAME = "APPLIANCE_ENGINE_TAG"
@@ -151,33 +151,31 @@ class ProcessTree:
         # A zombie whose parent is neither we nor one of the family is its parent's business.
         return [process for process in members if not process.is_zombie or process.parent in pids]
 
-    async def end(self, *, timeout_s: float) -> tuple[int, ...]:
-        """Kills and reaps until nobody is left; returns the pids that outlived `timeout_s`, which a lack does not
-        use up."""
+    async def end(self, *, timeout_s: float) -> tuple[int, ...] | None:
+        """Kills and reaps until nobody is left; returns the pids that outlived `timeout_s`. None if they cannot be
+        known, since /proc cannot be read for a lack of open files or memory."""
         deadline = time.monotonic() + timeout_s
-        while left := await outlast(self._kill_soon, "ending the engine's processes"):
+        while (left := self._left()) is None or left:
             if time.monotonic() > deadline:
-                return tuple(process.pid for process in left)
+                return None if left is None else tuple(process.pid for process in left)
             await asyncio.sleep(_ROUND_S)
         return ()
 
-    async def _kill_soon(self) -> list[Process]:
-        return self.kill()
-
     def end_now(self, *, timeout_s: float) -> None:
-        """As `end`, blocking: for an event loop that is going away. A lack is not waited out."""
+        """As `end`, blocking: for an event loop that is going away."""
         deadline = time.monotonic() + timeout_s
-        while self._is_any_left() and time.monotonic() < deadline:
+        while ((left := self._left()) is None or left) and time.monotonic() < deadline:
             time.sleep(_ROUND_S)
 
-    def _is_any_left(self) -> bool:
+    def _left(self) -> list[Process] | None:
+        """After a round of `kill`; None for a lack."""
         try:
-            return bool(self.kill())
+            return self.kill()
         except OSError as error:
             if not is_lack(error):
                 raise
             tell("ending the engine's processes", error)
-            return True
+            return None
 
 
 def cpu_seconds(members: list[Process]) -> float:

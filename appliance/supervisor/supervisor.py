@@ -232,10 +232,13 @@ class Supervisor:
 
     async def _spawned(self, command: Command, stop: asyncio.Event) -> Child | None:
         """As soon as it can be. None once `stop` is set."""
-        while (child := self._spawn(command)) is None:
+        while True:
+            if self._child is None or await self._child.is_buried():
+                child = self._spawn(command)
+                if child is not None:
+                    return child
             if await _is_set_within(stop, RETRY_S):
                 return None
-        return child
 
     async def _live(self, child: Child, command: Command, stop: asyncio.Event) -> Crash | None:
         """From STARTING to the end of the child; None when that was asked for, and the state is STOPPING then."""
