@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,10 +51,10 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # A lack, or what the network said of that one connection, as accept(2) has it. The socket stays
-                # readable: without a pause the loop would spin.
+                self._rest(PAUSE_S)  # the socket stays readable, and the loop would spin
+                if not lack.is_lack(error):
+                    raise
                 lack.tell("taking connections", error)
-                self._rest(PAUSE_S)
                 return
             if self._connections.make_room():
                 connection.setblocking(False)
@@ -75,10 +74,10 @@ class Acceptor:
         try:
             _, protocol = await self._loop.connect_accepted_socket(self._make, connection)
             protocol.socket = connection
-        except OSError as error:
+        except OSError as error:  # mostly of a client that left in that moment
             self._connections.coming(-1)
             connection.close()
-            if error.errno not in (errno.ENOTCONN, errno.EINVAL, errno.ECONNRESET):  # it left in that moment
+            if lack.is_lack(error):
                 lack.tell("taking connections", error)
 
 

@@ -18,7 +18,7 @@ from appliance.gateway.api_error import ApiError, internal_error, lacking, too_b
 from appliance.gateway.auth import OPEN_PATHS, Keys, RequireKey
 from appliance.gateway.backend import Backend
 from appliance.gateway.by_model import ByModel, overall_progress
-from appliance.gateway.connections import BUSY, Counts
+from appliance.gateway.connections import BUSY, KNOWN, Counts
 from appliance.gateway.documents import document_routes, path_of
 from appliance.gateway.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.hold import TELL_EVERY_S
@@ -169,8 +169,8 @@ class _Door:
             raise
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if BUSY in scope and scope["path"] not in OPEN_PATHS:
-            raise too_busy()
+        if scope["path"] not in OPEN_PATHS:
+            self._look_at_connection(scope)
         known = self._routes.get(scope["path"])
         if known is None:
             await (self._below(scope) or await self._rest.loaded())(scope, receive, send)
@@ -181,6 +181,13 @@ class _Door:
             detail = f"method not allowed: {scope['method']} {scope['path'][:200]}"
             raise ApiError(405, "method_not_allowed", detail, headers=((b"allow", ", ".join(allowed).encode()),))
         await endpoint(scope, receive, send)
+
+    def _look_at_connection(self, scope: Scope) -> None:
+        """Whoever comes here has a key or needs none. Raises ApiError for one request too many."""
+        if KNOWN in scope:
+            scope[KNOWN]()
+        if BUSY in scope and scope[BUSY]():
+            raise too_busy()
 
     def _below(self, scope: Scope) -> Endpoint | None:
         if scope["method"] not in ("GET", "HEAD"):

@@ -18,7 +18,15 @@ from uvicorn.server import ServerState
 
 from appliance.gateway import api_error
 from appliance.gateway.api_error import ApiError
-from appliance.gateway.connections import BUSY, BYTES_PER_S, Closed, Connections, Refused, Wait
+from appliance.gateway.connections import (
+    BUSY,
+    BYTES_PER_S,
+    KNOWN,
+    Closed,
+    Connections,
+    Place,
+    Wait,
+)
 
 HEADER_BYTES = 32 * 2**10  # as nginx takes (large_client_header_buffers 4 8k); the parser itself has no limit
 PIECE_BYTES = 16 * 2**10  # given to the parser at a time, so that a header is counted as it comes
@@ -30,7 +38,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *, config: Config, server_state: ServerState, connections: Connections) -> None:
         super().__init__(config=config, server_state=server_state, app_state={})
-        self.wait: Wait | None = Wait.HEADER
+        self.place: Place = (Wait.HEADER, False)
         self.socket: socket.socket | None = None  # known a moment after the connection is made
         self._all = connections
         self._running: RequestResponseCycle | None = None  # what is answered; `cycle` is what was parsed last
@@ -39,6 +47,10 @@ class Connection(HttpToolsProtocol):
         self._has_begun = False  # that header, in the piece that is parsed
         self._body_bytes = 0  # since the connection was put into its row
         self._unsent = 0  # when it was put into its row
+
+    @property
+    def _wait(self) -> Wait | None:
+        return self.place[0]
 
     @property
     def has_unread(self) -> bool:
@@ -54,7 +66,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._all.put(self, Wait.HEADER)
+        self._all.put(self, self.place)
         self._all.coming(-1)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -75,7 +87,7 @@ class Connection(HttpToolsProtocol):
             self._header_bytes = (header_bytes or 0) + len(piece)
             if self._header_bytes > HEADER_BYTES:
                 self._end_with(api_error.header_too_large(HEADER_BYTES), Closed.TOO_LARGE)
-        if self.wait is Wait.BODY:
+        if self._wait is Wait.BODY:
             self._body_bytes += len(piece)
             if self._body_bytes >= BYTES_PER_S * self._all.limits.body_s:
                 self._put(Wait.BODY)
@@ -99,9 +111,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._header_bytes = None
-        if self._all.requests >= self._all.limits.requests:
-            self._all.refused(Refused.REQUESTS)
-            self.scope[BUSY] = True  # type: ignore[literal-required]
+        self.scope[KNOWN] = self._know  # type: ignore[literal-required]
+        if self._all.is_busy:
+            self.scope[BUSY] = self._all.is_too_many  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -109,6 +121,10 @@ class Connection(HttpToolsProtocol):
         self._is_in_message = False
 
     # The application's side.
+
+    def _know(self) -> None:
+        if not self.place[1]:
+            self._all.put(self, (self._wait, True))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - uvicorn's own type
         self._running = cycle
@@ -125,15 +141,15 @@ class Connection(HttpToolsProtocol):
 
     def expire(self) -> None:
         """The time of the row that it stands in is over."""
-        if self.wait is Wait.HEADER:
+        if self._wait is Wait.HEADER:
             if self._header_bytes is not None:
                 self._end_with(api_error.too_slow(), Closed.HEADER)
             else:  # nothing was asked, or all was answered: an answer now would be taken for that of the next request
                 self._all.closed(Closed.HEADER)
                 self._close()
-        elif self.wait is Wait.IDLE:
+        elif self._wait is Wait.IDLE:
             self._close()
-        elif self.wait is Wait.BODY:
+        elif self._wait is Wait.BODY:
             if self.flow.read_paused:  # it is we who do not read
                 self._put(Wait.BODY)
             elif self._running is not None and self._running.response_started:
@@ -142,7 +158,7 @@ class Connection(HttpToolsProtocol):
             else:
                 self._end_with(api_error.too_slow(), Closed.BODY)
         elif self._unsent - self._unsent_now() >= BYTES_PER_S * self._all.limits.unread_s:
-            self._put(self.wait)  # it reads, if slowly
+            self._put(self._wait)  # it reads, if slowly
         else:
             self._all.closed(Closed.UNREAD)
             self._abort()
@@ -150,7 +166,7 @@ class Connection(HttpToolsProtocol):
     def _settle(self) -> None:
         """Into the row that it belongs to now. Its time goes on where that is the same as before."""
         wait = self._now()
-        if wait is not self.wait and self.wait is not Wait.END and not self.transport.is_closing():
+        if wait is not self._wait and self._wait is not Wait.END and not self.transport.is_closing():
             self._put(wait)
 
     def _now(self) -> Wait | None:
@@ -167,7 +183,7 @@ class Connection(HttpToolsProtocol):
         self._body_bytes = 0
         if wait in (Wait.UNREAD, Wait.END):
             self._unsent = self._unsent_now()
-        self._all.put(self, wait)
+        self._all.put(self, (wait, self.place[1]))
 
     def _unsent_now(self) -> int:
         """Bytes here and in the kernel that the client has not taken. The kernel's are megabytes, of which it lets a

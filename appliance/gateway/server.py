@@ -60,7 +60,8 @@ class Gateway:
             proxy_headers=False,
             timeout_keep_alive=math.ceil(KEEP_ALIVE_S),
         )
-        server = _Server(config, Connections(limits or own_limits(), app.connection_counts))
+        running = lambda: sum(traffic.running for traffic in app.traffics)  # noqa: E731
+        server = _Server(config, Connections(limits or own_limits(), app.connection_counts, running))
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
         # Shielded: it goes on serving once it is up.
         await first_of(asyncio.shield(serving), server.is_up.wait())

@@ -87,7 +87,7 @@ def test_an_engine_that_cannot_be_started_for_want_of_processes_is_started_later
 
 
 def set_most_processes(stage: Stage, number: int) -> None:
-    subprocess.run(["docker", "update", "--pids-limit", str(number), stage.container.id], check=True, timeout=60)
+    subprocess.run(["docker", "update", "--pids-limit", str(number), str(stage.container.id)], check=True, timeout=60)
 
 
 def test_too_few_open_files_are_refused() -> None:
