@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
 from appliance.errors import FatalError, UsageError
+from appliance.open_files import Spare, raise_limit
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 from appliance.shown import quoted, shown_streams
 
@@ -66,6 +67,7 @@ def _run(argv: list[str]) -> int:
     # What one user of group 0 makes on the volume, the user of the next container must be able to change.
     os.umask(0o002)
     options = _parse(argv)
+    raise_limit()
     verb: Callable[[argparse.Namespace, Settings, Mapping[str, str]], int] = options.run
     environment = process_environment()
     flags = {name: value for name in SETTINGS if (value := getattr(options, name, None)) is not None}
@@ -294,7 +296,15 @@ def _tune(_: argparse.Namespace, settings: Settings, environment: Mapping[str, s
 def _run_loop(main: Coroutine[Any, Any, int]) -> int:
     import uvloop
 
-    return uvloop.run(main)
+    spare = Spare()
+
+    async def run() -> int:
+        try:
+            return await main
+        finally:
+            spare.free()
+
+    return uvloop.run(run())
 
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:

@@ -20,7 +20,7 @@ variables, variables over the file. `appliance plan --explain` prints each value
 def page() -> str:
     rows = []
     for name, setting in SETTINGS.items():
-        shown = {True: "on", False: "off"}.get(setting.default, setting.default)
+        shown = ("off", "on")[setting.default] if isinstance(setting.default, bool) else setting.default
         default = "" if shown in (None, ()) else f"`{shown}`"
         cells = (f"`{setting.flag} {setting.metavar}`", f"`APPLIANCE_{name.upper()}`", default, setting.help)
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")

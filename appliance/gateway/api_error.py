@@ -111,6 +111,26 @@ def body_too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, "request_too_large", f"the request body is over the limit of {limit_bytes // 2**20} MiB")
 
 
+def header_too_large(limit_bytes: int) -> ApiError:
+    detail = f"the request's header is over the limit of {limit_bytes // 2**10} KiB"
+    return ApiError(431, "header_too_large", detail)
+
+
+def too_slow() -> ApiError:
+    return ApiError(408, "request_timeout", "the request did not come in time: send its header and body without pauses")
+
+
+def too_busy() -> ApiError:
+    detail = "too many requests run at the same time; try again in a moment"
+    return ApiError(503, "too_many_requests", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
+def lacking() -> ApiError:
+    """Of this program or its machine; the log says what."""
+    detail = "the appliance has no open files, memory or processes left for this request; try again in a moment"
+    return ApiError(503, "out_of_resources", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
 def internal_error() -> ApiError:
     return ApiError(500, "internal_error", "the gateway failed on this request", kind="server_error")
 

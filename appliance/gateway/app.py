@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError
-from appliance.gateway.api_error import ApiError, dialect_of, internal_error
-from appliance.gateway.auth import Keys, RequireKey
+from appliance.gateway.api_error import ApiError, dialect_of, internal_error, lacking, too_busy
+from appliance.gateway.auth import OPEN_PATHS, Keys, RequireKey
 from appliance.gateway.backend import Backend
 from appliance.gateway.by_model import ByModel, overall_progress
+from appliance.gateway.connections import BUSY, KNOWN, Counts
 from appliance.gateway.documents import document_routes, path_of
 from appliance.gateway.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.hold import TELL_EVERY_S
@@ -25,6 +26,7 @@ from appliance.gateway.http_answers import CheckHttp
 from appliance.gateway.metrics import Measured, Metrics
 from appliance.gateway.models import Endpoint, ForSomeModels, list_routes
 from appliance.gateway.traffic import Traffic
+from appliance.lack import is_lack, tell
 from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
@@ -34,8 +36,11 @@ if TYPE_CHECKING:
 class App:
     """The gateway's ASGI application, and the models behind it."""
 
-    def __init__(self, asgi: ASGIApp, backends: Sequence[Backend], traffics: Sequence[Traffic]) -> None:
+    def __init__(
+        self, asgi: ASGIApp, backends: Sequence[Backend], traffics: Sequence[Traffic], connection_counts: Counts
+    ) -> None:
         self._asgi = asgi
+        self.connection_counts = connection_counts  # of whoever serves it
         self.backends = tuple(backends)
         self.traffics = tuple(traffics)  # all requests, also those whose model is not known yet
 
@@ -55,7 +60,9 @@ def create_app(
     reading = Traffic()
     traffics = [*(backend.traffic for backend in backends), reading]
     progress = partial(overall_progress, backends)
+    connections = Counts()
     metrics = Metrics(
+        connections=connections,
         running=lambda: sum(traffic.running for traffic in traffics),
         events_per_s=lambda: sum(traffic.rate.per_s for traffic in traffics),
         progress=progress,
@@ -75,7 +82,7 @@ def create_app(
     if keys is not None:
         door = RequireKey(door, keys)
     door = CheckHttp(door)
-    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics)
+    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics, connections)
 
 
 def _refuse_same_names(backends: Sequence[Backend]) -> None:
@@ -156,12 +163,18 @@ class _Door:
             await self._answer(scope, receive, noted)
         except ApiError as error:
             await error.send(send, dialect_of(scope["path"]))
-        except Exception:
+        except Exception as error:
+            if not is_started and is_lack(error):
+                tell("answering a request", error)
+                await lacking().send(send, dialect_of(scope["path"]))
+                return
             if not is_started:  # the client gets no traceback; the server logs it
                 await internal_error().send(send, dialect_of(scope["path"]))
             raise
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in OPEN_PATHS:
+            self._look_at_connection(scope)
         known = self._routes.get(scope["path"])
         if known is None:
             await (self._below(scope) or await self._rest.loaded())(scope, receive, send)
@@ -172,6 +185,13 @@ class _Door:
             detail = f"method not allowed: {scope['method']} {scope['path'][:200]}"
             raise ApiError(405, "method_not_allowed", detail, headers=((b"allow", ", ".join(allowed).encode()),))
         await endpoint(scope, receive, send)
+
+    def _look_at_connection(self, scope: Scope) -> None:
+        """Whoever comes here has a key or needs none. Raises ApiError for one request too many."""
+        if KNOWN in scope:
+            scope[KNOWN]()
+        if BUSY in scope and scope[BUSY]():
+            raise too_busy()
 
     def _below(self, scope: Scope) -> Endpoint | None:
         if scope["method"] not in ("GET", "HEAD"):
@@ -192,7 +212,8 @@ class _Rest:
         self.paths = frozenset(path_of(name) for backend in backends for name in backend.actions)
 
     async def loaded(self) -> ASGIApp:
-        if self._loading is None:
+        # What failed is tried again: a lack of open files passes.
+        if self._loading is None or (self._loading.done() and self._loading.exception()):
             self._loading = asyncio.create_task(self._load())
         # A client that leaves must not end it for the others.
         return await asyncio.shield(self._loading)

@@ -19,7 +19,7 @@ from appliance.gateway.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.metrics import FAILED
 from appliance.gateway.model_name import with_model
 from appliance.gateway.traffic import Rate, Traffic
-from appliance.gateway.upstream import BrokenError, Response, UnreachableError
+from appliance.gateway.upstream import BrokenError, LackError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Progress
 from appliance.race import first_of
@@ -186,6 +186,8 @@ class EngineEndpoint:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
                 if not await relay(response, reply, self._traffic.rate, self._errors, self._route.crowded):
                     scope[FAILED] = "502"
+        except LackError as error:
+            raise api_error.lacking() from error
         except UnreachableError as error:
             raise api_error.engine_died(503, "the engine cannot be reached; try again in a moment") from error
         except BrokenError as error:

@@ -4,10 +4,12 @@ without a word."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from appliance.engine_route import Dialect
 from appliance.gateway.api_error import ApiError, dialect_of
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 # without a body. The gateway adds a few headers of its own.
 LINE_BYTES_MAX = 8000
 HEADERS_MAX = 90
-HEADER_BYTES_MAX = 64 * 2**10
+HEADER_BYTES_MAX = 32 * 2**10  # as nginx takes (large_client_header_buffers 4 8k)
 
 
 class CheckHttp:
@@ -47,7 +49,7 @@ def fault(scope: Scope) -> ApiError | None:
             f"the headers are over the limit: {LINE_BYTES_MAX} bytes in one, {HEADERS_MAX} headers, "
             f"{HEADER_BYTES_MAX // 2**10} KiB in all"
         )
-        return ApiError(431, "headers_too_large", detail)
+        return ApiError(431, "header_too_large", detail)
     if encodings := [value for name, value in headers if name == b"content-encoding" and _compresses(value)]:
         detail = f"a compressed body ({encodings[0][:50].decode('latin-1')}) is not read: send it as it is"
         return ApiError(415, "unsupported_encoding", detail, headers=((b"accept-encoding", b"identity"),))
@@ -63,17 +65,27 @@ def _compresses(encoding: bytes) -> bool:
     return encoding.strip().lower() not in (b"", b"identity")
 
 
+def as_response(error: ApiError, dialect: Dialect = "openai") -> bytes:
+    """All bytes of an answer after which the connection is closed."""
+    body = error.body(dialect)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+        (b"x-appliance-error", error.code.encode()),
+        *error.headers,
+    ]
+    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
+    return status + b"".join(name + b": " + value + b"\r\n" for name, value in headers) + b"\r\n" + body
+
+
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's, with our words for what is no HTTP, and without chunks for clients of HTTP/1.0 (RFC 9112, 6.1)."""
 
     def send_400_response(self, msg: str) -> None:
         dialect = dialect_of(getattr(self, "url", b"").decode("latin-1"))  # none if not even that was read
-        body = ApiError(400, "invalid_http", "this is not a request of HTTP/1.1 that can be read").body(dialect)
-        head = (
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nx-appliance-error: invalid_http\r\n"
-            b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        )
-        self.transport.write(head + body)
+        error = ApiError(400, "invalid_http", "this is not a request of HTTP/1.1 that can be read")
+        self.transport.write(as_response(error, dialect))
         self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:

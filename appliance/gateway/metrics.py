@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from appliance.gateway.connections import Counts
     from appliance.gateway.load import Load
 
 # From a cached prompt on a GPU to a long prefill on a CPU.
@@ -50,6 +51,7 @@ class Metrics:
     def __init__(
         self,
         *,
+        connections: Counts,
         running: Callable[[], int],
         events_per_s: Callable[[], float],
         progress: Callable[[], Progress],
@@ -57,6 +59,7 @@ class Metrics:
         loads: Callable[[], Iterable[Load]] = tuple,
     ) -> None:
         """`running` are the requests that are there now, `events_per_s` what their streams bring."""
+        self._connections = connections
         self._running = running
         self._events_per_s = events_per_s
         self._progress = progress
@@ -105,6 +108,15 @@ class Metrics:
         yield GaugeMetricFamily("appliance_requests_in_flight", "Requests with the engine now", value=self._running())
         words = "Events of streamed answers in the last 3 s: about one a token"
         yield GaugeMetricFamily("appliance_stream_events_per_second", words, value=self._events_per_s())
+        yield GaugeMetricFamily("appliance_connections", "Connections of clients", value=self._connections.open)
+        for name, words, by_reason in (
+            ("refused", "Connections and requests beyond what fits", self._connections.refused),
+            ("closed", "Connections closed for what their clients did not do", self._connections.closed),
+        ):
+            counter = CounterMetricFamily(f"appliance_connections_{name}", words, labels=["reason"])
+            for reason, count in by_reason.items():
+                counter.add_metric([reason], count)
+            yield counter
         now = self._progress().phase
         phases = GaugeMetricFamily("appliance_phase", "1 for the phase that the appliance is in", labels=["phase"])
         for phase in Phase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from contextlib import contextmanager
 import uvicorn
 
 from appliance.errors import ConfigError
+from appliance.gateway.acceptor import Acceptor
 from appliance.gateway.app import App
-from appliance.gateway.http_answers import HttpProtocol
+from appliance.gateway.connection import Connection
+from appliance.gateway.connections import KEEP_ALIVE_S, Connections, Limits, own_limits
 from appliance.gateway.traffic import all_idle
 from appliance.race import first_of
 
@@ -22,8 +25,6 @@ END_S = 0.8
 # Shares of it: for the error events to reach the clients, for connections to be closed in order, and after those that
 # were not have been torn.
 TELL, FLUSH, ABORT = 0.3, 0.45, 0.25
-
-KEEP_ALIVE_S = 65  # longer than the pools of the usual clients and proxies keep a connection, so that they close first
 BIND_HINTS = {
     errno.EADDRINUSE: "stop the program that listens there, or choose another port with --port (APPLIANCE_PORT)",
     errno.EACCES: "choose a port above 1023 with --port (APPLIANCE_PORT)",
@@ -42,12 +43,13 @@ class Gateway:
         self.port = port
 
     @classmethod
-    async def open(cls, app: App, host: str, port: int) -> Gateway:
-        """Binds at once and serves in the running loop; raises ConfigError when it cannot. Port 0: any free one."""
+    async def open(cls, app: App, host: str, port: int, limits: Limits | None = None) -> Gateway:
+        """Binds at once and serves in the running loop; raises ConfigError when it cannot. Port 0: any free one.
+        `limits` None: those of this process."""
         listener = await bind(host, port)
         config = uvicorn.Config(
             app,
-            http=HttpProtocol,
+            http="httptools",
             loop="none",
             ws="none",
             lifespan="off",
@@ -56,9 +58,10 @@ class Gateway:
             log_level="error",
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=math.ceil(KEEP_ALIVE_S),
         )
-        server = _Server(config)
+        running = lambda: sum(traffic.running for traffic in app.traffics)  # noqa: E731
+        server = _Server(config, Connections(limits or own_limits(), app.connection_counts, running))
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
         # Shielded: it goes on serving once it is up.
         await first_of(asyncio.shield(serving), server.is_up.wait())
@@ -96,19 +99,33 @@ class Gateway:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers."""
+    """uvicorn's server without its signal handlers, and with connections that are counted."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    servers: list[Acceptor]  # type: ignore[assignment]
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
+        self._connections = connections
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._connections.watch()
+        try:
+            await super().serve(sockets)
+        finally:
+            self._connections.unwatch()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        await super().startup(sockets=[])
+        self.servers = [Acceptor(listener, self._connections, self._connection) for listener in sockets or ()]
         self.is_up.set()
+
+    def _connection(self) -> Connection:
+        return Connection(config=self.config, server_state=self.server_state, connections=self._connections)
 
     def stop_accepting(self) -> None:
         for server in self.servers:

@@ -14,6 +14,8 @@ from typing import cast
 
 import httptools
 
+from appliance.lack import is_lack, tell
+
 CONNECT_S = 10.0  # a socket here answers at once; on a machine with a load of 30 this program itself waited for 2 s
 # Read ahead of a slow client up to here; then the engine has to wait, as it would with that client itself.
 BUFFER_BYTES = 256 * 2**10
@@ -23,6 +25,10 @@ PIECE_BYTES = 64 * 2**10
 
 class UnreachableError(Exception):
     """No connection came about: the request was not sent."""
+
+
+class LackError(UnreachableError):
+    """The gateway itself lacks a descriptor or memory for the connection."""
 
 
 class BrokenError(Exception):
@@ -196,6 +202,10 @@ async def request(
         async with asyncio.timeout(CONNECT_S):
             _, response = await loop.create_unix_connection(lambda: Response(method), str(socket_path))
     except (OSError, TimeoutError) as error:
+        # EAGAIN of connect(2) is about the engine: as many connections wait for it as may.
+        if is_lack(error) and not isinstance(error, BlockingIOError):
+            tell("reaching the engine", error)
+            raise LackError from error
         raise UnreachableError(f"{socket_path}: {error}") from error  # noqa: EM102 - for a log, not for a client
     try:
         await response.send(_head(method, target, headers, body), body)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from appliance.errors import FatalError
+from appliance.lack import is_lack, tell
 from appliance.progress import Phase
 from appliance.race import first_of
 from appliance.report import Report
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from appliance.serve.engine_host import EngineHost, Upstream
 
 P = TypeVar("P")
+LACK_S = 10.0  # between two tries while there are not enough open files, memory or processes to measure
 STOP_S = 1.0  # measuring has to end within this, so that it is what a request waits for at most before the load
 
 
@@ -204,6 +206,10 @@ class IdleTuner(Generic[P]):
             seconds = time.monotonic() - arrived_at
             words = f"a request came: measuring stopped within {seconds:.2f} s and goes on when nobody asks"
             self._report.info("idle_stopped", words, seconds=round(seconds, 3))
+            return
+        if is_lack(lacking := measuring.exception()):
+            tell("measuring", lacking)
+            await first_of(self._traffic.until_arrival(), timeout_s=LACK_S)
             return
         self._measured_in = period
         try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 
 from appliance.engines.engine import Space
 from appliance.errors import FatalError, KernelsError, ModelDoesNotFitError
+from appliance.lack import outlast
 from appliance.plan import Allocated, Plan, explain_memory
 from appliance.profile import best_of
 from appliance.progress import Phase
@@ -38,7 +40,7 @@ async def wait_loaded(served: ServedModel) -> None:
         supervisor, before = served.host.supervisor, served.host.plan
         crash = await supervisor.wait_ready() if supervisor else None
         if crash is None:
-            await on_ready(served)
+            await outlast(partial(on_ready, served), "looking at the engine")
             return
         error = served.start.engine.as_error(crash)
         await served.memory_watch.on_death(before, error)

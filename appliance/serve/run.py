@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
+from appliance.lack import outlast
 from appliance.report import Report
 from appliance.serve.choose import choose_plan, start_from_profile
 from appliance.serve.gpus import cross_check_gpus
@@ -20,6 +22,7 @@ from appliance.supervisor import become_subreaper
 
 if TYPE_CHECKING:
     from appliance.gateway.backend import Backend
+    from appliance.plan import Plan
     from appliance.serve.awaited import AwaitedModel
 
 
@@ -52,11 +55,15 @@ async def weights_of(model: ServedModel | AwaitedModel) -> ServedModel:
 async def serve_model(served: ServedModel, backend: Backend) -> None:
     """One of the models behind a gateway. Never returns; raises FatalError when its engine is given up."""
     if served.host.plan is None:
-        await prove_kernels(served)
-        await cross_check_gpus(served.hardware, served.environment, served.report)
-        launch(served, await choose_plan(served))
+        launch(served, await outlast(partial(_chosen, served), "choosing what to serve"))
     await wait_loaded(served)
     await serve_until_failure(served, backend)
+
+
+async def _chosen(served: ServedModel) -> Plan:
+    await prove_kernels(served)
+    await cross_check_gpus(served.hardware, served.environment, served.report)
+    return await choose_plan(served)
 
 
 async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> int:

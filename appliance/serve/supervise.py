@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.errors import CpuUnsupportedError, FatalError
+from appliance.lack import outlast
 from appliance.progress import Phase
 from appliance.race import first_of
 from appliance.serve.kernels import plan_without
@@ -50,7 +52,7 @@ async def _until_given_up(served: ServedModel, backend: Backend) -> None:
     failing, *beside = await first_of(
         served.host.wait_failed(),
         _follow_state(served),
-        served.background.run(backend),
+        outlast(partial(served.background.run, backend), "what goes on beside serving"),
         served.memory_watch.run(backend.traffic),
     )
     if not failing.cancelled():
@@ -83,7 +85,7 @@ async def _follow_state(served: ServedModel) -> None:
             _report_death(served, crash)
             await served.memory_watch.on_death(served.host.plan, served.start.engine.as_error(crash, served=True))
         if is_ready and (not was_ready or supervisor is not before):
-            await on_ready(served)
+            await outlast(partial(on_ready, served), "looking at the engine")
         was_ready, before = is_ready, supervisor
         await asyncio.sleep(FOLLOW_EVERY_S)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
+from appliance.lack import is_lack, outlast, tell
 from appliance.supervisor.crash import Crash
 from appliance.supervisor.log import Log
 from appliance.supervisor.reaper import TAG_NAME, ProcessTree, cpu_seconds, die_with_parent
@@ -29,6 +30,7 @@ _READ_BYTES = 1 << 16
 _DRAIN_BYTES = 4 * PIPE_BYTES
 _BURIAL_S = 0.5
 _ASK_S = 5.0
+LACK_HINT = "the container lacks open files, memory or processes: raise its --ulimit nofile, --memory or --pids-limit"
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +67,13 @@ class Child:
         self._segments = SharedMemory()
         self._count_oom_kills = command.oom_kills or (lambda: None)
         self._oom_kills_before = self._count_oom_kills()
-        self._is_closed = False
+        self._is_closed = self._is_buried = False
         _free(command.socket_path, command.scratch)
-        if self._upkeep:
-            self._upkeep.begin()
         tag = secrets.token_hex(8)
         self._pipe, write_end = _open_pipe()
         try:
+            if self._upkeep:
+                self._upkeep.begin()
             self._process = _spawn(command, {**command.environment, TAG_NAME: tag}, write_end)
         except BaseException:
             os.close(self._pipe)
@@ -80,8 +82,7 @@ class Child:
             raise
         finally:
             os.close(write_end)
-        self._tree = ProcessTree(leader_pid=self._process.pid, tag=tag)
-        self._pidfd = self._open_pidfd()
+        self._tree, self._pidfd = self._watched(tag)
         self._loop.add_reader(self._pipe, self._read_log)
         self._loop.add_reader(self._pidfd, self._see_exit)
 
@@ -96,8 +97,25 @@ class Child:
         if self._upkeep:
             self._upkeep.ready()
         # Who has left the group and the session is seen while its parents still live.
-        self._segments.note(self._tree.sample())
+        self._note_segments()
         return time.monotonic() - self._started_at
+
+    def _note_segments(self) -> None:
+        """Nothing while /proc cannot be read: what comes after it is not to wait."""
+        try:
+            self._segments.note(self._tree.sample())
+        except OSError as error:
+            if not is_lack(error):
+                raise
+            tell("looking at the engine's processes", error)
+
+    async def progress_soon(self) -> Progress:
+        """As `progress`; waits while a lack of open files or memory hides the processes."""
+
+        async def look() -> Progress:
+            return self.progress()
+
+        return await outlast(look, "watching the engine")
 
     def progress(self) -> Progress:
         members = self._tree.sample()
@@ -117,6 +135,11 @@ class Child:
                 return await asyncio.to_thread(self._is_at_work)
         except TimeoutError:
             return False
+        except Exception as error:
+            if not is_lack(error):
+                raise
+            tell("watching the engine", error)
+            return True  # nobody can tell, and the supervisor's patience ends anyway
 
     def signal_group(self, number: signal.Signals) -> None:
         """Nothing once the leader is reaped: its number may be somebody else's group then."""
@@ -126,20 +149,27 @@ class Child:
 
     async def reap(self, *, exit_timeout_s: float | None = None) -> None:
         """SIGKILL to the group, then its end is awaited; kills and reaps all descendants, closes everything."""
-        self._segments.note(self._tree.sample())
+        self._note_segments()
         self.signal_group(signal.SIGKILL)
         with suppress(TimeoutError):
             async with asyncio.timeout(exit_timeout_s):
                 await self.exited.wait()
         self._process.poll()
-        survivors = await self._tree.end(timeout_s=_BURIAL_S)
-        if survivors:
-            _log.warning("processes of the engine outlived SIGKILL, which a stuck driver can cause: %s", survivors)
+        await self.is_buried()
         self._close()
+
+    async def is_buried(self) -> bool:
+        """False while it cannot be known who is left: the next engine would share its memory with them."""
+        if not self._is_buried:
+            survivors = await self._tree.end(timeout_s=_BURIAL_S)
+            if survivors:
+                _log.warning("processes of the engine outlived SIGKILL, which a stuck driver can cause: %s", survivors)
+            self._is_buried = survivors is not None
+        return self._is_buried
 
     def kill_now(self) -> None:
         """The loop is going away: the same as `reap()` without it, blocking for a second at most."""
-        self._segments.note(self._tree.sample())
+        self._note_segments()
         self.signal_group(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_BURIAL_S)
@@ -172,17 +202,19 @@ class Child:
         before, after = self._oom_kills_before, self._count_oom_kills()
         return None if before is None or after is None else after - before
 
-    def _open_pidfd(self) -> int:
+    def _watched(self, tag: str) -> tuple[ProcessTree, int]:
+        """The family, and a pidfd of its leader."""
         try:
-            return os.pidfd_open(self._process.pid)
+            return ProcessTree(leader_pid=self._process.pid, tag=tag), os.pidfd_open(self._process.pid)
         except OSError as error:
             self._process.kill()
             self._process.wait()
             os.close(self._pipe)
-            message = f"the engine cannot be watched: pidfd_open: {error.strerror}"
-            raise EngineNotReadyError(
-                message, hint="this needs Linux 5.3 and a seccomp profile that allows it"
-            ) from error
+            if self._upkeep:
+                self._upkeep.end()
+            message = f"the engine cannot be watched: {error.filename or 'pidfd_open'}: {error.strerror}"
+            hint = LACK_HINT if is_lack(error) else "this needs Linux 5.3 and a seccomp profile that allows it"
+            raise EngineNotReadyError(message, hint=hint) from error
 
     def _see_exit(self) -> None:
         # The descriptor stays readable for good: without this the loop would spin until the burial.
@@ -230,7 +262,8 @@ def _free(socket_path: Path | None, scratch: Path | None) -> None:
             scratch.mkdir(mode=0o700)
     except OSError as error:
         message = f"the engine's socket cannot be replaced: {error.filename or socket_path}: {error.strerror}"
-        raise EngineNotReadyError(message, hint="remove it, or give /tmp a tmpfs of its own") from error
+        hint = LACK_HINT if is_lack(error) else "remove it, or give /tmp a tmpfs of its own"
+        raise EngineNotReadyError(message, hint=hint) from error
 
 
 def _unlink(socket_path: Path | None) -> None:
@@ -239,7 +272,11 @@ def _unlink(socket_path: Path | None) -> None:
 
 
 def _open_pipe() -> tuple[int, int]:
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    try:
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    except OSError as error:
+        message = f"the engine cannot be started: pipe2: {error.strerror}"
+        raise EngineNotReadyError(message, hint=LACK_HINT) from error
     os.set_blocking(read_end, False)
     # The loop may be busy for half a second with imports, and the engine must not wait on its log meanwhile. Where the
     # limit for pipes forbids it, the default size is only slower.
@@ -263,4 +300,5 @@ def _spawn(command: Command, environment: Mapping[str, str], output: int) -> sub
         )
     except OSError as error:
         message = f"the engine cannot be started: {command.argv[0]}: {error.strerror}"
-        raise EngineNotReadyError(message, hint="the image may be damaged or of another architecture") from error
+        hint = LACK_HINT if is_lack(error) else "the image may be damaged or of another architecture"
+        raise EngineNotReadyError(message, hint=hint) from error

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from appliance.lack import is_lack, tell
 from appliance.values import dataclass
 
 TAG_NAME = "APPLIANCE_ENGINE_TAG"
@@ -99,7 +100,9 @@ def query_processes() -> list[Process]:
 def has_tag(pid: int, tag: str) -> bool:
     try:
         environment = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
+    except OSError as error:
+        if is_lack(error):
+            raise
         # Gone, a zombie, or another user's: not ours in any of the cases.
         return False
     return f"{TAG_NAME}={tag}".encode() in environment.split(b"\0")
@@ -148,20 +151,31 @@ class ProcessTree:
         # A zombie whose parent is neither we nor one of the family is its parent's business.
         return [process for process in members if not process.is_zombie or process.parent in pids]
 
-    async def end(self, *, timeout_s: float) -> tuple[int, ...]:
-        """Kills and reaps until nobody is left; returns the pids that outlived `timeout_s`."""
+    async def end(self, *, timeout_s: float) -> tuple[int, ...] | None:
+        """Kills and reaps until nobody is left; returns the pids that outlived `timeout_s`. None if they cannot be
+        known, since /proc cannot be read for a lack of open files or memory."""
         deadline = time.monotonic() + timeout_s
-        while left := self.kill():
+        while (left := self._left()) is None or left:
             if time.monotonic() > deadline:
-                return tuple(process.pid for process in left)
+                return None if left is None else tuple(process.pid for process in left)
             await asyncio.sleep(_ROUND_S)
         return ()
 
     def end_now(self, *, timeout_s: float) -> None:
         """As `end`, blocking: for an event loop that is going away."""
         deadline = time.monotonic() + timeout_s
-        while self.kill() and time.monotonic() < deadline:
+        while ((left := self._left()) is None or left) and time.monotonic() < deadline:
             time.sleep(_ROUND_S)
+
+    def _left(self) -> list[Process] | None:
+        """After a round of `kill`; None for a lack."""
+        try:
+            return self.kill()
+        except OSError as error:
+            if not is_lack(error):
+                raise
+            tell("ending the engine's processes", error)
+            return None
 
 
 def cpu_seconds(members: list[Process]) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from appliance.lack import is_lack, tell
 from appliance.supervisor.reaper import Process
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 - where the kernel has them
@@ -41,17 +42,23 @@ class SharedMemory:
             self.note(members)
 
     def remove(self) -> None:
-        """After their end: what is ours, was made since, and is mapped by nobody else."""
-        left = dict(self._left())
-        if left:
-            others = set[int]().union(*(mapped(int(name)) for name in os.listdir("/proc") if name.isdecimal()))  # noqa: PTH208
+        """After their end: what is ours, was made since, and is mapped by nobody else. While it cannot be known who
+        maps what, nothing is removed."""
+        try:
+            left = dict(self._left())
+            others = _mapped_by_any() if left else set()
+        except OSError as error:
+            if not is_lack(error):
+                raise
+            tell("removing the engine's shared memory", error)
+        else:
             for inode in left.keys() - others:
                 with suppress(OSError):  # another user's program removed it
                     left[inode].unlink()
         self._known.clear()
 
     def _left(self) -> Iterator[tuple[int, Path]]:
-        with suppress(OSError), os.scandir(_FOLDER) as entries:
+        with suppress(FileNotFoundError, PermissionError), os.scandir(_FOLDER) as entries:
             for entry in entries:
                 if entry.inode() in self._known and self._is_own(entry):
                     yield entry.inode(), Path(entry.path)
@@ -64,12 +71,18 @@ class SharedMemory:
         return found.st_uid == os.geteuid() and found.st_ctime >= self._since
 
 
+def _mapped_by_any() -> set[int]:
+    return set[int]().union(*(mapped(int(name)) for name in os.listdir("/proc") if name.isdecimal()))  # noqa: PTH208
+
+
 def mapped(pid: int) -> set[int]:
-    """Inodes of /dev/shm in its memory; none of a process that is gone or another user's."""
+    """Inodes of /dev/shm in its memory; none of a process that is gone or another user's. Raises OSError for a lack."""
     try:
         text = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
         device = _FOLDER.stat().st_dev
-    except OSError:
+    except OSError as error:
+        if is_lack(error):
+            raise
         return set()
     own = f"{os.major(device):02x}:{os.minor(device):02x}"
     # Range, rights, offset, device, inode, name.

@@ -13,6 +13,7 @@ from typing import Any
 
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
+from appliance.lack import RETRY_S, is_lack, tell
 from appliance.race import first_of
 from appliance.supervisor.child import Child
 from appliance.supervisor.crash import Crash
@@ -114,7 +115,8 @@ class Supervisor:
         return self._restarts
 
     def start(self, command: Command) -> None:
-        """Spawns at once. Raises EngineNotReadyError when the program cannot be executed, or the last still lives."""
+        """Spawns at once, or as soon as there are open files, memory and processes for it. Raises EngineNotReadyError
+        when the program cannot be executed, or the last still lives."""
         if threading.current_thread() is not threading.main_thread():
             # PR_SET_PDEATHSIG follows the thread that forked: in a short-lived one the engine would die with it.
             message = "start() was called outside the main thread"
@@ -125,7 +127,7 @@ class Supervisor:
         if self._state not in (State.STOPPED, State.FAILED):
             message = f"start() was called while the engine is {self._state}"
             raise RuntimeError(message)
-        child = Child(command, self._on_line)
+        child = self._spawn(command)
         self._command, self._crash, self._restarts, self._was_ever_ready = command, None, 0, False
         self._grace_s = command.stop_grace_s
         stop = self._stop_requested = asyncio.Event()
@@ -139,7 +141,9 @@ class Supervisor:
             return None
         if self._state is State.FAILED and self._crash:
             return self._crash
-        return self._current().crash(stopped=True)
+        if self._child is None:
+            return Crash(exit_code=None, signal=None, first_error=None, seconds=0.0, stopped=True)
+        return self._child.crash(stopped=True)
 
     async def wait_stalled(self, timeout_s: float) -> None:
         """Returns once the engine has done nothing for so long: no line in its log, no CPU time, no page from disk.
@@ -180,11 +184,21 @@ class Supervisor:
                 # Cancelled with its loop, or a bug: the engine goes in any case.
                 if self._state is not State.STOPPING:
                     self._go(State.STOPPING)
-                self._current().kill_now()
+                if self._child is not None:
+                    self._child.kill_now()
                 self._go(State.STOPPED)
 
     async def _supervise(self, command: Command, stop: asyncio.Event) -> None:
         deaths_in_row = 0
+        if self._child is None:
+            try:
+                self._child = await self._spawned(command, stop)
+            except EngineNotReadyError as error:
+                self._crash = _not_executed(error)
+                return self._go(State.FAILED)
+            if self._child is None:
+                self._go(State.STOPPING)
+                return self._go(State.STOPPED)
         while crash := await self._live(self._current(), command, stop):
             self._crash = crash
             deaths_in_row = 1 if self._was_healthy(crash) else deaths_in_row + 1
@@ -195,15 +209,36 @@ class Supervisor:
                 self._go(State.STOPPING)
                 break
             try:
-                child = Child(command, self._on_line)
+                child = await self._spawned(command, stop)
             except EngineNotReadyError as error:
-                self._crash = Crash(
-                    exit_code=None, signal=None, first_error=error.message, seconds=0.0, not_executed=True
-                )
+                self._crash = _not_executed(error)
                 return self._go(State.FAILED)
+            if child is None:
+                self._go(State.STOPPING)
+                break
             self._restarts += 1
             self._begin(child)
         return self._go(State.STOPPED)
+
+    def _spawn(self, command: Command) -> Child | None:
+        """None while there are not enough open files, memory or processes for it."""
+        try:
+            return Child(command, self._on_line)
+        except (EngineNotReadyError, OSError) as error:
+            if not is_lack(error):
+                raise
+            tell("starting the engine", error)
+            return None
+
+    async def _spawned(self, command: Command, stop: asyncio.Event) -> Child | None:
+        """As soon as it can be. None once `stop` is set."""
+        while True:
+            if self._child is None or await self._child.is_buried():
+                child = self._spawn(command)
+                if child is not None:
+                    return child
+            if await _is_set_within(stop, RETRY_S):
+                return None
 
     async def _live(self, child: Child, command: Command, stop: asyncio.Event) -> Crash | None:
         """From STARTING to the end of the child; None when that was asked for, and the state is STOPPING then."""
@@ -240,7 +275,7 @@ class Supervisor:
             return False
         return crash.seconds - self._ready_seconds >= self._restart.healthy_after_s
 
-    def _begin(self, child: Child) -> None:
+    def _begin(self, child: Child | None) -> None:
         self._child = child
         self._ready_seconds = None
         self._go(State.STARTING)
@@ -272,6 +307,10 @@ class Supervisor:
             message = "the engine was never started"
             raise RuntimeError(message)
         return self._child
+
+
+def _not_executed(error: EngineNotReadyError) -> Crash:
+    return Crash(exit_code=None, signal=None, first_error=error.message, seconds=0.0, not_executed=True)
 
 
 async def _first_of(waits: Mapping[_Event, Coroutine[Any, Any, object]]) -> _Event:
@@ -319,12 +358,12 @@ async def _until_given_up(child: Child, last_words_s: float) -> None:
 async def _until_stalled(child: Child, timeout_s: float) -> None:
     """Returns after `timeout_s` without a line in the log, work on a CPU, a page read from disk; after some times that
     where other work is seen, which may be that of others on the same GPU, or of a kernel that waits for ever."""
-    since, before = time.monotonic(), child.progress()
+    since, before = time.monotonic(), await child.progress_soon()
     while (quiet_s := time.monotonic() - since) < timeout_s or (
         quiet_s < _AT_WORK_MOST * timeout_s and await child.is_at_work()
     ):
         await asyncio.sleep(min(_SAMPLE_S, timeout_s / 4))
-        now, progress = time.monotonic(), child.progress()
+        progress, now = await child.progress_soon(), time.monotonic()
         worked_s = abs(progress.cpu_s - before.cpu_s)
         is_at_work = worked_s > max(_IDLE_S, _IDLE_SHARE * (now - since))
         if is_at_work or (progress.lines, progress.major_faults) != (before.lines, before.major_faults):

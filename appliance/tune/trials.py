@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError, KernelsError
+from appliance.lack import outlast
 from appliance.plan import Plan
 from appliance.tune.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, within
 from appliance.tune.curve import LONGER
@@ -126,7 +128,8 @@ class Trials:
         limit_s = max(1.0, self.left_s) if self.has_figures else None
         try:
             async with asyncio.timeout(limit_s):
-                seen = await self._take(plan, how)
+                # A lack says nothing of the plan, which would count as one that fails.
+                seen = await outlast(partial(self._take, plan, how), "measuring")
         except SAME_FOR_EVERY_PLAN:
             raise
         except KernelsError as error:

@@ -120,7 +120,7 @@ def test_what_is_no_http(stage: Stage, request_head: str, dialect: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/nowhere"])
 def test_headers_over_the_limit(stage: Stage, path: str, headers: dict[str, str]) -> None:
     answer = stage.ask("POST", path, CHAT, headers=headers)
-    assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
+    assert (answer.status, answer.error["code"]) == (431, "header_too_large")
 
 
 def test_headers_at_the_limit_reach_the_engine(stage: Stage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import resource
 import shlex
 import shutil
 import signal
@@ -63,6 +64,7 @@ class Home:
         self.runs = 0
         self.variables: Mapping[str, str] = {}  # of the machine that is described
         self.devices = ""  # what the engine lists of its GPUs
+        self.open_files: tuple[int, int] | None = None  # soft and hard limit of what is run; None: as the test's
 
     @classmethod
     def make(cls, folder: Path) -> Home:
@@ -164,12 +166,17 @@ esac
             return subprocess.run(
                 [sys.executable, "-m", self.program, *words],
                 env=self.environment(runtime_dir, **settings),
+                preexec_fn=self._limit,
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
                 timeout=600,
                 check=False,
             )
+
+    def _limit(self) -> None:
+        if self.open_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self.open_files)
 
     def plan(self, **settings: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.command("plan", "--json", beside=None, **settings).stdout)["plan"]
@@ -190,6 +197,7 @@ esac
                 process = subprocess.Popen(
                     [sys.executable, "-m", self.program, "serve"],
                     env=self.environment(runtime_dir, **settings),
+                    preexec_fn=self._limit,
                     cwd=ROOT,
                     stdin=subprocess.DEVNULL,
                     stdout=file,

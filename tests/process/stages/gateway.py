@@ -30,6 +30,7 @@ from appliance.engines.routes import LOAD_GAUGES
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
 from appliance.gateway.backend import Backend, ListedModel
+from appliance.gateway.connections import Limits
 from appliance.gateway.server import END_S, Gateway
 from appliance.progress import Phase, Progress
 
@@ -168,12 +169,13 @@ def on_stage(
     routes: tuple[EngineRoute, ...] = ROUTES,
     errors: tuple[ErrorRule, ...] = ERRORS,
     checks_model_name: bool = False,
+    limits: Limits | None = None,
 ) -> Iterator[Stage]:
     """`engine` is the fake's file name and its knobs; empty: there is no engine."""
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:
-        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes, errors, checks_model_name)
+        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes, errors, checks_model_name, limits)
         with _engine(stage, engine), gateway:
             yield stage
     finally:
@@ -225,6 +227,7 @@ def _gateway(
     routes: tuple[EngineRoute, ...],
     errors: tuple[ErrorRule, ...],
     checks_model_name: bool,
+    limits: Limits | None,
 ) -> Iterator[None]:
     backend = Backend(
         name="small",
@@ -243,7 +246,7 @@ def _gateway(
     )
     app = create_app([backend], keys=keys, tell_every_s=tell_every_s)
     with running_loop() as loop:
-        gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0), loop).result(60)
+        gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0, limits), loop).result(60)
         stage.port = gateway.port
 
         def drain(drain_s: float, end_s: float = 60.0) -> float:
