@@ -22,6 +22,7 @@ class EngineRoute:
     not_for_rerankers: bool = False  # the engine would answer all the same, and with nonsense
     only_for_embedders: bool = False  # at a model that gives text the engine has no such route
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
+    needs_model: bool = True  # False: the engine answers without it, also one that makes no token any more
     crowded: bytes = b""  # of its error, where requests that ran together did not fit into the context; empty: none
 
 

@@ -19,6 +19,7 @@ def post(
     can_stream: bool = False,
     not_for_rerankers: bool = False,
     only_for_embedders: bool = False,
+    needs_model: bool = True,
     crowded: bytes = b"",
 ) -> tuple[EngineRoute, ...]:
     """`path`, and the same with another beginning in place of /v1."""
@@ -31,6 +32,7 @@ def post(
             can_stream=can_stream,
             not_for_rerankers=not_for_rerankers,
             only_for_embedders=only_for_embedders,
+            needs_model=needs_model,
             crowded=crowded,
         )
         for spelling in spellings

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
-from appliance.supervisor.crash import Crash
+from appliance.supervisor.crash import Crash, Hang
 from appliance.supervisor.log import Log
 from appliance.supervisor.reaper import TAG_NAME, ProcessTree, cpu_seconds, die_with_parent
 from appliance.supervisor.shared_memory import SharedMemory
@@ -40,6 +40,7 @@ class Progress:
     lines: int
     cpu_s: float
     major_faults: int
+    stopped: tuple[int, ...] = ()  # pids that were stopped by a signal: what the others do leads to nothing
 
 
 class Child:
@@ -106,6 +107,7 @@ class Child:
             lines=self.log.signs_of_work,
             cpu_s=cpu_seconds(members),
             major_faults=sum(process.major_faults for process in members),
+            stopped=tuple(process.pid for process in members if process.is_stopped),
         )
 
     async def is_at_work(self) -> bool:
@@ -146,7 +148,9 @@ class Child:
         self._tree.end_now(timeout_s=_BURIAL_S)
         self._close()
 
-    def crash(self, *, stalled: bool = False, stopped: bool = False, gave_up: bool = False) -> Crash:
+    def crash(
+        self, *, stalled: bool = False, stopped: bool = False, gave_up: bool = False, hang: Hang | None = None
+    ) -> Crash:
         """After `reap()`. With `gave_up` the signal was ours."""
         code = None if gave_up else self._process.returncode
         return Crash(
@@ -155,7 +159,9 @@ class Child:
             first_error=self.log.first_error(),
             log=self.log.lines,
             was_ready=self.was_ready,
-            stalled=stalled,
+            stalled=stalled or hang is not None,
+            hung=hang.words if hang else "",
+            hung_s=hang.seconds if hang else 0.0,
             gave_up=gave_up,
             seconds=self._seconds if self._seconds is not None else time.monotonic() - self._started_at,
             stopped=stopped,

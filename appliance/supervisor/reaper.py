@@ -65,6 +65,11 @@ class Process:
     def is_zombie(self) -> bool:
         return self.state in "ZX"
 
+    @property
+    def is_stopped(self) -> bool:
+        """True after SIGSTOP; a debugger's stop is another state."""
+        return self.state == "T"
+
 
 def parse_stat(text: str) -> Process:
     """The second field is the program's name in parentheses and may itself hold spaces and parentheses."""

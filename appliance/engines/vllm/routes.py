@@ -20,14 +20,14 @@ ROUTES: tuple[EngineRoute, ...] = (
     *post("/v1/completions", also=BARE, can_stream=True),
     *post("/v1/responses", also=BARE, can_stream=True),
     *post("/v1/messages", dialect="anthropic", can_stream=True),
-    *post("/v1/messages/count_tokens", dialect="anthropic"),
+    *post("/v1/messages/count_tokens", dialect="anthropic", needs_model=False),
     *post("/v1/embeddings", also=BARE, only_for_embedders=True),
     *post("/v1/rerank", also=BARE, only_for_embedders=True),
     *post("/v1/score", also=BARE, only_for_embedders=True),
     *post("/v1/audio/transcriptions", also=BARE, can_stream=True),
     *post("/v1/audio/translations", also=BARE, can_stream=True),
-    *post("/tokenize"),
-    *post("/detokenize"),
+    *post("/tokenize", needs_model=False),
+    *post("/detokenize", needs_model=False),
 )
 
 
