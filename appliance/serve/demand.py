@@ -19,13 +19,12 @@ BYTES_A_TOKEN = 3.0  # of a request's body: four in English text, three in Chine
 
 
 class EngineDemand:
-    """Of the engine with this plan at this socket. `patience_s` is the least that its requests have."""
+    """Of the engine with this plan at this socket."""
 
-    def __init__(self, served: ServedModel, plan: Plan, socket_path: Path, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, served: ServedModel, plan: Plan, socket_path: Path) -> None:
         self._served = served
         self._plan = plan
         self._socket_path = socket_path
-        self._patience_s = patience_s
 
     @property
     def requests(self) -> int:
@@ -38,10 +37,10 @@ class EngineDemand:
     def pass_time(self, seconds: float) -> Silence:
         waits = self._waits
         if waits is None:
-            return Silence(requests=0, seconds=0.0, patience_s=self._patience_s)
+            return Silence(requests=0, seconds=0.0, patience_s=self._served.patience_s)
         waits.pass_time(seconds)
         prefill_s = self._prefill_s(waits.largest(self._plan.parallel))
-        patience_s = max(self._patience_s, PREFILLS * prefill_s)
+        patience_s = max(self._served.patience_s, PREFILLS * prefill_s)
         return Silence(requests=waits.requests, seconds=waits.silent_s, patience_s=patience_s)
 
     def give_up(self, why: str) -> None:

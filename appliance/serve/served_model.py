@@ -21,7 +21,7 @@ from appliance.profile import Key, Profile, ProfileStore
 from appliance.report import Report
 from appliance.serve.background import BackgroundTasks
 from appliance.serve.checks import usable_gpus
-from appliance.serve.demand import EngineDemand
+from appliance.serve.demand import PATIENCE_S, EngineDemand
 from appliance.serve.engine_host import EngineHost
 from appliance.serve.engine_log import EngineLogs
 from appliance.serve.gpus import check_gpus
@@ -76,6 +76,7 @@ class ServedModel:
         self.guard = start.engine.guard(start.install, self.inputs.image, self.hardware.cpu, report)
         self.background = BackgroundTasks(self)
         self.memory_watch = MemoryWatch(self)
+        self.patience_s = PATIENCE_S  # that a request has with an engine that works, and gives nothing
         self.upstream: UpstreamPool | None = None  # the gateway's, once there is one
         self.profile: Profile | None = None  # that the plan is from
         self.session: TuningSession | None = None  # the last one
