@@ -250,9 +250,7 @@ async def test_clients_that_give_up_sooner_do_not_hide_it(home: Home) -> None:
 @pytest.mark.parametrize(
     "others", [("/tokenize", {"content": "a", "prompt": "a"}), ("/v1/chat/completions", {"messages": 7})]
 )
-async def test_answers_that_need_no_model_do_not_hide_it(
-    tmp_path: Path, others: tuple[str, dict[str, Any]]
-) -> None:
+async def test_answers_that_need_no_model_do_not_hide_it(tmp_path: Path, others: tuple[str, dict[str, Any]]) -> None:
     home = Home.make(tmp_path / "home")
     home.set_engine("--works-s", "inf", "--sleeps")
     async with front_of(home, stall_timeout_s=1.5, patience_s=60.0) as front:
@@ -268,7 +266,7 @@ async def test_answers_that_need_no_model_do_not_hide_it(
 
 async def test_a_long_prefill_that_uses_a_core_lives(tmp_path: Path) -> None:
     home = Home.make(tmp_path / "home")
-    home.set_engine("--works-s", "4")
+    home.set_engine("--works-s", "2")
     async with front_of(home, stall_timeout_s=1.0, patience_s=30.0) as front:
         assert (await front.ask(messages=MESSAGES, stream=True))[0] == 200
         assert (await front.ask(path="/v1/embeddings", input="a"))[0] == 200
@@ -277,7 +275,18 @@ async def test_a_long_prefill_that_uses_a_core_lives(tmp_path: Path) -> None:
 
 async def test_a_long_answer_in_one_piece_lives_as_long_as_the_engine_tells_that_it_works(tmp_path: Path) -> None:
     home = Home.make(tmp_path / "home")
-    home.set_engine("--works-s", "5", "--tells-work")
-    async with front_of(home, stall_timeout_s=1.0, patience_s=2.0) as front:
+    home.set_engine("--works-s", "3", "--tells-work")
+    async with front_of(home, stall_timeout_s=1.0, patience_s=1.0) as front:
         assert (await front.ask(messages=MESSAGES))[0] == 200
         assert front.hangs == 0
+
+
+def test_a_client_that_does_not_read_is_no_hang(tmp_path: Path) -> None:
+    home = Home.make(tmp_path / "home")
+    home.set_engine("--chunks", "20000", "--chunk-interval", "0")
+    with home.serving(stall_timeout_s=STALL_S) as serving:
+        serving.wait_ready()
+        with serving.stream() as connection:
+            time.sleep(2.5)  # the engine waits for it
+            assert not has_hung(serving)
+            assert read_until(connection, LAST).endswith(b"data: [DONE]\n\n" + LAST)

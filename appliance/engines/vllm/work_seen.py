@@ -19,13 +19,19 @@ _BUCKET = re.compile(
 )
 
 
-# What any step changes: blocks that requests hold, tokens of prompts that were read, tokens that were made.
+# What any step changes: blocks that requests hold, tokens of prompts that were read, tokens that were made
+# (v1/metrics/loggers.py).
 _WORK = re.compile(rb"^vllm:(?:kv_cache_usage_perc|prompt_tokens_total|generation_tokens_total)\{.*$", re.M)
 
 
 async def query_work(socket_path: Path) -> tuple[bytes, ...] | None:
     """Differs once it has worked on requests. None where it does not tell."""
-    return tuple(_WORK.findall(await query_metrics(socket_path))) or None
+    return parse_work(await query_metrics(socket_path)) or None
+
+
+def parse_work(answer: bytes) -> tuple[bytes, ...]:
+    """Empty where the metrics do not tell."""
+    return tuple(_WORK.findall(answer))
 
 
 def has_filled_a_step(answer: bytes, plan: Plan) -> bool:
