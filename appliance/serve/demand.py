@@ -39,9 +39,10 @@ class EngineDemand:
         if waits is None:
             return Silence(requests=0, seconds=0.0, patience_s=self._served.patience_s)
         waits.pass_time(seconds)
-        prefill_s = self._prefill_s(waits.largest(self._plan.parallel))
-        patience_s = max(self._served.patience_s, PREFILLS * prefill_s)
-        return Silence(requests=waits.requests, seconds=waits.silent_s, patience_s=patience_s)
+        patience_s, silent_s = self._served.patience_s, waits.silent_s
+        if silent_s >= patience_s / 2:  # before that nobody needs to know, and predicting may take a moment
+            patience_s = max(patience_s, PREFILLS * self._prefill_s(waits.largest(self._plan.parallel)))
+        return Silence(requests=waits.requests, seconds=silent_s, patience_s=patience_s)
 
     def give_up(self, why: str) -> None:
         if self._served.upstream is not None:
