@@ -8,23 +8,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from io import StringIO
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from appliance.report import Report
-from appliance.serve.listen import open_gateway
-from appliance.serve.run import serve_model
-from appliance.serve.served_model import ServedModel, open_model
-from appliance.serve.stop import stoppable
-from appliance.settings import load_settings
-from tests.ports import free_port
-from tests.process.stages.boot import Home, Serving, eventually, short_folder
+from tests.process.stages.boot import Home, Serving, eventually
+from tests.process.stages.front import front_of
 from tests.process.stages.gateway import read_all, read_until
 from tests.process.stages.vllm import family
 from tests.process.stages.vllm_home import VllmHome
@@ -169,52 +160,6 @@ def test_one_that_is_stopped_as_it_is_measured_beside_serving_ends_the_measureme
 
 
 # With a patience that a test can wait for, which no setting has.
-
-
-class Front:
-    """What a client sees, in one process with all of the appliance but the engine."""
-
-    def __init__(self, url: str, key: str, served: ServedModel) -> None:
-        self.served = served
-        self._url, self._headers = url, {"Authorization": f"Bearer {key}"}
-
-    async def ask(
-        self, method: str = "POST", path: str = "/v1/chat/completions", *, timeout_s: float = 120.0, **body: Any
-    ) -> tuple[int, bytes]:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session,
-            session.request(method, self._url + path, json=body or None, headers=self._headers) as reply,
-        ):
-            return reply.status, await reply.read()
-
-    @property
-    def hangs(self) -> int:
-        return self.served.upstream.hangs if self.served.upstream else 0
-
-
-@asynccontextmanager
-async def front_of(home: Home, *, stall_timeout_s: float, patience_s: float) -> AsyncIterator[Front]:
-    with short_folder() as runtime_dir:
-        more = {"port": str(free_port()), "drain_s": "0.1", "stall_timeout_s": str(stall_timeout_s)}
-        environment = home.environment(runtime_dir, **more)
-        report = Report("json", StringIO())
-        served = open_model(load_settings({}, environment), environment, report)
-        served.patience_s = patience_s
-        async with (
-            asyncio.timeout(300),
-            stoppable(report, served),
-            open_gateway(served.settings, report, served) as gateway,
-        ):
-            serving = asyncio.create_task(serve_model(served, gateway.backends[0]))
-            front = Front(f"http://127.0.0.1:{gateway.port}", home.key, served)
-            try:
-                while (await front.ask("GET", "/health/ready"))[0] != 200:
-                    assert not serving.done()
-                    await asyncio.sleep(0.02)
-                yield front
-            finally:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
 
 
 def knobs(home: Home, llama: tuple[str, ...], vllm: tuple[str, ...]) -> None:
