@@ -66,7 +66,7 @@ class Child:
         self._segments = SharedMemory()
         self._count_oom_kills = command.oom_kills or (lambda: None)
         self._oom_kills_before = self._count_oom_kills()
-        self._is_closed = False
+        self._is_closed = self._is_unseen = False
         _free(command.socket_path, command.scratch)
         if self._upkeep:
             self._upkeep.begin()
@@ -109,6 +109,18 @@ class Child:
             major_faults=sum(process.major_faults for process in members),
             stopped=tuple(process.pid for process in members if process.is_stopped),
         )
+
+    def seen_progress(self) -> Progress | None:
+        """None while this process has no descriptors or memory left to look with, which is no fault of the child's."""
+        try:
+            found = self.progress()
+        except OSError as error:
+            if not self._is_unseen:
+                _log.warning("whether the engine works cannot be seen: %s", error)
+            self._is_unseen = True
+            return None
+        self._is_unseen = False
+        return found
 
     async def is_at_work(self) -> bool:
         """In a way that `progress` does not show. No where it cannot be told in time."""

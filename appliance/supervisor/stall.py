@@ -69,8 +69,10 @@ async def _until_away(child: Child, command: Command, demand: Demand) -> Hang:
 
 async def _why_away(child: Child, is_answering: Readiness | None, demand: Demand, timeout_s: float) -> str:
     """In words, with a gap for the time; empty where it is there."""
-    if stopped := child.progress().stopped:
-        return f"process {stopped[0]} of it has been stopped by a signal for {{}}"
+    if (progress := child.seen_progress()) is None:
+        return ""
+    if progress.stopped:
+        return f"process {progress.stopped[0]} of it has been stopped by a signal for {{}}"
     if demand.requests or is_answering is None:
         return ""
     try:
@@ -95,13 +97,14 @@ async def _until_silent(child: Child, command: Command, demand: Demand) -> Hang:
             work, pace = None, _Pace(command)
         elif silence.requests:
             # Without lines of its log: one that waits for another process says so every minute, for ever.
-            work = work or _Work(child, counts_lines=False)
-            work.look(elapsed_s)
+            is_new, work = work is None, work or _Work(child, counts_lines=False)
+            if not (is_new or work.look(elapsed_s)):
+                continue  # without descriptors nobody can be asked either
             began = time.monotonic()
             if silence.seconds >= command.stall_timeout_s and await work.is_missing(command.stall_timeout_s):
                 return _hang(silence.requests, silence.seconds, "no work of it was seen")
             if await pace.is_lost(silence.seconds, silence.patience_s):
-                return _hang(silence.requests, silence.seconds, "whatever it works on, it is none of them")
+                return _hang(silence.requests, silence.seconds, "it gets on with none of them, whatever it works on")
             asked_s = min(time.monotonic() - began, _ANSWER_S + silence.patience_s / 2)
 
 
@@ -116,12 +119,16 @@ class _Work:
     def __init__(self, child: Child, *, counts_lines: bool) -> None:
         self._child = child
         self._counts_lines = counts_lines
-        self._before = child.progress()
+        self._before = child.seen_progress()
         self._missing_s = self._asks_at_s = 0.0
 
-    def look(self, elapsed_s: float) -> None:
+    def look(self, elapsed_s: float) -> bool:
+        """False where nobody can look now: then the time does not count."""
+        before, now = self._before, self._child.seen_progress()
+        if before is None or now is None:
+            self._before = now
+            return False
         self._missing_s += elapsed_s
-        before, now = self._before, self._child.progress()
         worked_s = abs(now.cpu_s - before.cpu_s)
         is_at_work = worked_s > max(_IDLE_S, _IDLE_SHARE * self._missing_s) or now.major_faults != before.major_faults
         says_something = self._counts_lines and now.lines != before.lines
@@ -129,12 +136,13 @@ class _Work:
             self._before = now  # the others may look busy, and wait for it
         elif is_at_work or says_something:
             self._before, self._missing_s, self._asks_at_s = now, 0.0, 0.0
+        return True
 
     async def is_missing(self, timeout_s: float) -> bool:
         """True if none was seen for so long, nor any other than that of processes now."""
         if self._missing_s < max(timeout_s, self._asks_at_s):
             return False
-        if self._before.stopped or self._missing_s >= _AT_WORK_MOST * timeout_s:
+        if (self._before and self._before.stopped) or self._missing_s >= _AT_WORK_MOST * timeout_s:
             return True
         began = time.monotonic()
         is_elsewhere = await self._child.is_at_work()

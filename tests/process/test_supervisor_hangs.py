@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -105,6 +106,23 @@ async def test_a_machine_that_was_suspended_is_no_hang(make_command: MakeCommand
         time.sleep(2.5)  # noqa: ASYNC251 - standing still is the point
         os.kill(supervisor.pid, signal.SIGCONT)
         await asyncio.sleep(0.2)
+        assert (supervisor.state, demand.told) == (State.READY, [])
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+async def test_a_lack_of_descriptors_here_is_no_hang_of_the_engine(make_command: MakeCommand, requests: int) -> None:
+    demand = Waiting(requests=requests)
+    command = make_command(stall_timeout_s=0.8)
+    async with serving(replace(command, is_answering=command.is_ready), demand) as supervisor:
+        await asyncio.sleep(0.1)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(1)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            await asyncio.sleep(1.5)  # nothing else can be waited for: nothing happens
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert (supervisor.state, demand.told) == (State.READY, [])
 
 

@@ -28,7 +28,10 @@ def health(socket_path: Path) -> Readiness:
     request = _request("GET", "/health", b"")
 
     async def ask() -> bool:
-        return await answer_of(socket_path, request) is not None
+        try:
+            return await answer_of(socket_path, request) is not None
+        except ValueError:  # no HTTP
+            return False
 
     return ask
 
