@@ -32,7 +32,7 @@ class Silence:
 
     requests: int  # that it has to answer now
     seconds: float  # since any of them got something of its answer
-    patience_s: float  # how long it may be, also for a program that works all the time
+    patience_s: float  # after so many seconds the program hangs, even if it works all the time
 
 
 class Demand(Protocol):
@@ -40,16 +40,16 @@ class Demand(Protocol):
 
     @property
     def requests(self) -> int:
-        """That it has to answer now."""
+        """How many it has to answer now."""
 
     def begin(self) -> None:
-        """A life of the program begins: it owes nothing yet."""
+        """Start anew with a new life of the program, which owes nothing yet."""
 
     def pass_time(self, seconds: float) -> Silence:
-        """So much time has passed for all that wait."""
+        """Count so much time for all that wait. Called by the program's supervisor alone."""
 
     def give_up(self, why: str) -> None:
-        """It hangs and is about to be killed: those who wait are told so at once."""
+        """Tell those who wait at once: the program hangs and is about to be killed."""
 
 
 def _never(_line: str) -> bool:

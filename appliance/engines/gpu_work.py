@@ -8,7 +8,7 @@ TIMEOUT_S = 4.5  # less than the supervisor waits for an answer
 
 
 def gpu_work_of(uuids: Iterable[str]) -> Callable[[], bool] | None:
-    """Whether one of these computes now. None on the CPU, whose work the processes show."""
+    """Return a function that says whether one of these computes now; None without any: processes show a CPU's work."""
     ids = tuple(uuids)
     return (lambda: gpus_at_work(ids)) if ids else None
 

@@ -12,7 +12,7 @@ from appliance.gateway.upstream import Response
 
 
 class _Wait:
-    """One request. `since` is when it began, or when any of them got something last."""
+    """One request. `waited_s` is counted from `since` on: when it began, or when any of them got something."""
 
     def __init__(self, response: Response, body_bytes: int, since: float) -> None:
         self.response = response
@@ -20,14 +20,20 @@ class _Wait:
         self.since = since
         self.waited_s = 0.0
 
+    def pass_time(self, seconds: float, *, now: float, last: float) -> None:
+        if last > self.since:
+            self.since, self.waited_s = last, 0.0
+        self.waited_s += min(seconds, now - self.since - self.waited_s)
+
 
 class Waits:
-    """Of the requests with one engine. Whoever watches it says how much time has passed: a gateway that stood still is
-    no silence of the engine."""
+    """The requests with one engine. Whoever watches it says how much time has passed: a gateway that stood still is no
+    silence of the engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._all: set[_Wait] = set()
+        self._last = float("-inf")  # when any of them got something
         self._left_s = 0.0  # that clients waited who left with nothing: they ask again, and again get nothing
 
     @contextmanager
@@ -39,37 +45,36 @@ class Waits:
             yield
         finally:
             self._all.discard(wait)
+            wait.pass_time(0.0, now=self._clock(), last=self._last)
             # One that was answered, be it with an error, shows that others are.
             self._left_s = self._left_s + wait.waited_s if response.is_owed else 0.0
 
     def note_piece(self, piece: bytes) -> None:
-        """Something of an answer came that only a working model gives, unless it is said before any answer."""
+        """End the silence: a piece of an answer came that only a working model gives. Called for each token."""
         if has_content(piece):
             self.begin()
 
     def begin(self) -> None:
-        """Nothing is owed yet."""
-        self._left_s, now = 0.0, self._clock()
-        for wait in self._all:
-            wait.since, wait.waited_s = now, 0.0
+        """Start anew: nobody has waited yet."""
+        self._last, self._left_s = self._clock(), 0.0
 
     @property
     def requests(self) -> int:
-        """That wait for the engine; one whose client does not read is not for it to answer."""
+        """How many wait for the engine. One whose client does not read is not for it to answer."""
         return len(self._owed())
 
     def pass_time(self, seconds: float) -> None:
         now = self._clock()
         for wait in self._owed():
-            wait.waited_s += min(seconds, now - wait.since - wait.waited_s)
+            wait.pass_time(seconds, now=now, last=self._last)
 
     @property
     def silent_s(self) -> float:
-        """Since any of them got something."""
+        """Seconds since any of them got something, as of the last `pass_time`."""
         return self._left_s + max((wait.waited_s for wait in self._owed()), default=0.0)
 
     def largest(self, requests: int) -> list[int]:
-        """Bytes of the largest bodies of those that wait."""
+        """Return the sizes of the largest bodies, in bytes, of those that wait."""
         return heapq.nlargest(requests, (wait.body_bytes for wait in self._owed()))
 
     def give_up(self, why: str) -> None:

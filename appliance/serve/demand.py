@@ -19,7 +19,7 @@ BYTES_A_TOKEN = 3.0  # of a request's body: four in English text, three in Chine
 
 
 class EngineDemand:
-    """Of the engine with this plan at this socket."""
+    """The requests of the engine with this plan at this socket."""
 
     def __init__(self, served: ServedModel, plan: Plan, socket_path: Path) -> None:
         self._served = served
@@ -58,6 +58,6 @@ class EngineDemand:
         return self._served.space_of_profile.costs(self._plan)
 
     def _prefill_s(self, bodies: list[int]) -> float:
-        """Predicted, of prompts one after the other."""
+        """Return the predicted seconds of all prefills, one after the other."""
         tokens = [min(body / BYTES_A_TOKEN, self._plan.context) for body in bodies]
         return sum(self._costs.prefill_ms(round(each), each / 2) for each in tokens) / 1000

@@ -67,7 +67,7 @@ class Process:
 
     @property
     def is_stopped(self) -> bool:
-        """True after SIGSTOP; a debugger's stop is another state."""
+        """True after SIGSTOP. A debugger's stop is another state."""
         return self.state == "T"
 
 

@@ -99,7 +99,7 @@ class Supervisor:
 
     @property
     def hang(self) -> Hang | None:
-        """Of the engine that is being killed for it."""
+        """How the engine hangs that is being killed for it; None otherwise."""
         return self._hang if self._state is State.HUNG else None
 
     @property

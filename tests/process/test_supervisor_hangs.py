@@ -96,7 +96,7 @@ async def test_nobody_who_waits_is_no_hang(make_command: MakeCommand) -> None:
 
 @pytest.mark.parametrize("requests", [0, 1])
 async def test_a_machine_that_was_suspended_is_no_hang(make_command: MakeCommand, requests: int) -> None:
-    """As by `docker pause`: all stands still, and the clock goes on."""
+    """A `docker pause`: all stands still, and the clock goes on."""
     demand = Waiting(requests=requests)
     command = make_command(stall_timeout_s=1.2)
     command = replace(command, is_answering=command.is_ready)

@@ -57,8 +57,8 @@ def parse_kv_use(answer: bytes, context: int) -> float:
 
 
 def parse_work(answer: bytes) -> tuple[object, ...]:
-    """Of `/slots`: which task each has, how many tokens of its prompt it has read and how many it has made
-    (server-context.cpp, `server_slot::to_json`). Raises ValueError."""
+    """Return each slot's task, and how many tokens it has read and made, by an answer of `/slots` (server-context.cpp,
+    `server_slot::to_json`). Raises ValueError."""
     try:
         return tuple(
             (slot.get("id_task"), slot.get("n_prompt_tokens_processed"), slot.get("n_prompt_tokens"), _made(slot))
@@ -70,6 +70,6 @@ def parse_work(answer: bytes) -> tuple[object, ...]:
 
 
 def _made(slot: dict[str, Any]) -> int | None:
-    """Tokens."""
+    """Return the number of tokens that it has made; None before its first task."""
     said = slot.get("next_token")
     return said[0].get("n_decoded") if said else None

@@ -322,8 +322,8 @@ def _health(socket_path: Path) -> Readiness:
 
 
 async def query_work(socket_path: Path) -> tuple[object, ...] | None:
-    """What its slots have read and made, which differs once they have worked on; answered between two batches. None
-    where it does not tell."""
+    """Return what its slots have read and made, which differs once they have worked on; None if it does not tell. It
+    answers between two batches."""
     try:
         return parse_work((await _answer(socket_path, SLOTS_PATH)).partition(b"\r\n\r\n")[2])
     except ValueError:
@@ -331,7 +331,7 @@ async def query_work(socket_path: Path) -> tuple[object, ...] | None:
 
 
 async def _answer(socket_path: Path, path: str) -> bytes:
-    """Head and body, empty where nobody answers. By hand: an HTTP library costs a quarter of a second to import."""
+    """Return head and body, empty if nobody answers. By hand: an HTTP library costs a quarter of a second to import."""
     import asyncio  # here: it costs 20 ms, and `plan` has no loop
 
     writer = None

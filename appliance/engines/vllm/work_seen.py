@@ -25,12 +25,12 @@ _WORK = re.compile(rb"^vllm:(?:kv_cache_usage_perc|prompt_tokens_total|generatio
 
 
 async def query_work(socket_path: Path) -> tuple[bytes, ...] | None:
-    """Differs once it has worked on requests. None where it does not tell."""
+    """Return what differs once it has worked on requests; None if it does not tell."""
     return parse_work(await query_metrics(socket_path)) or None
 
 
 def parse_work(answer: bytes) -> tuple[bytes, ...]:
-    """Empty where the metrics do not tell."""
+    """Return the figures that any step changes; empty if the metrics have none."""
     return tuple(_WORK.findall(answer))
 
 

@@ -42,7 +42,7 @@ def test_no_client_reaches_it() -> None:
 
 
 def working(task: int, read: int, made: int) -> dict[str, Any]:
-    """As build 11312 has it (server-context.cpp, `server_slot::to_json`)."""
+    """A slot of build 11312 (server-context.cpp, `server_slot::to_json`)."""
     counts = {"n_prompt_tokens": read, "n_prompt_tokens_processed": read}
     return {"id": 0, "is_processing": True, "id_task": task, **counts, "next_token": [{"n_decoded": made}]}
 
