@@ -35,6 +35,10 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
     return made
 
 
+def knobs(home: Home, llama: tuple[str, ...], vllm: tuple[str, ...]) -> None:
+    home.set_engine(*(vllm if isinstance(home, VllmHome) else llama))
+
+
 def tree_of(serving: Serving) -> list[int]:
     """The engine's processes, parents first."""
     return family(min(serving.engine_pids()))
@@ -68,10 +72,13 @@ def assert_back(serving: Serving) -> None:
     assert "appliance_engine_hangs_total 1.0" in metrics(serving)
 
 
-@pytest.mark.parametrize("member", [None, 1, 2], ids=["all", "core", "worker"])
+@pytest.mark.parametrize(
+    ("home", "member"),
+    [("llama", None), ("vllm", None), ("vllm", 1), ("vllm", 2)],
+    ids=["llama", "vllm", "core", "worker"],
+    indirect=["home"],
+)
 def test_one_that_is_stopped_in_mid_stream_is_told_of_killed_and_started_again(home: Home, member: int | None) -> None:
-    if member is not None and not isinstance(home, VllmHome):
-        pytest.skip("it is one process")
     with home.serving(stall_timeout_s=STALL_S) as serving:
         serving.wait_ready()
         tree = tree_of(serving)
@@ -93,9 +100,7 @@ def test_one_that_is_stopped_in_mid_stream_is_told_of_killed_and_started_again(h
 def test_readiness_tells_of_it_while_it_is_started_again(home: Home) -> None:
     with home.serving(stall_timeout_s=STALL_S) as serving:
         serving.wait_ready()
-        home.set_engine("--load-seconds", "600") if not isinstance(home, VllmHome) else home.set_engine(
-            "--fake-load-s", "600"
-        )
+        knobs(home, ("--load-seconds", "600"), ("--fake-load-s", "600"))
         with serving.stream(max_tokens=10**6) as connection:
             read_until(connection, b"data: ")
             stop(tree_of(serving))
@@ -135,7 +140,7 @@ def test_one_that_is_stopped_and_goes_on_in_time_is_left_alone(home: Home) -> No
 
 
 def test_one_that_is_stopped_as_it_loads_ends_the_start(home: Home) -> None:
-    home.set_engine("--fake-load-s" if isinstance(home, VllmHome) else "--load-seconds", "600")
+    knobs(home, ("--load-seconds", "600"), ("--fake-load-s", "600"))
     with home.serving(stall_timeout_s=STALL_S) as serving:
         eventually(lambda: serving.engine_pids())
         stop(serving.engine_pids())
@@ -160,10 +165,6 @@ def test_one_that_is_stopped_as_it_is_measured_beside_serving_ends_the_measureme
 
 
 # With a patience that a test can wait for, which no setting has.
-
-
-def knobs(home: Home, llama: tuple[str, ...], vllm: tuple[str, ...]) -> None:
-    home.set_engine(*(vllm if isinstance(home, VllmHome) else llama))
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
