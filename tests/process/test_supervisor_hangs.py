@@ -59,7 +59,7 @@ async def serving(command: Command, demand: Waiting) -> AsyncIterator[Supervisor
 
 async def test_one_that_does_nothing_for_those_who_wait_is_killed_and_started_again(make_command: MakeCommand) -> None:
     demand = Waiting()
-    command = make_command("--ignore-sigterm", "--log-every-s", "0.05", stall_timeout_s=0.4)
+    command = make_command("--ignore-sigterm", "--log-every-s", "0.05", stall_timeout_s=0.4, stop_grace_s=0.1)
     async with serving(command, demand) as supervisor:
         first = supervisor.pid
         await eventually(lambda: bool(demand.told))
