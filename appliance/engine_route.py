@@ -24,6 +24,7 @@ class EngineRoute:
     only_for_embedders: bool = False  # at a model that gives text the engine has no such route
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
     fault: Callable[[bytes], str | None] | None = None  # what is wrong with a body that the engine would not refuse
+    needs_model: bool = True  # False: the engine answers without it, also one that makes no token any more
     crowded: bytes = b""  # of its error, where requests that ran together did not fit into the context; empty: none
 
 

@@ -439,7 +439,10 @@ class Settings:
     budget_s: float = _setting(_seconds(5, 86400), 120.0, "time that measuring may take", "SECONDS")
     drain_s: float = _setting(_seconds(0, 3600), 5.0, "time that running streams get when stopping", "SECONDS")
     stall_timeout_s: float = _setting(
-        _seconds(1, 86400), 120.0, "give the engine up after this long without a log line or CPU use", "SECONDS"
+        _seconds(1, 86400),
+        120.0,
+        "give the engine up if it does nothing for so long, as it loads or for requests",
+        "SECONDS",
     )
     offline: bool = _setting(
         _switch, False, "fetch nothing: serve what is on the volume, or end (also HF_HUB_OFFLINE=1)", "on|off"

@@ -22,6 +22,7 @@ def post(
     not_for_rerankers: bool = False,
     only_for_embedders: bool = False,
     fault: Callable[[bytes], str | None] | None = None,
+    needs_model: bool = True,
     crowded: bytes = b"",
 ) -> tuple[EngineRoute, ...]:
     """`path`, and the same with another beginning in place of /v1."""
@@ -35,6 +36,7 @@ def post(
             not_for_rerankers=not_for_rerankers,
             only_for_embedders=only_for_embedders,
             fault=fault,
+            needs_model=needs_model,
             crowded=crowded,
         )
         for spelling in spellings

@@ -67,6 +67,7 @@ def create_app(
         events_per_s=lambda: sum(traffic.rate.per_s for traffic in traffics),
         progress=progress,
         engine_restarts=_engine_restarts(backends),
+        engine_hangs=lambda: sum(backend.upstream.hangs for backend in backends),
         loads=lambda: (load for backend in backends if (load := backend.load())),
     )
     lists = list_routes(backends, reading)

@@ -14,6 +14,15 @@ _ENDS = re.compile(rb"\r?\n\r?\n")
 EVENT_BYTES = 64 * 2**10  # an error that is longer passes as it is
 
 
+# What may come before there is any answer: a comment, and the events of OpenAI's responses that only say so.
+_PREFACE = re.compile(rb"(?::[^\n]*|event: response\.(?:created|queued|in_progress)\r?\n[^\n]*)\r?\n(?:\r?\n)?")
+
+
+def has_content(chunk: bytes) -> bool:
+    """True unless all of it is said before there is any answer."""
+    return not chunk.startswith((b":", b"event: response.")) or bool(_PREFACE.sub(b"", chunk).strip())
+
+
 class Found(NamedTuple):
     passed: bytes  # what comes before the error, or all of it
     error: bytes | None  # the event, once it is whole

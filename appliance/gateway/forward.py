@@ -19,7 +19,7 @@ from appliance.gateway.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.metrics import FAILED
 from appliance.gateway.model_name import with_model
 from appliance.gateway.traffic import Rate, Traffic
-from appliance.gateway.upstream import BrokenError, LackError, Response, UnreachableError
+from appliance.gateway.upstream import BrokenError, HungError, LackError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Progress
 from appliance.race import first_of
@@ -183,13 +183,17 @@ class EngineEndpoint:
     async def _ask(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         """Raises ApiError, and CrowdedError where it may be asked again."""
         try:
-            async with self._engine.asked(scope, self._route.upstream, body) as response:
+            asked = self._engine.asked(scope, self._route.upstream, body, needs_model=self._route.needs_model)
+            async with asked as response:
                 if not await relay(response, reply, self._traffic.rate, self._errors, self._route.crowded):
                     scope[FAILED] = "502"
         except LackError as error:
             raise api_error.lacking() from error
         except UnreachableError as error:
             raise api_error.engine_died(503, "the engine cannot be reached; try again in a moment") from error
+        except HungError as error:
+            detail = f"the engine hung while it worked on this request: {error}; it is being restarted"
+            raise api_error.engine_died(502, detail) from error
         except BrokenError as error:
             raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
 

@@ -56,6 +56,7 @@ class Metrics:
         events_per_s: Callable[[], float],
         progress: Callable[[], Progress],
         engine_restarts: Callable[[], int] | None,
+        engine_hangs: Callable[[], int] = lambda: 0,
         loads: Callable[[], Iterable[Load]] = tuple,
     ) -> None:
         """`running` are the requests that are there now, `events_per_s` what their streams bring."""
@@ -64,6 +65,7 @@ class Metrics:
         self._events_per_s = events_per_s
         self._progress = progress
         self._engine_restarts = engine_restarts
+        self._engine_hangs = engine_hangs
         self._loads = loads
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._durations: dict[str, Histogram] = {}
@@ -125,6 +127,8 @@ class Metrics:
         if self._engine_restarts is not None:
             restarts = self._engine_restarts()
             yield CounterMetricFamily("appliance_engine_restarts", "Times the engine was restarted", value=restarts)
+        words, hangs = "Times the engine was killed because it did not answer any more", self._engine_hangs()
+        yield CounterMetricFamily("appliance_engine_hangs", words, value=hangs)
         for name, words, values in _gauges_of(tuple(self._loads())):
             gauge = GaugeMetricFamily(name, words, labels=["model_name"])
             for model, value in values.items():

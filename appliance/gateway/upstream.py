@@ -7,7 +7,7 @@ token would wait for it (`benchmarks/start.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
@@ -35,11 +35,17 @@ class BrokenError(Exception):
     """The connection ended before the answer was whole, or what came is no HTTP."""
 
 
-class Response(asyncio.Protocol):
-    """One answer. `status` and `headers` are there once `request` gave it away; names as the engine spelt them."""
+class HungError(BrokenError):
+    """The engine hangs and is about to be killed."""
 
-    def __init__(self, method: str) -> None:
+
+class Response(asyncio.Protocol):
+    """One answer. `status` and `headers` are there once `request` gave it away; names as the engine spelt them.
+    `on_body` is told of each piece of the body of an answer that is no error, as it comes."""
+
+    def __init__(self, method: str, on_body: Callable[[bytes], None] | None = None) -> None:
         self.method = method
+        self._on_body = on_body
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self._parser = httptools.HttpResponseParser(self)
@@ -49,7 +55,7 @@ class Response(asyncio.Protocol):
         self._is_paused = False
         self._has_head = False
         self._is_whole = False
-        self._broken: str | None = None
+        self._broken: BrokenError | None = None
         self._moved = asyncio.Event()  # something came, or nothing more will
         self._writable = asyncio.Event()
         self._writable.set()
@@ -70,6 +76,22 @@ class Response(asyncio.Protocol):
         """Whether an event of ours can be put into it."""
         kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         return kind == b"text/event-stream" and self.header(b"content-encoding") is None
+
+    @property
+    def is_owed(self) -> bool:
+        """True while something of it is for the engine to send: not once nothing more will come, nor while its reader
+        is slow."""
+        return not (self._is_whole or self._is_paused or self.is_broken)
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken is not None
+
+    def give_up(self, why: str) -> None:
+        """Whoever reads it gets a HungError after what has come so far."""
+        self._break(HungError(why))
+        self._writable.set()
+        self._moved.set()
 
     async def read(self) -> bytes:
         """The whole body. Raises BrokenError."""
@@ -125,9 +147,9 @@ class Response(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._break("it wants another protocol")
+            self._break(BrokenError("it wants another protocol"))
         except httptools.HttpParserError as error:
-            self._break(f"it sent what is no HTTP: {error}")
+            self._break(BrokenError(f"it sent what is no HTTP: {error}"))
         if self._buffered > BUFFER_BYTES and not self._is_paused:
             self._is_paused = True
             self._connected().pause_reading()
@@ -138,7 +160,7 @@ class Response(asyncio.Protocol):
         if self._has_head and not is_framed and error is None:
             self._is_whole = True
         if not self._is_whole:
-            self._break("the connection ended")
+            self._break(BrokenError("the connection ended"))
         self._writable.set()
         self._moved.set()
 
@@ -160,6 +182,8 @@ class Response(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
         self._buffered += len(body)
+        if self._on_body is not None and self.status < 400:
+            self._on_body(body)
 
     def on_message_complete(self) -> None:
         if self._has_head:
@@ -175,12 +199,12 @@ class Response(asyncio.Protocol):
         self._moved.clear()
         await self._moved.wait()
 
-    def _break(self, why: str) -> None:
-        self._broken = self._broken or why
+    def _break(self, error: BrokenError) -> None:
+        self._broken = self._broken or error
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
-            raise BrokenError(self._broken)
+            raise self._broken
 
     def _connected(self) -> asyncio.Transport:
         if self._transport is None:
@@ -191,16 +215,22 @@ class Response(asyncio.Protocol):
 
 @asynccontextmanager
 async def request(
-    socket_path: Path, method: str, target: str, headers: Sequence[tuple[bytes, bytes]], body: bytes
+    socket_path: Path,
+    method: str,
+    target: str,
+    headers: Sequence[tuple[bytes, bytes]],
+    body: bytes,
+    response: Response | None = None,
 ) -> AsyncIterator[Response]:
-    """The answer, of which the headers are there; the connection is closed at the end of the block.
+    """The answer, of which the headers are there; the connection is closed at the end of the block. `response` is who
+    takes it, a new one without.
 
     No total limit: the prefill of a long prompt is minutes without a byte. Raises UnreachableError, BrokenError.
     """
-    loop = asyncio.get_running_loop()
+    loop, taker = asyncio.get_running_loop(), response or Response(method)
     try:
         async with asyncio.timeout(CONNECT_S):
-            _, response = await loop.create_unix_connection(lambda: Response(method), str(socket_path))
+            _, response = await loop.create_unix_connection(lambda: taker, str(socket_path))
     except (OSError, TimeoutError) as error:
         # EAGAIN of connect(2) is about the engine: as many connections wait for it as may.
         if is_lack(error) and not isinstance(error, BlockingIOError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.gateway import headers, upstream
+from appliance.gateway.waits import Waits
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -26,6 +27,8 @@ class UpstreamPool:
         """For requests that did not fit into the engine's context together."""
         self.sent = 0
         """How many requests so far."""
+        self.hangs = 0
+        """How often an engine was given up that did not answer any more."""
 
     @property
     def socket_path(self) -> Path:
@@ -42,6 +45,17 @@ class UpstreamPool:
         self._past.append(self._present)
         self._present = _Upstream(socket_path)
 
+    def waits(self, socket_path: Path) -> Waits | None:
+        """What the engine that listens there owes. None while no request goes there."""
+        lines = (line for line in (self._present, *reversed(self._past)) if line.socket_path == socket_path)
+        return next((line.waits for line in lines), None)
+
+    def give_up(self, socket_path: Path, why: str) -> None:
+        """The engine there hangs and is about to be killed: its requests end with an error that says so."""
+        self.hangs += 1
+        if waits := self.waits(socket_path):
+            waits.give_up(why)
+
     async def wait_drained(self) -> None:
         """Returns once no request is with an engine of the past, however long that takes."""
         while self._past:
@@ -51,7 +65,9 @@ class UpstreamPool:
                 self._past.remove(line)
 
     @asynccontextmanager
-    async def asked(self, scope: Scope, path: str, body: bytes) -> AsyncIterator[upstream.Response]:
+    async def asked(
+        self, scope: Scope, path: str, body: bytes, *, needs_model: bool = True
+    ) -> AsyncIterator[upstream.Response]:
         """The engine's answer, of which the headers are there; the connection is closed at the end of the block.
 
         One connection a request: an engine closes kept ones of its own accord, a POST that meets that
@@ -61,9 +77,10 @@ class UpstreamPool:
         target = f"{path}?{query}" if query else path
         line = self._present
         self.sent += 1
-        with line.taken():
+        response = upstream.Response(scope["method"], line.waits.note_piece if needs_model else None)
+        with line.taken(), line.waits.waiting(response, len(body)):
             head = headers.to_engine(scope["headers"], self._dropped_headers)
-            async with upstream.request(line.socket_path, scope["method"], target, head, body) as response:
+            async with upstream.request(line.socket_path, scope["method"], target, head, body, response):
                 yield response
 
 
@@ -75,6 +92,7 @@ class _Upstream:
         self._running = 0
         self.is_free = asyncio.Event()
         self.is_free.set()
+        self.waits = Waits()
 
     @contextmanager
     def taken(self) -> Iterator[None]:

@@ -54,6 +54,7 @@ async def weights_of(model: ServedModel | AwaitedModel) -> ServedModel:
 
 async def serve_model(served: ServedModel, backend: Backend) -> None:
     """One of the models behind a gateway. Never returns; raises FatalError when its engine is given up."""
+    served.upstream = backend.upstream
     if served.host.plan is None:
         launch(served, await outlast(partial(_chosen, served), "choosing what to serve"))
     await wait_loaded(served)

@@ -21,6 +21,7 @@ from appliance.profile import Key, Profile, ProfileStore
 from appliance.report import Report
 from appliance.serve.background import BackgroundTasks
 from appliance.serve.checks import usable_gpus
+from appliance.serve.demand import PATIENCE_S, EngineDemand
 from appliance.serve.engine_host import EngineHost
 from appliance.serve.engine_log import EngineLogs
 from appliance.serve.gpus import check_gpus
@@ -38,6 +39,7 @@ from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
 
 if TYPE_CHECKING:
+    from appliance.gateway.upstream_pool import UpstreamPool
     from appliance.probe.watch import Watch
     from appliance.serve.awaited import AwaitedModel
     from appliance.tune.session import TuningSession
@@ -74,6 +76,8 @@ class ServedModel:
         self.guard = start.engine.guard(start.install, self.inputs.image, self.hardware.cpu, report)
         self.background = BackgroundTasks(self)
         self.memory_watch = MemoryWatch(self)
+        self.patience_s = PATIENCE_S  # that a request has with an engine that works, and gives nothing
+        self.upstream: UpstreamPool | None = None  # the gateway's, once there is one
         self.profile: Profile | None = None  # that the plan is from
         self.measured_here: Profile | None = None  # the last one that this process measured
         self.session: TuningSession | None = None  # the last one
@@ -146,7 +150,8 @@ class ServedModel:
         return watching.conditions.disturbance or ""
 
     def command(self, plan: Plan, socket_path: Path) -> Command:
-        return self.start.engine.command(plan, self.start.install, socket_path)
+        command = self.start.engine.command(plan, self.start.install, socket_path)
+        return replace(command, demand=EngineDemand(self, plan, socket_path))
 
 
 def files_of(inputs: Inputs) -> tuple[Path, ...]:

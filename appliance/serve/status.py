@@ -71,6 +71,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "profile_holds": str(drift) if drift else None,
         "standing": _profile_status(served, profile),
         "engine_restarts": served.host.restarts,
+        "engine_hangs": served.upstream.hangs if served.upstream else 0,
     }
 
 

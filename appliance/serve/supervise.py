@@ -75,11 +75,18 @@ def _ending(served: ServedModel, crash: Crash) -> FatalError:
 async def _follow_state(served: ServedModel) -> None:
     """After a crash clients are told so until the next engine answers. An engine that is away on purpose is the idle
     tuner's business, who says so itself."""
-    was_ready, before = True, served.host.supervisor
+    was_ready, before, is_hung = True, served.host.supervisor, False
     while True:
         supervisor = served.host.supervisor
         is_ready = supervisor is not None and supervisor.state is State.READY
         crash = supervisor.crash if supervisor else None
+        if supervisor is not None and supervisor.hang is not None:
+            if not is_hung:
+                served.report.phase(Phase.RESTARTING, f"hung: {supervisor.hang.words}")
+            is_hung = True
+            await asyncio.sleep(FOLLOW_EVERY_S)
+            continue  # it has not ended yet, and its last crash is another one's
+        is_hung = False
         if supervisor is before and was_ready and not is_ready and crash is not None:
             served.report.phase(Phase.RESTARTING, crash.describe())
             _report_death(served, crash)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
-from appliance.lack import is_lack, outlast, tell
-from appliance.supervisor.crash import Crash
+from appliance.lack import is_lack, tell
+from appliance.supervisor.crash import Crash, Hang
 from appliance.supervisor.log import Log
 from appliance.supervisor.reaper import TAG_NAME, ProcessTree, cpu_seconds, die_with_parent
 from appliance.supervisor.shared_memory import SharedMemory
@@ -42,6 +42,7 @@ class Progress:
     lines: int
     cpu_s: float
     major_faults: int
+    stopped: tuple[int, ...] = ()  # pids that were stopped by a signal: what the others do leads to nothing
 
 
 class Child:
@@ -109,14 +110,6 @@ class Child:
                 raise
             tell("looking at the engine's processes", error)
 
-    async def progress_soon(self) -> Progress:
-        """As `progress`; waits while a lack of open files or memory hides the processes."""
-
-        async def look() -> Progress:
-            return self.progress()
-
-        return await outlast(look, "watching the engine")
-
     def progress(self) -> Progress:
         members = self._tree.sample()
         self._segments.note_now_and_then(members)  # a process that is killed as it loads takes its mappings with it
@@ -124,7 +117,18 @@ class Child:
             lines=self.log.signs_of_work,
             cpu_s=cpu_seconds(members),
             major_faults=sum(process.major_faults for process in members),
+            stopped=tuple(process.pid for process in members if process.is_stopped),
         )
+
+    def seen_progress(self) -> Progress | None:
+        """None while a lack of open files or memory hides the processes, which is no fault of the child's."""
+        try:
+            return self.progress()
+        except OSError as error:
+            if not is_lack(error):
+                raise
+            tell("watching the engine", error)
+            return None
 
     async def is_at_work(self) -> bool:
         """In a way that `progress` does not show. No where it cannot be told in time."""
@@ -176,7 +180,9 @@ class Child:
         self._tree.end_now(timeout_s=_BURIAL_S)
         self._close()
 
-    def crash(self, *, stalled: bool = False, stopped: bool = False, gave_up: bool = False) -> Crash:
+    def crash(
+        self, *, stalled: bool = False, stopped: bool = False, gave_up: bool = False, hang: Hang | None = None
+    ) -> Crash:
         """After `reap()`. With `gave_up` the signal was ours."""
         code = None if gave_up else self._process.returncode
         return Crash(
@@ -185,7 +191,9 @@ class Child:
             first_error=self.log.first_error(),
             log=self.log.lines,
             was_ready=self.was_ready,
-            stalled=stalled,
+            stalled=stalled or hang is not None,
+            hung=hang.words if hang else "",
+            hung_s=hang.seconds if hang else 0.0,
             gave_up=gave_up,
             seconds=self._seconds if self._seconds is not None else time.monotonic() - self._started_at,
             stopped=stopped,

@@ -18,6 +18,14 @@ NOT_BY_MEMORY_KILLER = "sent from outside, and not by the kernel's memory killer
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hang:
+    """How a program that serves was found to hang: what it did not do for so many seconds."""
+
+    words: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Crash:
     """One ending. With neither `exit_code` nor `signal` the program could not be executed, or outlived even SIGKILL.
 
@@ -30,13 +38,21 @@ class Crash:
     first_error: str | None
     log: tuple[str, ...] = ()  # the last lines, at most 200, oldest first
     was_ready: bool = False
-    stalled: bool = False  # killed by us: no line in the log and no CPU time for Command.stall_timeout_s
+    stalled: bool = False  # killed by us: no sign of work for Command.stall_timeout_s, or `hung`
+    hung: str = ""  # killed by us while it served: what it did not do, in words
+    hung_s: float = 0.0  # for how long it did not
     seconds: float
     gave_up: bool = False  # ended by us: it said that a part of it is gone; then there is neither code nor signal
     stopped: bool = False  # not a crash at all: stop() was called before it was ready
     not_executed: bool = False  # `first_error` says why
     # Processes of our control group that the kernel's memory killer ended meanwhile; None: it cannot be known.
     oom_kills: int | None = None
+
+    @property
+    def outlived_kill(self) -> bool:
+        """True if SIGKILL did not end it: a stuck driver can cause this, and its memory is still taken."""
+        is_otherwise = self.gave_up or self.stopped or self.not_executed
+        return self.exit_code is None and self.signal is None and not is_otherwise
 
     def describe(self) -> str:
         """One sentence without a subject and without a final period: "exited with code 1 before it was ready: …"."""
@@ -49,6 +65,8 @@ class Crash:
     def _ending(self) -> str:
         if self.stopped:
             return "was stopped on request"
+        if self.hung:
+            return f"hung and {'did not end even after SIGKILL' if self.outlived_kill else 'was killed'} ({self.hung})"
         if self.stalled:
             return f"made no progress (no log line, no CPU time) and was killed {self.seconds:.1f} s after its start,"
         if self.gave_up:

@@ -66,6 +66,11 @@ class Process:
     def is_zombie(self) -> bool:
         return self.state in "ZX"
 
+    @property
+    def is_stopped(self) -> bool:
+        """True after SIGSTOP. A debugger's stop is another state."""
+        return self.state == "T"
+
 
 def parse_stat(text: str) -> Process:
     """The second field is the program's name in parentheses and may itself hold spaces and parentheses."""

@@ -9,6 +9,7 @@ class State(StrEnum):
     STOPPED = "stopped"  # never started, or stopped on request
     STARTING = "starting"
     READY = "ready"
+    HUNG = "hung"  # it does not work any more, and is being killed
     STOPPING = "stopping"  # asked to stop; the process may still live
     BACKOFF = "backoff"  # died; waiting before the next start
     FAILED = "failed"  # died, and is not started again by itself
@@ -17,7 +18,8 @@ class State(StrEnum):
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.STOPPED: frozenset({State.STARTING}),
     State.STARTING: frozenset({State.READY, State.STOPPING, State.BACKOFF, State.FAILED}),
-    State.READY: frozenset({State.STOPPING, State.BACKOFF, State.FAILED}),
+    State.READY: frozenset({State.HUNG, State.STOPPING, State.BACKOFF, State.FAILED}),
+    State.HUNG: frozenset({State.STOPPING, State.BACKOFF, State.FAILED}),
     State.STOPPING: frozenset({State.STOPPED}),
     State.BACKOFF: frozenset({State.STARTING, State.STOPPING, State.FAILED}),
     State.FAILED: frozenset({State.STARTING}),

@@ -16,18 +16,14 @@ from appliance.errors import EngineNotReadyError
 from appliance.lack import RETRY_S, is_lack, tell
 from appliance.race import first_of
 from appliance.supervisor.child import Child
-from appliance.supervisor.crash import Crash
+from appliance.supervisor.crash import Crash, Hang
+from appliance.supervisor.stall import until_hung, until_stalled
 from appliance.supervisor.state import State, checked
 from appliance.values import dataclass
 
 # At most a twentieth of the load time is lost between two questions, and an engine that loads long is asked seldom.
 _POLL_MIN_S, _POLL_MAX_S, _POLL_SHARE = 0.01, 0.1, 0.05
 _PROBE_TIMEOUT_S = 5.0
-_SAMPLE_S = 0.25
-# Less than this share of one core is not work: answering our own questions costs an engine 0.2 %, idle pollers 0.5 %.
-_IDLE_SHARE = 0.01
-_AT_WORK_MOST = 10.0  # times the limit without a sign of work
-_IDLE_S = 0.02  # two ticks of the kernel's clock: one may be rounding
 _UNKILLABLE_S = 30.0  # freeing 100 GB of pinned memory takes seconds; a hung driver takes for ever
 _STOP_MARGIN_S = 1.0
 
@@ -48,7 +44,8 @@ class Restart:
     not_after: frozenset[int] = frozenset()  # signals: what died of one would die of it again
 
     def is_over(self, crash: Crash, deaths_in_row: int) -> bool:
-        return deaths_in_row > self.max_in_row or crash.signal in self.not_after
+        """True if it is not started again. One that outlived SIGKILL still holds the memory that another would need."""
+        return deaths_in_row > self.max_in_row or crash.signal in self.not_after or crash.outlived_kill
 
     def delay_s(self, deaths_in_row: int) -> float:
         return self.backoff_s[min(deaths_in_row, len(self.backoff_s)) - 1]
@@ -59,6 +56,7 @@ class _Event(Enum):
     EXIT = "exit"
     STALL = "stall"
     GAVE_UP = "gave up"
+    HUNG = "hung"
     READY = "ready"
 
 
@@ -78,6 +76,7 @@ class Supervisor:
         self._changed: asyncio.Future[None] | None = None
         self._command: Command | None = None
         self._crash: Crash | None = None
+        self._hang: Hang | None = None
         self._ready_seconds: float | None = None
         self._restarts = 0
         self._was_ever_ready = False
@@ -91,13 +90,18 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """Of the engine while it lives."""
-        is_alive = self._state in (State.STARTING, State.READY, State.STOPPING)
+        is_alive = self._state in (State.STARTING, State.READY, State.HUNG, State.STOPPING)
         return self._child.pid if self._child and is_alive else None
 
     @property
     def crash(self) -> Crash | None:
         """The last one since `start()`, also when the engine runs again."""
         return self._crash
+
+    @property
+    def hang(self) -> Hang | None:
+        """How the engine hangs that is being killed for it; None otherwise."""
+        return self._hang if self._state is State.HUNG else None
 
     @property
     def log_tail(self) -> tuple[str, ...]:
@@ -121,7 +125,7 @@ class Supervisor:
             # PR_SET_PDEATHSIG follows the thread that forked: in a short-lived one the engine would die with it.
             message = "start() was called outside the main thread"
             raise RuntimeError(message)
-        if self._state is State.STOPPING:
+        if self._state in (State.HUNG, State.STOPPING):
             message = f"the last engine has not ended yet: process {self.pid}"
             raise EngineNotReadyError(message, hint="a stuck driver can cause this; restart the container")
         if self._state not in (State.STOPPED, State.FAILED):
@@ -146,11 +150,12 @@ class Supervisor:
         return self._child.crash(stopped=True)
 
     async def wait_stalled(self, timeout_s: float) -> None:
-        """Returns once the engine has done nothing for so long: no line in its log, no CPU time, no page from disk.
+        """Returns once the engine has done nothing for so long: no line in its log, no CPU time, no page from disk; or
+        one of its processes is stopped.
 
         For whoever waits for an answer that must come, such as a measurement; an engine that serves may well be idle.
         """
-        await _until_stalled(self._current(), timeout_s)
+        await until_stalled(self._current(), timeout_s)
 
     async def wait_failed(self) -> Crash:
         """The crash after which nothing is restarted any more. After a `stop()` it never returns: cancel it."""
@@ -180,7 +185,7 @@ class Supervisor:
         try:
             await self._supervise(command, stop)
         finally:
-            if self._state in (State.STARTING, State.READY, State.STOPPING):
+            if self._state in (State.STARTING, State.READY, State.HUNG, State.STOPPING):
                 # Cancelled with its loop, or a bug: the engine goes in any case.
                 if self._state is not State.STOPPING:
                     self._go(State.STOPPING)
@@ -246,7 +251,7 @@ class Supervisor:
             {
                 _Event.STOP: stop.wait(),
                 _Event.EXIT: child.exited.wait(),
-                _Event.STALL: _until_stalled(child, command.stall_timeout_s),
+                _Event.STALL: until_stalled(child, command.stall_timeout_s),
                 _Event.READY: _until_ready(command),
             }
         )
@@ -259,6 +264,7 @@ class Supervisor:
                     _Event.STOP: stop.wait(),
                     _Event.EXIT: child.exited.wait(),
                     _Event.GAVE_UP: _until_given_up(child, command.last_words_s),
+                    _Event.HUNG: self._note_hang(child, command),
                 }
             )
         if event is _Event.STOP:
@@ -267,13 +273,20 @@ class Supervisor:
             await _is_set_within(child.exited, self._grace_s)
             await child.reap()
             return None
+        hang = self._hang if event is _Event.HUNG else None
+        if hang and command.demand:
+            self._go(State.HUNG)
+            command.demand.give_up(hang.words)
         await child.reap(exit_timeout_s=_UNKILLABLE_S)
-        return child.crash(stalled=event is _Event.STALL, gave_up=event is _Event.GAVE_UP)
+        return child.crash(stalled=event is _Event.STALL, gave_up=event is _Event.GAVE_UP, hang=hang)
+
+    async def _note_hang(self, child: Child, command: Command) -> None:
+        self._hang = await until_hung(child, command)
 
     def _was_healthy(self, crash: Crash) -> bool:
         if self._restart is None or not crash.was_ready or self._ready_seconds is None:
             return False
-        return crash.seconds - self._ready_seconds >= self._restart.healthy_after_s
+        return crash.seconds - crash.hung_s - self._ready_seconds >= self._restart.healthy_after_s
 
     def _begin(self, child: Child | None) -> None:
         self._child = child
@@ -353,18 +366,3 @@ async def _is_ready(command: Command) -> bool:
 async def _until_given_up(child: Child, last_words_s: float) -> None:
     await child.gave_up.wait()
     await asyncio.sleep(last_words_s)
-
-
-async def _until_stalled(child: Child, timeout_s: float) -> None:
-    """Returns after `timeout_s` without a line in the log, work on a CPU, a page read from disk; after some times that
-    where other work is seen, which may be that of others on the same GPU, or of a kernel that waits for ever."""
-    since, before = time.monotonic(), await child.progress_soon()
-    while (quiet_s := time.monotonic() - since) < timeout_s or (
-        quiet_s < _AT_WORK_MOST * timeout_s and await child.is_at_work()
-    ):
-        await asyncio.sleep(min(_SAMPLE_S, timeout_s / 4))
-        progress, now = await child.progress_soon(), time.monotonic()
-        worked_s = abs(progress.cpu_s - before.cpu_s)
-        is_at_work = worked_s > max(_IDLE_S, _IDLE_SHARE * (now - since))
-        if is_at_work or (progress.lines, progress.major_faults) != (before.lines, before.major_faults):
-            since, before = now, progress

@@ -89,6 +89,7 @@ class Engine(ThreadingMixIn, UnixStreamServer):
         self.ledger = Ledger()
         self.is_loaded = threading.Event()
         self.is_terminating = threading.Event()
+        self.worked = 0
         self.slot: list[int] = []  # the tokens that the cache of the only slot holds
         super().__init__(options.host, Handler)
 
@@ -156,6 +157,8 @@ class Handler(BaseHTTPRequestHandler):
         """One a stream that is open, with 1,024 tokens, and an idle one that still has its tokens."""
         streams = self.server.ledger.snapshot().get("open_streams", 0)
         busy = [{"id": number, "is_processing": True, "n_prompt_tokens": 1024} for number in range(1, streams + 1)]
+        if self.server.options.tells_work:
+            busy.append({"id": 9, "is_processing": True, "n_prompt_tokens_processed": self.server.worked})
         idle = {"id": 0, "is_processing": False, "n_prompt_tokens": 512, "prompt": "secret of another client"}
         return [idle, *busy]
 
@@ -170,6 +173,9 @@ class Handler(BaseHTTPRequestHandler):
             request = json.loads(body or b"{}")
         except ValueError as error:
             return self.fail(400, "invalid_request_error", f"[json.exception.parse_error.101] {error}")
+        if path in TEXT_ROUTES | MESSAGE_ROUTES | {"/v1/embeddings"} and not self.work():
+            self.server.ledger.add("disconnects", 1)
+            return None
         if path in TEXT_ROUTES | MESSAGE_ROUTES:
             return self.stream(path, request) if request.get("stream") else self.complete(path, request)
         if path == "/apply-template":
@@ -183,6 +189,18 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/props":
             return self.reply(200, {"success": True})
         return self.fail(404, "not_found_error", "File Not Found")
+
+    def work(self) -> bool:
+        """Before the first byte of an answer; False when the client left meanwhile."""
+        options = self.server.options
+        until = time.monotonic() + options.works_s
+        while (left_s := until - time.monotonic()) > 0:
+            if self.client_left(min(left_s, 60.0 if options.sleeps else 0.0)):
+                self.close_connection = True
+                return False
+            for _ in range(0 if options.sleeps else 10_000):
+                self.server.worked += 1
+        return True
 
     def complete(self, path: str, request: dict[str, Any]) -> None:
         if path == "/completion" and self.server.options.hang_on_completion:
@@ -390,6 +408,10 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--pid-file", type=Path, help="where the grandchild's pid is written")
     add("--flood-log", type=int, default=0, metavar="LINES", help="write so many lines before getting ready")
     add("--hang", action="store_true", help="never ready, no log, no CPU time")
+    add("--works-s", type=float, default=0.0, help="an answer takes so long before its first byte; inf: none comes")
+    add("--sleeps", action="store_true", help="meanwhile it uses no CPU time, else a whole core")
+    add("--tells-work", action="store_true", help="meanwhile /slots tells how far it is")
+    add("--log-every-s", type=float, default=0.0, help="it says so often that it waits")
     add("--chunk-interval", type=float, default=0.01, metavar="SECONDS")
     add("--chunks", type=int, default=5)
     add("--until", type=Path, metavar="FILE", help="not so many chunks: a stream goes on until the file is there")
@@ -469,6 +491,9 @@ def load(engine: Engine) -> None:
     engine.is_loaded.set()
     log("I", "main: model loaded")
     log("I", f"main: server is listening on {options.host}")
+    while options.log_every_s:
+        log("W", "srv  update_slots: still waiting")
+        time.sleep(options.log_every_s)
     if options.die_after is not None:
         time.sleep(options.die_after)
         log("E", "srv  update_slots: fake engine was asked to die")

@@ -107,7 +107,10 @@ def worker(pipe: socket.socket, rank: int, options: argparse.Namespace) -> NoRet
         leave(1)
     running: dict[int, list[int]] = {}  # by number, tokens that were made and are wanted
     watched, rest = [pipe], b""
+    made = 0
     while True:
+        while options.fake_mute_after is not None and made >= options.fake_mute_after:
+            signal.pause()
         if select.select(watched, [], [], options.fake_interval if running else None)[0]:
             data = _received(pipe)
             if not data:
@@ -118,6 +121,7 @@ def worker(pipe: socket.socket, rank: int, options: argparse.Namespace) -> NoRet
                 raised("WorkerProc hit an exception.", options.fake_error, "multiproc_executor.py:1189")
                 leave(1)
             progress[0] += 1
+            made += 1
             is_last = progress[0] >= progress[1]
             if rank == 0 and watched:
                 _send(pipe, {"id": number, "token": progress[0], "is_last": is_last})
@@ -163,7 +167,18 @@ def engine_core(pipe: socket.socket, options: argparse.Namespace, model: Path) -
     others = meet(options)
     load(options)
     _send(pipe, {"ready": True})
+    if options.fake_mute_after is not None:
+        threading.Thread(target=wait_aloud, daemon=True).start()
     relay(pipe, workers, (segment, listener), others)
+
+
+def wait_aloud() -> NoReturn:
+    """At full speed, as 0.33.0 waits for a worker (shm_broadcast.py, `SpinCondition`), and tells of it."""
+    said_at = 0.0
+    while True:
+        if time.monotonic() - said_at > 0.1:
+            said_at = time.monotonic()
+            log("No available shared memory broadcast block found in 60 seconds.", where="shm_broadcast.py:112")
 
 
 def meet(options: argparse.Namespace) -> list[socket.socket]:
@@ -810,6 +825,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-core-first-s", type=float, default=0.0, help="other hosts notice an end so long before the API server")
     add("--fake-end-with-leader", action="store_true", help="a headless process, once the leader's is gone")
     add("--fake-worker-error", choices=["load", "first", "second"], help="a worker raises: as it loads, at a request")
+    add("--fake-mute-after", type=int, help="tokens of all; then workers make none, and EngineCore waits at full speed")
     add("--fake-error", default="AssertionError")
     add("--fake-gpu", type=Path, metavar="FILE", help="what fakes/nvml reads: its first card has this engine's memory")
     add("--fake-gpu-mib", type=int, default=0, help="of that card beside the KV cache, as it is ready")

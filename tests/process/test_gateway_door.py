@@ -349,6 +349,7 @@ def test_metrics(stage: Stage) -> None:
     assert 'appliance_time_to_first_byte_seconds_count{route="/tokenize"}' in text
     assert 'appliance_phase{phase="ready"} 1.0' in text
     assert "appliance_engine_restarts_total 3.0" in text
+    assert "appliance_engine_hangs_total 0.0" in text
     assert "made-up-path" not in text
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from appliance.engines.vllm.gpu_work import gpus_at_work
+from appliance.engines.gpu_work import gpus_at_work
 from appliance.probe.load import GpuLoad, GpuLoads
 from tests.process.stages.nvml import PutMachine
 

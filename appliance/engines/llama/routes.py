@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from typing import Any
 
 from appliance.engine_route import EngineRoute
 from appliance.engines.routes import BARE, post
@@ -26,15 +27,15 @@ ROUTES: tuple[EngineRoute, ...] = (
     *_post("/v1/responses", also=BARE, can_stream=True),
     *_post("/v1/embeddings", also=_LM_STUDIO, not_for_rerankers=True),  # the score as a vector of one number
     *_post("/v1/messages", dialect="anthropic", can_stream=True),
-    *_post("/v1/messages/count_tokens", dialect="anthropic"),
-    *_post("/v1/chat/completions/input_tokens", also=BARE),
-    *_post("/v1/responses/input_tokens", also=BARE),
+    *_post("/v1/messages/count_tokens", dialect="anthropic", needs_model=False),
+    *_post("/v1/chat/completions/input_tokens", also=BARE, needs_model=False),
+    *_post("/v1/responses/input_tokens", also=BARE, needs_model=False),
     *_post("/v1/rerank", also=BARE),
     *_post("/v1/reranking", also=BARE),
     *_post("/v1/audio/transcriptions", also=BARE),
-    *_post("/tokenize"),
-    *_post("/detokenize"),
-    *_post("/apply-template"),
+    *_post("/tokenize", needs_model=False),
+    *_post("/detokenize", needs_model=False),
+    *_post("/apply-template", needs_model=False),
     *_post("/infill", can_stream=True),
 )
 
@@ -53,3 +54,22 @@ def parse_kv_use(answer: bytes, context: int) -> float:
         message = f"{SLOTS_PATH} tells of no slots: {answer[:100]!r}"
         raise ValueError(message) from error
     return min(float(tokens) / context, 1.0)
+
+
+def parse_work(answer: bytes) -> tuple[object, ...]:
+    """Return each slot's task, and how many tokens it has read and made, by an answer of `/slots` (server-context.cpp,
+    `server_slot::to_json`). Raises ValueError."""
+    try:
+        return tuple(
+            (slot.get("id_task"), slot.get("n_prompt_tokens_processed"), slot.get("n_prompt_tokens"), _made(slot))
+            for slot in json.loads(answer)
+        )
+    except (AttributeError, LookupError, TypeError) as error:
+        message = f"{SLOTS_PATH} tells of no slots: {answer[:100]!r}"
+        raise ValueError(message) from error
+
+
+def _made(slot: dict[str, Any]) -> int | None:
+    """Return the number of tokens that it has made; None before its first task."""
+    said = slot.get("next_token")
+    return said[0].get("n_decoded") if said else None

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from appliance.command import Command, Readiness
 from appliance.engines.engine import Install
+from appliance.engines.gpu_work import gpu_work_of
 from appliance.engines.llama.facts import BINARY
 from appliance.engines.llama.log import is_error
 from appliance.engines.llama.planning.extras import Extras
 from appliance.engines.llama.planning.launch import NUMA_MODES, launch_of
 from appliance.engines.llama.planning.numa import BATCH_MASK_FLAG, FLAG, MASK_FLAG, cpu_mask
+from appliance.engines.llama.routes import SLOTS_PATH, parse_work
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Allocated, Plan, k_and_v
@@ -196,7 +199,14 @@ def command(plan: Plan, install: Install, socket_path: Path) -> Command:
     """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
     argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, socket_path))
     job = command_of_job(argv, plan, install)
-    return replace(job, is_ready=_health(socket_path), socket_path=socket_path)
+    is_healthy = _health(socket_path)
+    return replace(
+        job,
+        is_ready=is_healthy,
+        is_answering=is_healthy,
+        work_done=partial(query_work, socket_path),
+        socket_path=socket_path,
+    )
 
 
 def command_of_job(argv: tuple[str, ...], plan: Plan, install: Install) -> Command:
@@ -208,6 +218,7 @@ def command_of_job(argv: tuple[str, ...], plan: Plan, install: Install) -> Comma
         is_ready=_never,
         is_error=is_error,
         stall_timeout_s=install.stall_timeout_s,
+        is_at_work=gpu_work_of(share.gpu.id for share in plan.placement.shares),
         oom_kills=install.oom_kills,
     )
 
@@ -298,22 +309,38 @@ def is_worth_showing(line: str) -> bool:
 
 
 def _health(socket_path: Path) -> Readiness:
-    """GET /health by hand: an HTTP library costs a quarter of a second to import, and this runs before that."""
-
     async def ask() -> bool:
         import asyncio  # here: it costs 20 ms, and `plan` has no loop
 
-        writer = None
         try:
             async with asyncio.timeout(5.0):
-                reader, writer = await asyncio.open_unix_connection(str(socket_path))
-                writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n\r\n")
-                status = await reader.readline()
-        except (OSError, TimeoutError):
+                return (await _answer(socket_path, "/health")).split(b" ", 2)[1:2] == [b"200"]
+        except TimeoutError:
             return False
-        finally:
-            if writer is not None:
-                writer.close()
-        return status.split(b" ", 2)[1:2] == [b"200"]
 
     return ask
+
+
+async def query_work(socket_path: Path) -> tuple[object, ...] | None:
+    """Return what its slots have read and made, which differs once they have worked on; None if it does not tell. It
+    answers between two batches."""
+    try:
+        return parse_work((await _answer(socket_path, SLOTS_PATH)).partition(b"\r\n\r\n")[2])
+    except ValueError:
+        return None
+
+
+async def _answer(socket_path: Path, path: str) -> bytes:
+    """Return head and body, empty if nobody answers. By hand: an HTTP library costs a quarter of a second to import."""
+    import asyncio  # here: it costs 20 ms, and `plan` has no loop
+
+    writer = None
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(socket_path))
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n\r\n".encode())
+        return await reader.read()
+    except OSError:
+        return b""
+    finally:
+        if writer is not None:
+            writer.close()

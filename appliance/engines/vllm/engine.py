@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute, ErrorRule
 from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
+from appliance.engines.gpu_work import gpu_work_of
 from appliance.engines.routes import LOAD_GAUGES
 from appliance.engines.vllm import compiled, endings, facts, last_start, log, progress, server
 from appliance.engines.vllm.cache_config import confirmed, query_cache_config, query_metrics
@@ -17,13 +19,13 @@ from appliance.engines.vllm.caches import Caches
 from appliance.engines.vllm.client_errors import ERRORS
 from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
-from appliance.engines.vllm.ready import one_token
+from appliance.engines.vllm.ready import health, one_token
 from appliance.engines.vllm.routes import METRICS_PATH, ROUTES, parse_kv_use
-from appliance.engines.vllm.work_seen import has_filled_a_step
+from appliance.engines.vllm.work_seen import has_filled_a_step, query_work
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Format
-from appliance.plan import Allocated, Compilation, GpuAllocation, KvCheck, Launch, Plan, Shortage
+from appliance.plan import Allocated, Compilation, KvCheck, Launch, Plan, Shortage
 from appliance.probe import GpuProbe, Hardware
 
 SETTINGS = frozenset({
@@ -79,13 +81,16 @@ class Vllm(Engine):
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
         is_ready = install.node.is_ready if install.node else None
+        is_headless = is_ready is not None  # one of several hosts that has no server
         is_ready = is_ready or one_token(socket_path, plan.alias, is_embedding=plan.is_embedding)
         found = server.command(plan, install, socket_path, is_ready=is_ready, is_error=log.is_error)
         return replace(
             found,
             is_waiting=log.is_waiting,
             is_fatal=log.is_fatal,
-            is_at_work=_work_of(server.own_shares(plan, install)),
+            is_at_work=gpu_work_of(share.gpu.id for share in server.own_shares(plan, install)),
+            is_answering=None if is_headless else health(socket_path),
+            work_done=None if is_headless else partial(query_work, socket_path),
             scratch=server.scratch_of(socket_path),
             upkeep=Caches(install.cache_dir, socket_path.stem),
         )
@@ -128,18 +133,6 @@ class Vllm(Engine):
 
     def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
         return endings.as_error(ending, served=served)
-
-
-def _work_of(shares: Sequence[GpuAllocation]) -> Callable[[], bool] | None:
-    """Of its cards; None on the CPU, whose work the processes show."""
-    uuids = [share.gpu.id for share in shares]
-
-    def is_at_work() -> bool:
-        from appliance.engines.vllm.gpu_work import gpus_at_work  # here: no start that goes well needs NVML
-
-        return gpus_at_work(uuids)
-
-    return is_at_work if uuids else None
 
 
 ENGINE = Vllm()

@@ -23,6 +23,19 @@ def one_token(socket_path: Path, name: str, *, is_embedding: bool) -> Readiness:
     return _FirstToken(socket_path, path, json.dumps(body).encode()).is_ready
 
 
+def health(socket_path: Path) -> Readiness:
+    """Whether its server answers at all, whatever it says: it knows of its own processes that ended, and ends then."""
+    request = _request("GET", "/health", b"")
+
+    async def ask() -> bool:
+        try:
+            return await answer_of(socket_path, request) is not None
+        except ValueError:  # no HTTP
+            return False
+
+    return ask
+
+
 class _FirstToken:
     """Asks once and waits as long as it takes: kernels may be compiled for the first request, for minutes, and one that
     is given up and sent anew would have to wait for that again. The supervisor's stall timer watches meanwhile."""

@@ -24,14 +24,14 @@ ROUTES: tuple[EngineRoute, ...] = (
     *_post("/v1/completions", also=BARE, can_stream=True),
     *_post("/v1/responses", also=BARE, can_stream=True),
     *_post("/v1/messages", dialect="anthropic", can_stream=True),
-    *_post("/v1/messages/count_tokens", dialect="anthropic"),
+    *_post("/v1/messages/count_tokens", dialect="anthropic", needs_model=False),
     *_post("/v1/embeddings", also=BARE, only_for_embedders=True),
     *_post("/v1/rerank", also=BARE, only_for_embedders=True),
     *_post("/v1/score", also=BARE, only_for_embedders=True),
     *post("/v1/audio/transcriptions", also=BARE, can_stream=True),
     *post("/v1/audio/translations", also=BARE, can_stream=True),
-    *_post("/tokenize"),
-    *_post("/detokenize"),
+    *_post("/tokenize", needs_model=False),
+    *_post("/detokenize", needs_model=False),
 )
 
 

@@ -1,9 +1,11 @@
-"""Whether the server has done the work that takes most memory of a GPU, by its metrics."""
+"""What work the server has done, by its metrics: whether the kind that takes most memory of a GPU, and whether any."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+from appliance.engines.vllm.cache_config import query_metrics
 from appliance.engines.vllm.planning.launch import launch_of
 from appliance.plan import Plan
 
@@ -15,6 +17,21 @@ _NUMBER = rb"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _BUCKET = re.compile(
     rb'^vllm:request_prefill_kv_computed_tokens_bucket\{[^}]*le="(\+Inf|%b)"[^}]*\} (%b)$' % (_NUMBER, _NUMBER), re.M
 )
+
+
+# What any step changes: blocks that requests hold, tokens of prompts that were read, tokens that were made
+# (v1/metrics/loggers.py).
+_WORK = re.compile(rb"^vllm:(?:kv_cache_usage_perc|prompt_tokens_total|generation_tokens_total)\{.*$", re.M)
+
+
+async def query_work(socket_path: Path) -> tuple[bytes, ...] | None:
+    """Return what differs once it has worked on requests; None if it does not tell."""
+    return parse_work(await query_metrics(socket_path)) or None
+
+
+def parse_work(answer: bytes) -> tuple[bytes, ...]:
+    """Return the figures that any step changes; empty if the metrics have none."""
+    return tuple(_WORK.findall(answer))
 
 
 def has_filled_a_step(answer: bytes, plan: Plan) -> bool:

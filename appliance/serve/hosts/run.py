@@ -29,11 +29,12 @@ async def serve_with_others(settings: Settings, environment: Mapping[str, str], 
     settings = replace(settings, tune="off")
     model = open_or_await(settings, environment, report)
     host = Follower(settings) if settings.node_rank else Leader(settings, report)
-    async with stoppable(report, model), open_gateway(settings, report, model, part=host.part):
+    async with stoppable(report, model), open_gateway(settings, report, model, part=host.part) as gateway:
         if not isinstance(model, ServedModel):
             from appliance.serve.fetch import fetch_model  # here: a start whose model is here never needs it
 
             model = await fetch_model(model)
+        model.upstream = gateway.backends[0].upstream
         await cross_check_gpus(model.hardware, environment, report)
         await (host.follow(model) if isinstance(host, Follower) else host.lead(model))
     return 0

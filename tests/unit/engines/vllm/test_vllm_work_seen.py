@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engines.vllm.work_seen import has_filled_a_step
+from appliance.engines.vllm.work_seen import has_filled_a_step, parse_work
 from appliance.plan import with_launch
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, best, launch
 
@@ -58,3 +58,16 @@ def test_a_step_beyond_every_bucket_is_never_known_to_be_full() -> None:
 def test_nothing_tells_of_images() -> None:
     sees = with_launch(PLAN, sees=True)
     assert not has_filled_a_step(metrics(*[30] * 30, 2001), sees)
+
+
+def test_blocks_and_tokens_are_work_done_and_nothing_else_is() -> None:
+    names = ("kv_cache_usage_perc", "prompt_tokens_total", "generation_tokens_total")
+    idle = ["process_cpu_seconds_total 5.0", 'vllm:num_requests_running{engine="0"} 1.0', "# TYPE vllm:prompt_tokens"]
+    before = parse_work("\n".join([*idle, *(f'vllm:{name}{{engine="0"}} 1.0' for name in names)]).encode())
+    assert len(before) == len(names)
+    for moved in names:
+        figures = [f'vllm:{name}{{engine="0"}} {2.0 if name == moved else 1.0}' for name in names]
+        assert parse_work("\n".join(figures).encode()) != before
+    others = ["process_cpu_seconds_total 6.0", 'vllm:num_requests_running{engine="0"} 9.0']
+    assert parse_work("\n".join([*others, *(f'vllm:{name}{{engine="0"}} 1.0' for name in names)]).encode()) == before
+    assert parse_work(b"") == ()
