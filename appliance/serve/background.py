@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from appliance.engines.engine import Space
 from appliance.errors import FatalError, VolumeError
@@ -35,6 +36,7 @@ class BackgroundTasks:
         self._bandwidths: Bandwidths | None = None
         self._more: tuple[Profile, bool] | None = None  # whether the mode wants more than this profile has
         self.is_given_up = False  # measuring: it was tried, and did not come to a plan
+        self._failure: FatalError | None = None  # of the last tuning
 
     @property
     def is_tuning(self) -> bool | None:
@@ -45,6 +47,19 @@ class BackgroundTasks:
     def drift(self) -> DriftState | None:
         return self._drift_monitor.state if self._drift_monitor else None
 
+    def begin_again(self) -> bool:
+        """True if measuring failed only for lack of the volume, which can be written again: then it begins anew."""
+        served = self._served
+        if not self.is_given_up or not isinstance(self._failure, VolumeError):
+            return False
+        try:
+            with served.store.tuning(served.key):
+                self.is_given_up = False
+        except VolumeError:
+            return False
+        self.begin_now()
+        return True
+
     def begin_now(self) -> None:
         """Somebody waits for what is measured: no idle period before it."""
         self._begins_now.set()
@@ -53,16 +68,27 @@ class BackgroundTasks:
 
     async def run(self, backend: Backend) -> None:
         """Never returns. Raises FatalError when an engine does not come back."""
+        for ended in await first_of(self._run(backend), self._served.unkept.write()):
+            if not ended.cancelled():
+                ended.result()  # neither ends but by an error
+
+    async def _run(self, backend: Backend) -> None:
         served = self._served
         await first_of(self._know_machine(backend), self._begins_now.wait())
         while True:
             if served.settings.tune == "idle" and (self.wants_measuring or await self._wants_more(served.profile)):
                 await self._tune(backend)
             await self._know_machine(backend)
-            await self._watch_drift(backend)
+            await self._unless_hurried(self._watch_drift(backend))
             if served.settings.tune != "idle" or not self.wants_measuring:
-                await self._know_machine(backend, waits=True)
-                await asyncio.Event().wait()
+                self._begins_now.clear()
+                await self._unless_hurried(self._know_machine_at_last(backend))
+
+    async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
+        """Ends as soon as somebody waits for what is measured."""
+        working, _ = await first_of(work, self._begins_now.wait())
+        if not working.cancelled():
+            working.result()
 
     async def _know_machine(self, backend: Backend, *, waits: bool = False) -> None:
         """Its bandwidths, once; for the next start, so that plans which somebody waits for go first. On a machine that
@@ -73,6 +99,10 @@ class BackgroundTasks:
 
         self._bandwidths = found = self._bandwidths or Bandwidths(self._served)
         await (found.until_known if waits else found.measure)(backend.traffic)
+
+    async def _know_machine_at_last(self, backend: Backend) -> None:
+        await self._know_machine(backend, waits=True)
+        await asyncio.Event().wait()
 
     @property
     def wants_measuring(self) -> bool:
@@ -128,6 +158,7 @@ class BackgroundTasks:
         # With other kernels everything is to be measured anew.
         has_same_kernels = served.inputs.kernels.variants == variants
         self.is_given_up = served.profile is before and has_same_kernels
+        self._failure = tuner.failure
         self._was_measured = not self.is_given_up and has_same_kernels
         self._drift_monitor = None
 

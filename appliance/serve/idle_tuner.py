@@ -56,6 +56,7 @@ class IdleTuner(Generic[P]):
         self._settle_s = settle_s
         self._best: P | None = None
         self._is_given_up = False
+        self.failure: FatalError | None = None  # that ended measuring
         self._hurry = asyncio.Event()
         self.is_busy = False
         self._was_told = False
@@ -208,6 +209,7 @@ class IdleTuner(Generic[P]):
         try:
             self._best = measuring.result()
         except FatalError as error:
+            self.failure = error
             self._give_up(f"measuring failed: {error.message}; the prediction serves on")
 
     def _give_up(self, words: str) -> None:

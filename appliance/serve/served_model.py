@@ -33,6 +33,7 @@ from appliance.serve.inputs import (
     with_model,
 )
 from appliance.serve.memory_watch import MemoryWatch
+from appliance.serve.unkept import Unkept
 from appliance.serve.which import FromRecipe, Located, ollamas_own
 from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
@@ -74,6 +75,7 @@ class ServedModel:
         self.guard = start.engine.guard(start.install, self.inputs.image, self.hardware.cpu, report)
         self.background = BackgroundTasks(self)
         self.memory_watch = MemoryWatch(self)
+        self.unkept = Unkept(store, report)
         self.profile: Profile | None = None  # that the plan is from
         self.session: TuningSession | None = None  # the last one
         self.allocated: Allocated | None = None  # by the engine that serves

@@ -140,7 +140,8 @@ def listed_of(served: ServedModel) -> ListedModel:
 
 def measure_now(served: ServedModel) -> tuple[int, dict[str, Any]]:
     """Asked for by somebody who waits for the result. Raises ApiError where nothing will be measured."""
-    state = tuning_state(served)
+    served.unkept.try_now()
+    state = "waiting" if served.background.begin_again() else tuning_state(served)
     if state in ("off", "failed"):
         from appliance.gateway.api_error import ApiError  # here: no start needs it
 
