@@ -55,7 +55,8 @@ async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Spac
 
 
 async def measure_more(served: ServedModel, profile: Profile, *, beside: Space | None = None) -> Profile:
-    """The profile, saved as `measure` does, with what the mode that is set wants of contexts that no measured plan has."""
+    """The profile, saved as `measure` does, with what the mode that is set wants of contexts that no measured plan
+    has."""
     report, mode, id_ = served.report, served.settings.mode, profile.key.id
     session = served.session = _session(served, shows_phase=False, beside=beside)
     words = f"profile {id_} was measured for mode '{profile.mode}': up to {MORE_PLANS} more for '{mode}'"

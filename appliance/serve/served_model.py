@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from appliance.serve.inputs import (
     read_inputs,
     with_model,
 )
+from appliance.serve.memory_kills import MemoryKills
 from appliance.serve.memory_watch import MemoryWatch
 from appliance.serve.unkept import Unkept
 from appliance.serve.which import FromRecipe, Located, ollamas_own
@@ -60,7 +62,10 @@ class ServedModel:
         number: int = 0,
     ) -> None:
         first, second, self.trial_socket = socket_paths(start.settings.runtime_dir, number)
-        self.start = start.with_memory_peaks(store)
+        self.memory_kills = MemoryKills(start, store, report)
+        self.start = start.with_memory_peaks(store).after_memory_kills(self.memory_kills.seen)
+        if (most_mib := self.start.inputs.host_mib_max) < math.inf:
+            report.warning("memory_kills", self.memory_kills.words(most_mib))
         self._spaces: dict[tuple[KvCheck, ...], Space] = {}  # of all plans, each built once for these inputs
         self.space = self._space_with(())
         self.environment = environment
@@ -122,7 +127,7 @@ class ServedModel:
         self.space = self._space_with(())
 
     def set_start(self, start: StartInputs) -> None:
-        """With other kernels; where others serve, another profile counts."""
+        """With other kernels, or for less memory; where others serve, another profile counts."""
         is_of_others = start.key != self.start.key
         self._begin_with(start)
         if is_of_others:
