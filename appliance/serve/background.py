@@ -148,6 +148,10 @@ class BackgroundTasks:
             why_no_room=self._why_no_room,
             as_error=served.start.engine.as_error,
             idle_s=served.settings.idle_s,
+            need_s=self._need_s,
+            kept=lambda: served.session.kept if served.session else 0,
+            what_else_works=served.what_crowds,
+            until_crowded=served.until_crowded,
         )
         if self._begins_now.is_set():
             tuner.begin_now()
@@ -161,6 +165,18 @@ class BackgroundTasks:
         self._failure = tuner.failure
         self._was_measured = not self.is_given_up and has_same_kernels
         self._drift_monitor = None
+
+    def _need_s(self) -> float:
+        """For a load and one measurement at the workload's depth, by the prediction of the plan that serves."""
+        from appliance.tune.measure import DECODE_TOKENS  # here, both: a start from a profile never needs them
+        from appliance.tune.workload import parse_mix
+
+        host, settings = self._served.host, self._served.settings
+        speed = host.plan.speed if host.plan else None
+        if host.plan is None or speed is None:
+            return host.load_s
+        depth = min(parse_mix(settings.workload).depth, host.plan.context)
+        return host.load_s + depth / speed.prefill_tokens_per_s + DECODE_TOKENS / speed.decode_tokens_per_s
 
     async def _measure(self, is_alone: bool) -> Plan | None:
         """None while another container measures for the same key: its profile is adopted later or by a next start."""

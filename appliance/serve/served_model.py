@@ -41,6 +41,7 @@ from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
 
 if TYPE_CHECKING:
+    from appliance.probe.conditions import Conditions
     from appliance.probe.watch import Watch
     from appliance.serve.awaited import AwaitedModel
     from appliance.tune.session import TuningSession
@@ -147,9 +148,20 @@ class ServedModel:
 
     async def what_else_works(self) -> str:
         """On this machine now, while our engine rests, in words; empty where nothing does."""
+        return (await self._look()).disturbance or ""
+
+    async def what_crowds(self) -> str:
+        """The same of others that take a good part of the machine: measuring would be in their way."""
+        return (await self._look()).crowd or ""
+
+    async def until_crowded(self) -> str:
+        """Returns when others take a good part of the CPUs, with the words for it."""
+        return await self.watch(with_gpus=False).until_crowded()
+
+    async def _look(self) -> Conditions:
         async with self.watch() as watching:
             await asyncio.sleep(WATCHED_S)
-        return watching.conditions.disturbance or ""
+        return watching.conditions
 
     def command(self, plan: Plan, socket_path: Path) -> Command:
         return self.start.engine.command(plan, self.start.install, socket_path)
