@@ -21,9 +21,13 @@ class Rate:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque()
+        self.total = 0
+        """Since the beginning."""
 
     def add(self, chunk: bytes) -> None:
-        self._seen.append((self._clock(), chunk.count(b"\n\n")))
+        count = chunk.count(b"\n\n")
+        self.total += count
+        self._seen.append((self._clock(), count))
         self._forget()
 
     @property

@@ -35,6 +35,7 @@ from appliance.serve.inputs import (
 )
 from appliance.serve.memory_kills import MemoryKills
 from appliance.serve.memory_watch import MemoryWatch
+from appliance.serve.other_work import OtherWork
 from appliance.serve.unkept import Unkept
 from appliance.serve.which import FromRecipe, Located, ollamas_own
 from appliance.settings import Settings
@@ -82,6 +83,7 @@ class ServedModel:
         self.background = BackgroundTasks(self)
         self.memory_watch = MemoryWatch(self)
         self.unkept = Unkept(store, report)
+        self.other_work = OtherWork(self)
         self.profile: Profile | None = None  # that the plan is from
         self.session: TuningSession | None = None  # the last one
         self.allocated: Allocated | None = None  # by the engine that serves

@@ -68,6 +68,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "tuning": tuning_state(served),
         "allocated": asdict(served.allocated) if served.allocated else None,
         "memory_prediction_error": profile.prediction_error if profile else None,
+        "slow_beside": served.other_work.words,
         "gpu_memory": _gpu_memory(served),
         "from_profile": profile is not None and served.session is None,
         "profile_holds": str(drift) if drift else None,

@@ -73,6 +73,7 @@ async def _until_given_up(served: ServedModel, backend: Backend) -> Crash:
         _follow_state(served),
         served.background.run(backend),
         served.memory_watch.run(backend.traffic),
+        served.other_work.run(backend.traffic),
     )
     if not following.cancelled():
         killed: Crash = following.result()

@@ -233,7 +233,7 @@ async def test_a_depth_that_was_measured_before_an_interruption_is_not_measured_
     assert kept.measurements == ()
     (begun,) = kept.begun
     assert [point.depth for point in begun.points] == [32]
-    assert kept.describe().endswith("1 depth of a measurement that was begun")
+    assert kept.describe().startswith("1 depth of a measurement that was begun")
     found = await measure(stage.made())
     steps = Counter(stage.events("tune_step"))
     assert steps[f"{begun.key}: decoding with 32 tokens in the context"] == 1 + sum(

@@ -256,16 +256,12 @@ def test_depths_that_were_measured_before_an_interruption_are_not_measured_again
 
     plan = replace(PLANS[0], context=8192)
     for look in (FirstSampling(wanted=640, work_s=10, deep_s=10), Sampling(depths=(32, 640, 2048))):
-        whole, again, told = Running(), Running(), list[int]()
+        whole, again, told = Running(), Running(), list[tuple[Point, ...]]()
         points = asyncio.run(points_of(whole, plan, look, lambda _: None))
         known = points[:before]
-        found = asyncio.run(
-            points_of(
-                again, plan, look, lambda _: None, known=known, on_points=lambda seen, told=told: told.append(len(seen))
-            )
-        )
+        found = asyncio.run(points_of(again, plan, look, lambda _: None, known=known, on_points=told.append))
         assert found == points
-        assert told == list(range(before + 1, len(points) + 1))
+        assert told == [points[:count] for count in range(before + 1, len(points) + 1)]
         measured = [asked for asked in again.asked if asked[1] == DECODE_TOKENS]
         assert measured == whole.asked[before:]
         # What is not in the new engine's cache is read first, so that a step is the same as without the interruption.
