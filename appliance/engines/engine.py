@@ -97,6 +97,7 @@ class Inputs:
     draft: Model | None = None  # of speculative decoding
     hosts: tuple[Host, ...] = ()  # that serve with this one, by rank; empty before they joined: taken to be alike
     dram_gb_s_max: float = math.inf  # of host memory that was not measured no more is assumed
+    host_mib_max: float = math.inf  # of host memory that plans may use: more was seen to be killed
     memory_peaks: tuple[MemoryPeak, ...] = ()  # of GPUs, seen while earlier starts served
 
     @property

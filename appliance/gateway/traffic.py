@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from appliance.gateway import api_error
 
 RATE_S = 3.0
+PAUSES_KEPT = 32
 
 
 class Rate:
@@ -20,9 +21,13 @@ class Rate:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque()
+        self.total = 0
+        """Since the beginning."""
 
     def add(self, chunk: bytes) -> None:
-        self._seen.append((self._clock(), chunk.count(b"\n\n")))
+        count = chunk.count(b"\n\n")
+        self.total += count
+        self._seen.append((self._clock(), count))
         self._forget()
 
     @property
@@ -51,6 +56,8 @@ class Traffic:
         self._rests_since = time.monotonic()
         self.arrivals = 0
         """How many requests for work have come so far."""
+        self.pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
+        """Seconds between the end of one request for work and the next, the last of them."""
         self.is_closed = False
 
     @property
@@ -83,6 +90,8 @@ class Traffic:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
+        if self.arrivals and not self._working:
+            self.pauses.append(self.idle_s)
         self.arrivals += 1
         self._working += 1
         self._is_working.set()

@@ -10,6 +10,7 @@ from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import KvCheck
 from appliance.plan.kv_pair import k_and_v
 from appliance.plan.launch import PREDICTED, KnobEffect, Launch
+from appliance.plan.memory_kill import MemoryKill, held_mib, most_mib, remembered
 from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.plan import (
     CHAT_TOKENS_IN,
@@ -70,6 +71,7 @@ __all__ = [
     "KvCheck",
     "Launch",
     "Memory",
+    "MemoryKill",
     "MemoryPeak",
     "Offer",
     "Placement",
@@ -85,8 +87,11 @@ __all__ = [
     "explain",
     "explain_memory",
     "explain_settings",
+    "held_mib",
     "k_and_v",
     "launch_as",
+    "most_mib",
+    "remembered",
     "speed_kept",
     "summary",
     "with_choice",

@@ -7,6 +7,7 @@ somebody else's doing, and enough of it to be seen in a figure; our own threads 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from appliance.probe.hardware import GpuHolder, GpuProbe
 from appliance.probe.load import GpuLoad, GpuLoads, LoadSample
@@ -64,6 +65,16 @@ class Conditions:
     steal: float | None = None  # of the time in which a CPU was wanted
     gpus: tuple[GpuConditions, ...] = ()
     problem: str | None = None  # why nothing is known of the GPUs
+
+    @property
+    def crowd(self) -> str | None:
+        """Others that take so much of the machine that work of ours would be in their way, as one sentence; None: there
+        is room beside them."""
+        cores = (self.foreign_cpu or 0.0) * (self.cpus or 0)
+        is_crowded = cores >= max(FOREIGN_CORES, FOREIGN_CPU * (self.cpus or 0))
+        cpu = _cpu_disturbances(replace(self, steal=None)) if is_crowded else ()
+        gpus = (words for gpu in self.gpus for words in _gpu(replace(gpu, slowed=None)))
+        return " and ".join([*cpu, *gpus]) or None
 
     @property
     def disturbance(self) -> str | None:

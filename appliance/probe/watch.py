@@ -16,6 +16,7 @@ from appliance.probe.load import GpuLoads, LoadSample, only_known, parse_answer
 from appliance.run import Running, RunTimeout
 
 T = TypeVar("T")
+LOOK_EVERY_S = 1.0
 CHILD = (sys.executable, "-m", "appliance.probe.gpu_load")
 TIMEOUT_S = 15.0
 
@@ -59,6 +60,25 @@ class Watch:
             message = "the conditions are known when what is watched has ended"
             raise RuntimeError(message)
         return self._seen
+
+    def so_far(self) -> Conditions:
+        """Of the CPUs, inside of the block."""
+        return conditions(self._before, self._sample(), known=self._known)
+
+    async def until_crowded(self, *, every_s: float = LOOK_EVERY_S) -> str:
+        """Returns when others take a good part of the CPUs, in two looks in a row: one may be a moment's work. Also
+        outside of the block."""
+        before, was_crowded = self._sample(), False
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                now = self._sample()
+            except OSError:  # no file is left: nobody can say
+                continue
+            words = conditions(before, now, known=self._known).crowd
+            if words and was_crowded:
+                return words
+            before, was_crowded = now, bool(words)
 
     def __enter__(self) -> Watch:
         self._seen = None

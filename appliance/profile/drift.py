@@ -20,6 +20,8 @@ TOLERANCE = 0.15  # of a speed: what is within it may be chance, or the room's t
 PROBES_MAX = 10  # a verdict needs two; more than this are of a machine that never is quiet
 TOKENS = 48  # that a probe decodes: twice those of a short look, whose figures are off by 3 to 10 %
 MIN_PREFILL_TOKENS = 256
+# A probe that takes so many times what the profile says is slow, whatever its end would tell.
+OVERDUE, OVERDUE_LEAST_S = 4.0, 10.0
 # A draft reads along with each plain step, and what that alone takes was not measured. A draft that takes more than
 # half a step is not worth serving: to draft one token right takes two of its steps, and saves one of the model's.
 DRAFT_SHARE = 0.5
@@ -35,7 +37,7 @@ class DriftState(StrEnum):
 class Compared:
     """Speeds in tokens a second; `measured` is true to a factor of `slack`."""
 
-    did: str  # "decoded" or "read"
+    did: str  # "decoded" or "read"; "read and decoded" for a probe that was given up
     depth: int
     speed: float
     measured: float
@@ -70,6 +72,23 @@ class Baseline:
     point: Point
     prefill_ms: float | None
     draft_slack: float = 1.0
+
+    @property
+    def expected_s(self) -> float:
+        """What a probe takes, by the profile."""
+        prefill_ms = self.prefill_ms if self.prefill_ms is not None else self.point.prefill_ms
+        return (self.point.depth * prefill_ms + TOKENS * self.point.decode_ms) / 1000
+
+    def limit_s(self, least_s: float = OVERDUE_LEAST_S) -> float:
+        """After which a probe is given up."""
+        return max(least_s, OVERDUE * self.draft_slack * self.expected_s)
+
+    def overdue(self, seconds: float) -> tuple[Compared, ...]:
+        """A probe that was given up after its limit: it was no faster than this."""
+        tokens = self.point.depth + TOKENS
+        slack = self.draft_slack * (1 + self.point.relative_error)
+        speed, measured = tokens / seconds, tokens / self.expected_s
+        return (Compared(did="read and decoded", depth=self.point.depth, speed=speed, measured=measured, slack=slack),)
 
     def compare(self, seen: Point) -> tuple[Compared, ...]:
         """`seen` has read all of its prompt."""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from appliance.disk import Disk
 from appliance.errors import ConfigError
-from appliance.plan import MemoryPeak, Plan
+from appliance.plan import MemoryKill, MemoryPeak, Plan
 from appliance.probe import Gpu
 from appliance.profile.files import ProfileFiles, refusing
+from appliance.profile.kills import MemoryKills
 from appliance.profile.marks import Marks, ProfileStatus
 from appliance.profile.peaks import MemoryPeaks
 from appliance.profile.reader import ForeignProfile, ProfileReader, parse
@@ -46,6 +47,7 @@ class ProfileStore:
         self._marks = Marks(self._files)
         self._unfinished = UnfinishedTunings(self._files, warn)
         self._peaks = MemoryPeaks(self._files, warn)
+        self._kills = MemoryKills(self._files, warn)
 
     def load(self, key: Key) -> Profile | None:
         """The profile to use: a pinned one that differs in nothing but the build, else the one for exactly this key.
@@ -120,13 +122,13 @@ class ProfileStore:
         return not (profile.disturbance and old is not None and old.disturbance is None)
 
     def forget(self, id_: str) -> Removed:
-        """Removes the profile and its pin, also one of another schema or a damaged one, and the memory peak of its key,
-        also where there is no profile. Frees space, needs none.
+        """Removes the profile and its pin, also one of another schema or a damaged one, and the memory peak and the
+        memory kills of its key, also where there is no profile. Frees space, needs none.
 
         The pin goes first: should it break off in between, an unpinned profile is left and not a pin without one,
         which a later profile of the same key would inherit.
         """
-        there = {*self._files.ids(), *self._files.ids(".peak")}
+        there = {*self._files.ids(), *self._files.ids(".peak"), *self._files.ids(".kills")}
         name = _only_one([each for each in there if each.startswith(id_)], id_)
         path = self._files.path(name)
         with self._files.locked(name), refusing(f"profile cannot be removed: {path}"):
@@ -137,6 +139,7 @@ class ProfileStore:
             self._marks.unmark_stale(name)
             self._unfinished.forget(name)
             self._peaks.forget(name)
+            self._kills.forget(name)
             self._files.remove(path)
             self._files.sync()
         return Removed(id=name, alias=profile.plan.alias if profile else None, was_pinned=was_pinned)
@@ -213,6 +216,14 @@ class ProfileStore:
         """The engine needed more than was seen of this plan. False where another is at work there. Raises
         VolumeError."""
         return self._peaks.doubt(key, plan)
+
+    def kills(self, key: Key) -> tuple[MemoryKill, ...]:
+        """Of engines of this key, by the kernel's memory killer. Changes nothing."""
+        return self._kills.kept(key)
+
+    def keep_kills(self, key: Key, kills: tuple[MemoryKill, ...]) -> None:
+        """In place of those that are there; none forgets them. Raises VolumeError."""
+        self._kills.keep(key, kills)
 
     def tuning(self, key: Key) -> AbstractContextManager[bool]:
         """Whether this process may measure for the key: one at a time, since two would spoil each other's figures."""

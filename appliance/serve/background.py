@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from appliance.engines.engine import Space
 from appliance.errors import FatalError, VolumeError
@@ -36,6 +37,7 @@ class BackgroundTasks:
         self._more: tuple[Profile, bool] | None = None  # whether the mode wants more than this profile has
         self.is_given_up = False  # measuring: it was tried, and did not come to a plan
         self.why_not_best = ""  # why the best of what was measured does not serve; empty: it does
+        self._failure: FatalError | None = None  # of the last tuning
 
     @property
     def is_tuning(self) -> bool | None:
@@ -46,6 +48,19 @@ class BackgroundTasks:
     def drift(self) -> DriftState | None:
         return self._drift_monitor.state if self._drift_monitor else None
 
+    def begin_again(self) -> bool:
+        """True if measuring failed only for lack of the volume, which can be written again: then it begins anew."""
+        served = self._served
+        if not self.is_given_up or not isinstance(self._failure, VolumeError):
+            return False
+        try:
+            with served.store.tuning(served.key):
+                self.is_given_up = False
+        except VolumeError:
+            return False
+        self.begin_now()
+        return True
+
     def begin_now(self) -> None:
         """Somebody waits for what is measured: no idle period before it."""
         self._begins_now.set()
@@ -54,16 +69,27 @@ class BackgroundTasks:
 
     async def run(self, backend: Backend) -> None:
         """Never returns. Raises FatalError when an engine does not come back."""
+        for ended in await first_of(self._run(backend), self._served.unkept.write()):
+            if not ended.cancelled():
+                ended.result()  # neither ends but by an error
+
+    async def _run(self, backend: Backend) -> None:
         served = self._served
         await first_of(self._know_machine(backend), self._begins_now.wait())
         while True:
             if served.settings.tune == "idle" and (self.wants_measuring or await self._wants_more(served.profile)):
                 await self._tune(backend)
             await self._know_machine(backend)
-            await self._watch_drift(backend)
+            await self._unless_hurried(self._watch_drift(backend))
             if served.settings.tune != "idle" or not self.wants_measuring:
-                await self._know_machine(backend, waits=True)
-                await asyncio.Event().wait()
+                self._begins_now.clear()
+                await self._unless_hurried(self._know_machine_at_last(backend))
+
+    async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
+        """Ends as soon as somebody waits for what is measured."""
+        working, _ = await first_of(work, self._begins_now.wait())
+        if not working.cancelled():
+            working.result()
 
     async def _know_machine(self, backend: Backend, *, waits: bool = False) -> None:
         """Its bandwidths, once; for the next start, so that plans which somebody waits for go first. On a machine that
@@ -74,6 +100,10 @@ class BackgroundTasks:
 
         self._bandwidths = found = self._bandwidths or Bandwidths(self._served)
         await (found.until_known if waits else found.measure)(backend.traffic)
+
+    async def _know_machine_at_last(self, backend: Backend) -> None:
+        await self._know_machine(backend, waits=True)
+        await asyncio.Event().wait()
 
     @property
     def wants_measuring(self) -> bool:
@@ -119,6 +149,10 @@ class BackgroundTasks:
             why_no_room=self._why_no_room,
             as_error=served.start.engine.as_error,
             idle_s=served.settings.idle_s,
+            need_s=self._need_s,
+            kept=lambda: served.session.kept if served.session else 0,
+            what_else_works=served.what_crowds,
+            until_crowded=served.until_crowded,
         )
         if self._begins_now.is_set():
             tuner.begin_now()
@@ -130,8 +164,21 @@ class BackgroundTasks:
         # With other kernels everything is to be measured anew.
         has_same_kernels = served.inputs.kernels.variants == variants
         self.is_given_up = served.profile is before and has_same_kernels
+        self._failure = tuner.failure
         self._was_measured = not self.is_given_up and has_same_kernels
         self._drift_monitor = None
+
+    def _need_s(self) -> float:
+        """For a load and one measurement at the workload's depth, by the prediction of the plan that serves."""
+        from appliance.tune.measure import DECODE_TOKENS  # here, both: a start from a profile never needs them
+        from appliance.tune.workload import parse_mix
+
+        host, settings = self._served.host, self._served.settings
+        speed = host.plan.speed if host.plan else None
+        if host.plan is None or speed is None:
+            return host.load_s
+        depth = min(parse_mix(settings.workload).depth, host.plan.context)
+        return host.load_s + depth / speed.prefill_tokens_per_s + DECODE_TOKENS / speed.decode_tokens_per_s
 
     async def _measure(self, is_alone: bool) -> Plan | None:
         """None while another container measures for the same key: its profile is adopted later or by a next start."""

@@ -34,6 +34,7 @@ class Bandwidths:
         self.is_known = False
         self._pause_s = min(AGAIN_S, served.settings.idle_s)
         self._not_before = 0.0
+        self._is_told = False
 
     async def measure(self, traffic: Traffic) -> None:
         """Once, unless that is too soon after the last time. A request ends it within a tenth of a second; it begins
@@ -43,11 +44,15 @@ class Bandwidths:
         disturbance = await _measure_once(self._served, traffic)
         self.is_known = not disturbance
         if disturbance:
-            self._served.report.info(
-                "bandwidth_disturbed", f"{disturbance}: no bandwidth is kept; measured again in a later idle minute"
-            )
+            self._tell_once(disturbance)
             self._not_before = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, AGAIN_MOST_S)
+
+    def _tell_once(self, disturbance: str) -> None:
+        if not self._is_told:
+            words = "no bandwidth is kept; measured again in a later idle minute"
+            self._served.report.info("bandwidth_disturbed", f"{disturbance}: {words}")
+        self._is_told = True
 
     async def until_known(self, traffic: Traffic) -> None:
         """However often something disturbs it, ever less often."""
@@ -81,7 +86,10 @@ async def _undisturbed(served: ServedModel) -> Measured | str | None:
     if busy := await served.what_else_works():
         return busy
     async with served.watch(with_gpus=False) as watching:
-        found = await _measure(served)
+        measuring, crowding = await first_of(_measure(served), served.until_crowded())
+    if measuring.cancelled():
+        return str(crowding.result())
+    found: Measured | str | None = measuring.result()
     busy = watching.conditions.disturbance or ""
     if not busy and served.hardware.gpus.gpus:
         busy = await served.what_else_works()

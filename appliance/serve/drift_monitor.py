@@ -1,4 +1,8 @@
-"""Probes the engine that serves, while nobody asks, until it is known whether its profile still holds."""
+"""Probes the engine that serves, while nobody asks, until it is known whether its profile still holds.
+
+A probe gives way: on a busy machine none is begun, one beside which others begin to work is given up, and so is one
+that takes several times what the profile says. After each of the first two the next comes later.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,38 @@ from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.probe.watch import Watch
 from appliance.profile import Profile
-from appliance.profile.drift import PROBES_MAX, TOKENS, Baseline, Drift, DriftState, baseline_of
+from appliance.profile.drift import (
+    OVERDUE_LEAST_S,
+    PROBES_MAX,
+    TOKENS,
+    Baseline,
+    Compared,
+    Drift,
+    DriftState,
+    baseline_of,
+)
 from appliance.race import first_of
 from appliance.report import Report
-from appliance.tune.curve import Point
+from appliance.values import dataclass
 
 if TYPE_CHECKING:
     from appliance.gateway.traffic import Traffic  # for the name only: it takes half a second to import
+    from appliance.tune.curve import Point
 
 PROBE_AFTER_S = 120.0  # without a request, and after the last probe: what slowed that one may have ended by then
 # The machine is watched for at least so long: the kernel counts in hundredths of a second, and of less it tells little.
 WATCHED_S = 1.0
+AFTER_MOST_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probed:
+    """What one probe found, or how it ended without a figure. `disturbance` says what else was at work: then the probe
+    counts for nothing."""
+
+    end: str = ""
+    found: tuple[Compared, ...] = ()
+    disturbance: str | None = None
 
 
 class DriftMonitor:
@@ -40,6 +65,8 @@ class DriftMonitor:
         report: Report,
         watch: Callable[[], Watch],
         after_s: float = PROBE_AFTER_S,
+        overdue_least_s: float = OVERDUE_LEAST_S,
+        watched_s: float = WATCHED_S,
     ) -> None:
         self._id = profile.key.id
         self._baseline = baseline_of(profile, serving)
@@ -49,7 +76,10 @@ class DriftMonitor:
         self._traffic = traffic
         self._report = report
         self._watch = watch
-        self._after_s = after_s
+        self._after_s = self._pause_s = after_s
+        self._overdue_least_s = overdue_least_s
+        self._watched_s = watched_s
+        self._is_told = False  # that the machine is busy
         self._drift = Drift()
 
     @property
@@ -81,7 +111,7 @@ class DriftMonitor:
         """Until nobody has asked for long enough, nor have we."""
         while True:
             idle_s = 0.0 if self._traffic.running else self._traffic.idle_s
-            left_s = self._after_s - min(idle_s, time.monotonic() - began)
+            left_s = max(self._after_s - idle_s, self._pause_s - (time.monotonic() - began))
             if left_s <= 0:
                 return
             await asyncio.sleep(left_s)
@@ -92,22 +122,47 @@ class DriftMonitor:
         if probing.cancelled():
             self._say("given up, since a request came")
             return False
-        point, disturbance = probing.result()
-        found = baseline.compare(point)
-        figures = "; ".join(one.describe() for one in found)
-        self._say(f"{figures}; it counts for nothing: {disturbance}" if disturbance else figures)
-        self._drift = self._drift.observe(found, disturbance)
+        probed: _Probed = probing.result()
+        self._pause_s = min(2 * self._pause_s, AFTER_MOST_S) if probed.disturbance else self._after_s
+        self._tell(probed)
+        self._drift = self._drift.observe(probed.found, probed.disturbance)
         return True
 
-    async def _probe(self, baseline: Baseline) -> tuple[Point, str | None]:
+    def _tell(self, probed: _Probed) -> None:
+        """That the machine is busy is said once, until it was quiet again."""
+        figures = "; ".join(one.describe() for one in probed.found) or probed.end
+        if not probed.disturbance:
+            self._say(figures)
+        elif not self._is_told:
+            again = f"tried again ever less often, at least every {AFTER_MOST_S / 60:.0f} min"
+            self._say(f"{figures}; it counts for nothing: {probed.disturbance}; {again}")
+        self._is_told = bool(probed.disturbance)
+
+    async def _probe(self, baseline: Baseline) -> _Probed:
+        async with self._watch() as watching:
+            await asyncio.sleep(self._watched_s)
+        if busy := watching.conditions.disturbance:
+            return _Probed(end="not begun", disturbance=busy)
+        limit_s, began = baseline.limit_s(self._overdue_least_s), time.monotonic()
+        async with self._watch() as watching:
+            ends = time.monotonic() + self._watched_s
+            asking, crowding = await first_of(
+                self._ask(baseline.point.depth), watching.until_crowded(), timeout_s=limit_s
+            )
+            await asyncio.sleep(ends - time.monotonic())
+        disturbance = watching.conditions.disturbance
+        if not asking.cancelled():
+            return _Probed(found=baseline.compare(asking.result()), disturbance=disturbance)
+        if not crowding.cancelled():
+            return _Probed(end="given up", disturbance=disturbance or crowding.result())
+        return _Probed(found=baseline.overdue(time.monotonic() - began), disturbance=disturbance)
+
+    async def _ask(self, depth: int) -> Point:
         from appliance.tune.measure import Probe  # here: a start from a profile may never probe
 
-        async with self._engine.client(self._command, doing="probing") as client, self._watch() as watching:
-            ends = time.monotonic() + WATCHED_S
+        async with self._engine.client(self._command, doing="probing") as client:
             probe = await Probe.of(client)
-            point = await probe.repeat(baseline.point.depth, TOKENS, is_speculating=self._is_speculating)
-            await asyncio.sleep(ends - time.monotonic())
-        return point, watching.conditions.disturbance
+            return await probe.repeat(depth, TOKENS, is_speculating=self._is_speculating)
 
     def _say(self, words: str) -> None:
         self._report.info("profile_probed", f"probe of profile {self._id}: {words}")

@@ -12,7 +12,16 @@ from appliance.lack import is_lack, tell
 from appliance.progress import Phase
 from appliance.race import first_of
 from appliance.report import Report
-from appliance.serve.idle_policy import SETTLE_S, Action, IdleState, decide
+from appliance.serve.idle_policy import (
+    LOOKS,
+    SETTLE_S,
+    Action,
+    IdleState,
+    decide,
+    doubled,
+    look_again_s,
+    worth_after_s,
+)
 from appliance.supervisor import Crash
 
 if TYPE_CHECKING:
@@ -25,6 +34,15 @@ LACK_S = 10.0  # between two tries while there are not enough open files, memory
 STOP_S = 1.0  # measuring has to end within this, so that it is what a request waits for at most before the load
 
 
+async def _nothing_else() -> str:
+    return ""
+
+
+async def _never() -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
 class IdleTuner(Generic[P]):
     """`measure(is_alone)` measures on, from what was measured before, which it keeps itself. It returns the best plan
     when nothing is left to measure, and None when it ends for another reason. A request cancels it: its engine must be
@@ -32,6 +50,10 @@ class IdleTuner(Generic[P]):
 
     `why_no_room(plan)` says why memory holds no second engine with that plan beside the one that serves, "" if it
     does; None stands for whatever would be measured. `as_error` names how an engine ended.
+
+    `need_s()` is what one load and one depth may take, `kept()` how much was kept so far. `what_else_works()` looks at
+    the machine while our engine rests, "" if little else is at work; `until_crowded()` returns when others take a good
+    part of the CPUs.
     """
 
     def __init__(
@@ -46,6 +68,10 @@ class IdleTuner(Generic[P]):
         as_error: Callable[[Crash], FatalError],
         idle_s: float,
         settle_s: float = SETTLE_S,
+        need_s: Callable[[], float] = lambda: 0.0,
+        kept: Callable[[], int] = lambda: 0,
+        what_else_works: Callable[[], Awaitable[str]] = _nothing_else,
+        until_crowded: Callable[[], Awaitable[str]] = _never,
     ) -> None:
         self._host = host
         self._traffic = traffic
@@ -56,12 +82,22 @@ class IdleTuner(Generic[P]):
         self._as_error = as_error
         self._idle_s = idle_s
         self._settle_s = settle_s
+        self._need_s = need_s
+        self._kept = kept
+        self._what_else_works = what_else_works
+        self._until_crowded = until_crowded
+        self._wasted = 0  # sittings in a row that were interrupted before anything was kept
+        self._busy_looks = 0
+        self._not_before = 0.0
+        self._calm_in: int | None = None  # the idle period in which the machine was looked at and found calm
+        self._told: set[str] = set()
+        self._look_again_s = idle_s
         self._best: P | None = None
         self._is_given_up = False
+        self.failure: FatalError | None = None  # that ended measuring
         self._hurry = asyncio.Event()
         self.is_busy = False
         self.why_given_up = ""
-        self._was_told = False
         # Idle periods are told apart by how many requests came before them.
         self._measured_in: int | None = None
         self._reloaded_in: int | None = None
@@ -76,6 +112,7 @@ class IdleTuner(Generic[P]):
         """Returns when the best plan serves, or none could be found. Raises FatalError when the engine that was
         stopped for it does not come back."""
         steps: dict[Action, Callable[[], Awaitable[None]]] = {
+            Action.LOOK: self._look,
             Action.MEASURE_BESIDE: self._measure_beside,
             Action.MEASURE_ALONE: self._measure_alone,
             Action.SWAP_BESIDE: self._swap_beside,
@@ -89,12 +126,13 @@ class IdleTuner(Generic[P]):
             step = decide(self._state(has_room=not why), idle_s=self._idle_s, settle_s=self._settle_s)
             if step.action is Action.END:
                 return
-            self.is_busy = step.action is not Action.WAIT
-            if self.is_busy:
+            self.is_busy = step.action not in (Action.WAIT, Action.LOOK)
+            if step.action is not Action.WAIT:
                 await steps[step.action]()
                 continue
             if why:
-                self._tell_once(why)
+                self._tell_no_room(why)
+            self._tell_pauses()
             await self._until_traffic_changes(step.wait_s)
 
     async def _until_traffic_changes(self, timeout_s: float) -> None:
@@ -115,16 +153,64 @@ class IdleTuner(Generic[P]):
             has_better=not self._is_given_up and self._best is not None and self._host.is_another(self._best),
             was_measured_now=self._measured_in == traffic.arrivals,
             was_reloaded_now=self._reloaded_in == traffic.arrivals,
+            pauses=self._pauses,
+            need_s=doubled(self._need_s(), self._wasted),
+            rest_s=0.0 if self._measures_anyway else max(0.0, self._not_before - time.monotonic()),
+            is_calm=self._measures_anyway or self._calm_in == traffic.arrivals,
         )
+
+    @property
+    def _pauses(self) -> tuple[float, ...]:
+        """Whoever waits for the result is not kept waiting for a guess, but for one that was wrong."""
+        return () if self._hurry.is_set() and not self._wasted else tuple(self._traffic.pauses)
+
+    @property
+    def _measures_anyway(self) -> bool:
+        """Beside others' work: somebody waits for the result, or the machine was never found calm."""
+        return self._hurry.is_set() or self._busy_looks >= LOOKS
+
+    async def _look(self) -> None:
+        """At the machine, which a request ends: then our own engine is at work."""
+        period = self._traffic.arrivals
+        looking, _ = await first_of(self._what_else_works(), self._traffic.until_arrival())
+        if looking.cancelled() or period != self._traffic.arrivals:
+            return
+        if words := looking.result():
+            self._leave_alone(words)
+        else:
+            self._calm_in = period
+
+    def _leave_alone(self, words: str) -> None:
+        """For twice as long each time."""
+        self._busy_looks += 1
+        self._calm_in = None
+        self._not_before = time.monotonic() + look_again_s(self._busy_looks, self._look_again_s)
+        most_s = sum(look_again_s(looks, self._look_again_s) for looks in range(1, LOOKS + 1))
+        self._tell("idle_busy", f"{words}: measuring waits for a quieter moment, {most_s / 60:.0f} min at most")
+
+    def _tell_pauses(self) -> None:
+        need_s = doubled(self._need_s(), self._wasted)
+        if self._is_given_up or self._best is not None or not worth_after_s(self._pauses, self._traffic.idle_s, need_s):
+            return
+        words = (
+            f"requests follow each other too soon: measuring needs about {need_s:.1f} s and waits for a longer pause"
+        )
+        self._tell("idle_pauses", words)
+
+    def _tell(self, event: str, words: str) -> None:
+        """Once."""
+        if event not in self._told:
+            self._told.add(event)
+            self._report.info(event, words)
 
     @property
     def _worst_wait_s(self) -> float:
         return self._host.load_s + STOP_S
 
-    def _tell_once(self, why: str) -> None:
-        if self._was_told:
+    def _tell_no_room(self, why: str) -> None:
+        if "idle_no_room" in self._told:
             return
-        self._was_told = True
+        self._told.add("idle_no_room")
         words = (
             f"{why}: measuring begins when nobody has asked for {self._idle_s:g} s; a request that comes then waits up "
             f"to {self._worst_wait_s:.1f} s, as the model has to be loaded again"
@@ -193,15 +279,21 @@ class IdleTuner(Generic[P]):
 
     async def _measure(self, *, is_alone: bool) -> None:
         """Until it ends by itself or a request comes."""
-        period = self._traffic.arrivals
+        period, kept = self._traffic.arrivals, self._kept()
         arrived_at = 0.0
+        crowded = _never if self._measures_anyway else self._until_crowded
 
         async def arrival() -> None:
             nonlocal arrived_at
             await self._traffic.until_arrival()
             arrived_at = time.monotonic()
 
-        measuring, _ = await first_of(self._measure_on(is_alone), arrival())
+        measuring, arriving, crowding = await first_of(self._measure_on(is_alone), arrival(), crowded())
+        if measuring.cancelled() and arriving.cancelled():
+            self._leave_alone(crowding.result())
+            return
+        is_wasted = measuring.cancelled() and self._kept() <= kept
+        self._wasted = self._wasted + 1 if is_wasted else 0
         if measuring.cancelled():
             seconds = time.monotonic() - arrived_at
             words = f"a request came: measuring stopped within {seconds:.2f} s and goes on when nobody asks"
@@ -215,6 +307,7 @@ class IdleTuner(Generic[P]):
         try:
             self._best = measuring.result()
         except FatalError as error:
+            self.failure = error
             self._give_up(f"measuring failed: {error.message}; the prediction serves on")
         # Else what is told of the plan that serves would be what was known before it was measured.
         if self._best is not None and not self._host.is_another(self._best):

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from time import time
 
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_facts, parse_image_facts, parse_recipe
 from appliance.model import Model, digest, find_model, read_draft, read_model, with_projector
-from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck, RuledOut
+from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck, MemoryKill, RuledOut, held_mib, most_mib, remembered
 from appliance.probe import Cpu, Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, ProfileStore, make_key
 from appliance.serve.beside import check_named, sizes_beside, with_beside
@@ -55,6 +56,24 @@ class StartInputs:
         """With what engines of earlier starts held of the GPUs, where they were seen to serve."""
         peaks = store.peaks(self.key, self.inputs.hardware.gpus.gpus)
         return replace(self, inputs=replace(self.inputs, memory_peaks=peaks))
+
+    def memory_kills(self, store: ProfileStore) -> tuple[MemoryKill, ...]:
+        """Those of earlier starts that count for this one."""
+        usable_mib = self.inputs.hardware.memory.usable_mib
+        return remembered(store.kills(self.key), now_s=time(), usable_mib=usable_mib)
+
+    def after_memory_kills(self, kills: Sequence[MemoryKill]) -> StartInputs:
+        """With plans that hold less host memory than those that the kernel's memory killer ended. Unchanged after too
+        few kills, and where no smaller plan fits."""
+        for most in most_mib(kills):
+            less = replace(self, inputs=replace(self.inputs, host_mib_max=most))
+            try:
+                best = less.space().best
+            except ModelDoesNotFitError:
+                continue
+            if held_mib(best, was_ready=True) <= most:  # weights that may stay on disk count and need no room
+                return less
+        return self
 
     def on(self, hardware: Hardware) -> StartInputs:
         """For the machine as another probe found it."""

@@ -44,6 +44,7 @@ async def wait_loaded(served: ServedModel) -> None:
             return
         error = served.start.engine.as_error(crash)
         await served.memory_watch.on_death(before, error)
+        was_killed = await served.memory_kills.note(served.start, before, crash)
         lines = served.logs.take(supervisor) if supervisor else ()
         if isinstance(error, KernelsError):
             plan = await plan_without(served, before.cpu_variant if before else None, error)
@@ -51,6 +52,10 @@ async def wait_loaded(served: ServedModel) -> None:
             report_variant(served, plan)
         elif before is None or steps == FALLBACKS_MAX:
             raise error
+        elif was_killed:
+            steps += 1
+            plan = after_kills(served, before, error)
+            space = served.space_of_profile
         else:
             steps += 1
             space, plan = fallback(served, space, before, error, lines)
@@ -94,6 +99,22 @@ def _kv_room(served: ServedModel, allocated: Allocated) -> str:
 def report_variant(served: ServedModel, plan: Plan) -> None:
     words = f"serving with the CPU variant {plan.cpu_variant}"
     served.report.info("cpu_variant", words, variant=plan.cpu_variant)
+
+
+def after_kills(served: ServedModel, before: Plan, error: FatalError) -> Plan:
+    """A plan that holds less of host memory than those that the kernel's memory killer ended, for this load and later
+    starts. Raises the error where there is none."""
+    start = served.start.after_memory_kills(served.memory_kills.seen)
+    most_mib = start.inputs.host_mib_max
+    if most_mib >= served.start.inputs.host_mib_max:
+        error.hint = f"{error.hint}; {_why_not_smaller(served.settings)}"
+        raise error
+    served.set_start(start)
+    plan = best_of(served.profile, served.settings.mode, served.space_of_profile)
+    words = f"{served.memory_kills.words(most_mib)}; serving {plan.key} instead of {before.key}"
+    contexts = {"context_before": before.context, "context": plan.context}
+    served.report.warning("stepped_down", words, where="the host", most_mib=round(most_mib), **contexts)
+    return plan
 
 
 def fallback(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from appliance.engines.engine import Space
-from appliance.errors import ConfigError, FatalError
+from appliance.errors import ConfigError, FatalError, VolumeError
 from appliance.probe import gpu_uuids
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.of_tuning import make_profile, measured_of, with_more
@@ -20,39 +20,50 @@ from appliance.tune.session import MORE_PLANS, TuningSession
 
 @dataclass(frozen=True, kw_only=True)
 class PartialOf:
-    """A `PartialStore`: what the store keeps for one key."""
+    """A `PartialStore`: what the store keeps for one key. `served` keeps in memory what the volume cannot take, and the
+    next session of this process goes on from that."""
 
-    store: ProfileStore
+    served: ServedModel
     key: Key
 
     def load(self) -> Partial:
-        return self.store.kept(self.key)
+        unkept = self.served.unkept
+        return unkept.partial if unkept.key == self.key and unkept.partial else self.served.store.kept(self.key)
 
     def save(self, partial: Partial) -> None:
-        self.store.keep(self.key, partial)
+        """Raises VolumeError unless something is to be served."""
+        try:
+            self.served.store.keep(self.key, partial)
+        except VolumeError as error:
+            self.served.unkept.hold(self.key, error, partial=partial)
+        else:
+            self.served.unkept.partial = None
 
 
 async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Space | None = None) -> Profile:
-    """The profile, saved. Raises what the engine ended with when nothing could be measured. `beside` is the space in
-    the memory that an engine which serves meanwhile leaves free."""
+    """The profile, saved; where it is served and the volume cannot take it, held in memory until the volume can. Raises
+    what the engine ended with when nothing could be measured. `beside` is the space in the memory that an engine which
+    serves meanwhile leaves free."""
     session = served.session = _session(served, shows_phase=shows_phase, beside=beside)
     result = await session.run()
     before = served.store.peek(served.key) if result.tuned.disturbance else None
     gpus = gpu_uuids(served.hardware, used_gpus(served.inputs))
     profile = make_profile(result, key=served.key, settings=served.settings, gpu_uuids=gpus, before=before)
-    _save(served.store, profile, served.report)
+    is_kept = _keep(served, profile)
+    _tell(served.store, profile, served.report, is_kept=is_kept)
     served.measured_here = profile
     return profile
 
 
 async def measure_more(served: ServedModel, profile: Profile, *, beside: Space | None = None) -> Profile:
-    """The profile, saved, with what the mode that is set wants of contexts that no measured plan has."""
+    """The profile, saved as `measure` does, with what the mode that is set wants of contexts that no measured plan
+    has."""
     report, mode, id_ = served.report, served.settings.mode, profile.key.id
     session = served.session = _session(served, shows_phase=False, beside=beside)
     words = f"profile {id_} was measured for mode '{profile.mode}': up to {MORE_PLANS} more for '{mode}'"
     report.info("tune_more", words, profile=id_)
     widened = with_more(profile, await session.widen(measured_of(profile)), mode)
-    served.store.save(widened)
+    _keep(served, widened)
     count = len(widened.plans) - len(profile.plans)
     report.info("tuned_more", f"measured {count} more for mode '{mode}'", profile=id_)
     served.measured_here = widened
@@ -63,6 +74,7 @@ async def measure_alone(served: ServedModel) -> None:
     """Without serving. Raises ConfigError for a model that makes no text, for a profile that would stay as it is since
     it is pinned, and while another container measures for the same key: two would spoil each other's."""
     model = served.inputs.model
+    served.unkept.is_enough = False
     if model.is_embedding_model:
         message = f"nothing can be measured: {model.title} gives {model.gives}, not text"
         raise ConfigError(message, hint="serve it: its plan is the prediction")
@@ -88,7 +100,7 @@ def _session(served: ServedModel, *, shows_phase: bool, beside: Space | None) ->
         start.inputs,
         Bench(engine=start.engine, install=start.install, socket_path=served.trial_socket),
         space=start.space,
-        store=PartialOf(store=served.store, key=start.key),
+        store=PartialOf(served=served, key=start.key),
         watch=served.watch,
         report=served.report,
         shows_phase=shows_phase,
@@ -96,8 +108,18 @@ def _session(served: ServedModel, *, shows_phase: bool, beside: Space | None) ->
     )
 
 
-def _save(store: ProfileStore, profile: Profile, report: Report) -> None:
-    is_kept = store.save(profile)
+def _keep(served: ServedModel, profile: Profile) -> bool:
+    """False where another profile stays in its place. Raises VolumeError unless it is to be served."""
+    try:
+        is_kept = served.store.save(profile)
+    except VolumeError as error:
+        served.unkept.hold(profile.key, error, profile=profile)
+        return True
+    served.unkept.clear()
+    return is_kept
+
+
+def _tell(store: ProfileStore, profile: Profile, report: Report, *, is_kept: bool) -> None:
     pinned = store.pinned(profile.key)
     if pinned is not None:
         words = f"profile {pinned.key.id} is pinned and stays the one used; `appliance profiles unpin` ends that"

@@ -127,6 +127,7 @@ def preview_of(start: StartInputs) -> Preview:
     """Of a model that is here, on a machine that was looked at."""
     store = ProfileStore(start.settings.profiles_dir, lambda _: None)
     start = start.with_memory_peaks(store)
+    start = start.after_memory_kills(start.memory_kills(store))
     profile = store.peek(start.key)
     kv_checks = profile.kv_checks if profile else ()
     space = start.space(kv_checks)

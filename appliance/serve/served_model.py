@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -33,13 +34,17 @@ from appliance.serve.inputs import (
     read_inputs,
     with_model,
 )
+from appliance.serve.memory_kills import MemoryKills
 from appliance.serve.memory_watch import MemoryWatch
+from appliance.serve.other_work import OtherWork
+from appliance.serve.unkept import Unkept
 from appliance.serve.which import FromRecipe, Located, ollamas_own
 from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
 
 if TYPE_CHECKING:
     from appliance.gateway.upstream_pool import UpstreamPool
+    from appliance.probe.conditions import Conditions
     from appliance.probe.watch import Watch
     from appliance.serve.awaited import AwaitedModel
     from appliance.tune.session import TuningSession
@@ -61,7 +66,10 @@ class ServedModel:
         number: int = 0,
     ) -> None:
         first, second, self.trial_socket = socket_paths(start.settings.runtime_dir, number)
-        self.start = start.with_memory_peaks(store)
+        self.memory_kills = MemoryKills(start, store, report)
+        self.start = start.with_memory_peaks(store).after_memory_kills(self.memory_kills.seen)
+        if (most_mib := self.start.inputs.host_mib_max) < math.inf:
+            report.warning("memory_kills", self.memory_kills.words(most_mib))
         self._spaces: dict[tuple[KvCheck, ...], Space] = {}  # of all plans, each built once for these inputs
         self.space = self._space_with(())
         self.environment = environment
@@ -78,6 +86,8 @@ class ServedModel:
         self.memory_watch = MemoryWatch(self)
         self.patience_s = PATIENCE_S  # that a request has with an engine that works, and gives nothing
         self.upstream: UpstreamPool | None = None  # the gateway's, once there is one
+        self.unkept = Unkept(store, report)
+        self.other_work = OtherWork(self)
         self.profile: Profile | None = None  # that the plan is from
         self.measured_here: Profile | None = None  # the last one that this process measured
         self.session: TuningSession | None = None  # the last one
@@ -125,7 +135,7 @@ class ServedModel:
         self.space = self._space_with(())
 
     def set_start(self, start: StartInputs) -> None:
-        """With other kernels; where others serve, another profile counts."""
+        """With other kernels, or for less memory; where others serve, another profile counts."""
         is_of_others = start.key != self.start.key
         self._begin_with(start)
         if is_of_others:
@@ -145,9 +155,20 @@ class ServedModel:
 
     async def what_else_works(self) -> str:
         """On this machine now, while our engine rests, in words; empty where nothing does."""
+        return (await self._look()).disturbance or ""
+
+    async def what_crowds(self) -> str:
+        """The same of others that take a good part of the machine: measuring would be in their way."""
+        return (await self._look()).crowd or ""
+
+    async def until_crowded(self) -> str:
+        """Returns when others take a good part of the CPUs, with the words for it."""
+        return await self.watch(with_gpus=False).until_crowded()
+
+    async def _look(self) -> Conditions:
         async with self.watch() as watching:
             await asyncio.sleep(WATCHED_S)
-        return watching.conditions.disturbance or ""
+        return watching.conditions
 
     def command(self, plan: Plan, socket_path: Path) -> Command:
         command = self.start.engine.command(plan, self.start.install, socket_path)

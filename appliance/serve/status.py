@@ -66,6 +66,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "tuning": tuning_state(served),
         "allocated": asdict(served.allocated) if served.allocated else None,
         "memory_prediction_error": profile.prediction_error if profile else None,
+        "slow_beside": served.other_work.words,
         "gpu_memory": _gpu_memory(served),
         "measured_since_start": profile is not None and profile is served.measured_here,
         "profile_holds": str(drift) if drift else None,
@@ -139,7 +140,8 @@ def listed_of(served: ServedModel) -> ListedModel:
 
 def measure_now(served: ServedModel) -> tuple[int, dict[str, Any]]:
     """Asked for by somebody who waits for the result. Raises ApiError where nothing will be measured."""
-    state = tuning_state(served)
+    served.unkept.try_now()
+    state = "waiting" if served.background.begin_again() else tuning_state(served)
     if state in ("off", "failed"):
         from appliance.gateway.api_error import ApiError  # here: no start needs it
 

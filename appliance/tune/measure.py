@@ -13,6 +13,7 @@ from typing import Protocol
 from appliance.engines.engine import Client, Completion
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
+from appliance.probe.conditions import Conditions
 from appliance.probe.watch import Watch
 from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, reading_s, work_depth
 from appliance.tune.curve import LONGER, Point
@@ -74,8 +75,11 @@ async def measure(
     bench: Bench,
     on_step: Callable[[Step], None],
     watch: Callable[[], Watch],
+    begun: Measurement | None = None,
+    on_depth: Callable[[Measurement], None] = lambda _: None,
 ) -> Measurement:
-    """One start of the engine. Raises the engine's error when it fails on the way.
+    """One start of the engine. Raises the engine's error when it fails on the way. `begun` has the depths that an
+    interrupted one came to, which are not measured again; `on_depth` gets all so far after each.
 
     What else the machine does is watched from readiness on: while a model is loaded, the kernel works for us.
     """
@@ -85,21 +89,33 @@ async def measure(
     command = bench.start(plan)
     async with running(bench.engine, command, on_line=lines.append) as supervisor:
         load_s = now() - began
+
+        def so_far(points: tuple[Point, ...], conditions: Conditions) -> Measurement:
+            """What disturbed an earlier part disturbs the whole."""
+            return Measurement(
+                key=plan.key,
+                points=points,
+                is_long=is_long(look),
+                load_s=load_s,
+                seconds=now() - began + (begun.seconds - begun.load_s if begun else 0.0),
+                conditions=begun.conditions if begun and begun.disturbance else conditions,
+            )
+
         bench.engine.loaded(plan, tuple(lines), bench.install, is_trial=True)
         async with bench.engine.client(command) as client, watch() as watching:
             probe = await Probe.of(client)
-            work = points_of(probe, plan, look, on_step)
+
+            def reached(points: tuple[Point, ...]) -> None:
+                on_depth(so_far(points, watching.so_far()))
+
+            work = points_of(probe, plan, look, on_step, known=begun.points if begun else (), on_points=reached)
             points = await unless_stalled(work, supervisor, command.stall_timeout_s)
         allocated, _ = await bench.engine.confirm_allocated(plan, bench.engine.allocated(lines), bench.socket_path)
-    return Measurement(
-        key=plan.key,
-        points=points,
-        is_long=isinstance(look, Sampling) and look.is_long,
-        load_s=load_s,
-        seconds=now() - began,
-        allocated=allocated,
-        conditions=watching.conditions,
-    )
+    return replace(so_far(points, watching.conditions), allocated=allocated)
+
+
+def is_long(look: Sampling | FirstSampling) -> bool:
+    return isinstance(look, Sampling) and look.is_long
 
 
 class Asks(Protocol):
@@ -110,13 +126,27 @@ class Asks(Protocol):
 
 
 async def points_of(
-    probe: Asks, plan: Plan, look: Sampling | FirstSampling, on_step: Callable[[Step], None]
+    probe: Asks,
+    plan: Plan,
+    look: Sampling | FirstSampling,
+    on_step: Callable[[Step], None],
+    *,
+    known: Sequence[Point] = (),
+    on_points: Callable[[tuple[Point, ...]], None] = lambda _: None,
 ) -> tuple[Point, ...]:
+    """`known` are measured already; `on_points` gets all so far after each that is measured now."""
     points: list[Point] = []
+    by_depth = {point.depth: point for point in known}
 
     async def add(depth: int, tokens: int = DECODE_TOKENS) -> Point:
+        if depth in by_depth:
+            points.append(by_depth[depth])
+            return points[-1]
+        if points and points[-1].depth in by_depth:  # what was read up to there is in no cache of this engine
+            await probe.run(points[-1].depth, WARM_TOKENS)
         on_step(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
         points.append(replace(await probe.run(depth, tokens), copied_batch=look.copied_batch))
+        on_points(tuple(points))
         return points[-1]
 
     warmed = replace(await probe.warm(), copied_batch=look.copied_batch)

@@ -46,15 +46,24 @@ class Partial:
     again from the chunks of text, so that a refusal for lack of time is never taken for one that was measured."""
 
     measurements: tuple[Measurement, ...] = ()
+    begun: tuple[Measurement, ...] = ()  # with the depths that they came to before they were interrupted
     scored_chunks: tuple[ScoredChunk, ...] = ()
     drafts: tuple[DraftTrial, ...] = ()
     slots: tuple[SlotsTrial, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How much there is; it only grows as a tuning goes on."""
+        points = sum(len(each.points) for each in (*self.measurements, *self.begun))
+        chunks = sum(len(scored_chunk.nll) for scored_chunk in self.scored_chunks)
+        return points + chunks + len(self.drafts) + len(self.slots)
 
     def describe(self) -> str:
         """As in "3 measurements, 24 chunks of text, 2 trials of speculative decoding"; empty where there is nothing."""
         chunks = sum(len(scored_chunk.nll) for scored_chunk in self.scored_chunks)
         counts = {
             "measurement": len(self.measurements),
+            "depth of a measurement that was begun": sum(len(each.points) for each in self.begun),
             "chunk of text": chunks,
             "trial of speculative decoding": len(self.drafts),
             "trial of slots": len(self.slots),
@@ -96,9 +105,22 @@ class PartialResults:
         self.phase(words)
         self._report.info("tune_step", words)
 
+    def begun(self, key: str, *, is_long: bool) -> Measurement | None:
+        """The depths that a measurement of this plan came to before it was interrupted."""
+        return next((each for each in self.kept.begun if (each.key, each.is_long) == (key, is_long)), None)
+
+    def on_depth(self, measurement: Measurement) -> None:
+        """One more depth of a measurement that goes on."""
+        self._save(replace(self.kept, begun=(*self._begun_but(measurement), measurement)))
+
+    def _begun_but(self, measurement: Measurement) -> tuple[Measurement, ...]:
+        own = (measurement.key, measurement.is_long)
+        return tuple(each for each in self.kept.begun if (each.key, each.is_long) != own)
+
     def on_measurement(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)
-        self._save(replace(self.kept, measurements=(*self.kept.measurements, measurement)))
+        begun = self._begun_but(measurement)
+        self._save(replace(self.kept, measurements=(*self.kept.measurements, measurement), begun=begun))
         if measurement.error:
             self._report.warning("tune_failed", measurement.describe())
             return

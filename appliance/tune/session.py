@@ -20,7 +20,7 @@ from appliance.tune.budget import Budget
 from appliance.tune.draft_trials import DraftTrials, can_speculate
 from appliance.tune.engine import Bench
 from appliance.tune.loader import refined
-from appliance.tune.measure import FirstSampling, Sampling, measure
+from appliance.tune.measure import FirstSampling, Sampling, is_long, measure
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
 from appliance.tune.partial import PartialResults, PartialStore
@@ -93,6 +93,11 @@ class TuningSession:
     def measurements(self) -> Sequence[Measurement]:
         """So far."""
         return self._results.measurements
+
+    @property
+    def kept(self) -> int:
+        """How much was found so far, down to a depth of one plan."""
+        return self._results.kept.count
 
     async def run(self) -> TuningResult:
         """Raises what the engine ended with when nothing could be measured."""
@@ -168,7 +173,16 @@ class TuningSession:
         """That goes on from what was measured so far."""
 
         async def take(plan: Plan, look: Sampling | FirstSampling) -> Measurement:
-            return await measure(plan, look, bench=self._bench, on_step=self._results.on_step, watch=self._watch)
+            results = self._results
+            return await measure(
+                plan,
+                look,
+                bench=self._bench,
+                on_step=results.on_step,
+                watch=self._watch,
+                begun=results.begun(plan.key, is_long=is_long(look)),
+                on_depth=results.on_depth,
+            )
 
         return Tuner(
             space,

@@ -50,6 +50,7 @@ class Served:
         self.settings = resolve_settings({"data_dir": str(self.folder), "idle_s": self.idle_s}, {})
         self.report = Report("json", self.said)
         self.host = SimpleNamespace(is_ready=True)
+        self.crowded = asyncio.Event()
         self.start = SimpleNamespace(install=SimpleNamespace(engine_dir=self.folder))
 
     def watch(self, *, with_gpus: bool = True) -> Watch:
@@ -60,6 +61,10 @@ class Served:
         async with self.watch() as watching:
             pass
         return watching.conditions.disturbance or ""
+
+    async def until_crowded(self) -> str:
+        await self.crowded.wait()
+        return "other programs took 50% of 4 CPUs (2.0 cores)"
 
     @property
     def events(self) -> list[str]:
@@ -103,6 +108,16 @@ async def test_what_others_disturbed_is_not_kept_and_measured_again_later(
         await found.until_known(traffic)
     assert (found.is_known, served.kept, served.others) == (True, True, [])
     assert served.events[-2:] == ["bandwidth_measure", "bandwidth_measured"]
+
+
+async def test_others_that_begin_to_work_end_it_at_once(hardware: Hardware, tmp_path: Path) -> None:
+    served = served_on(hardware, tmp_path, CALM, CALM)
+    served.crowded.set()
+    found = Bandwidths(cast(ServedModel, served))
+    async with asyncio.timeout(LIMIT_S):
+        await found.measure(Traffic())
+    assert (found.is_known, served.kept) == (False, False)
+    assert served.events == ["bandwidth_measure", "bandwidth_disturbed"]
 
 
 async def test_too_soon_after_a_disturbed_measuring_it_is_not_tried(hardware: Hardware, tmp_path: Path) -> None:

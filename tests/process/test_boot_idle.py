@@ -32,6 +32,7 @@ def test_it_serves_the_prediction_measures_beside_it_and_changes_over(home: Home
         serving.wait_ready()
         assert serving.document("plan")["launch"]["ubatch"] == predicted
         assert serving.document("profile") == {}
+        serving.measure_now()
         serving.event("tuned", timeout_s=WAIT_S)
         serving.event("idle_changed", timeout_s=WAIT_S)
         ready = eventually(lambda: [e for e in serving.events if e["event"] == "ready"][1:], timeout_s=WAIT_S)
@@ -64,6 +65,7 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
     with home.serving(tune="idle", idle_s="1", mode="context", **NARROW) as serving:
         serving.wait_ready()
         assert serving.document("plan")["context"] == 16384
+        serving.measure_now()
         assert serving.event("tuned_more", timeout_s=WAIT_S)["message"] == "measured 1 more for mode 'context'"
         serving.event("idle_back", timeout_s=WAIT_S)
         assert serving.document("plan")["context"] == 10752
@@ -91,6 +93,7 @@ def test_sigterm_while_it_measures_beside_leaves_nothing(home: Home) -> None:
     home.set_engine("--load-seconds", "600", where="m.sock")  # of what is measured
     with home.serving(tune="idle", idle_s="1", speculation="off") as serving:
         serving.wait_ready()
+        serving.measure_now()
         serving.event("tune_step", timeout_s=WAIT_S)
         serving.terminate()
     assert list(home.profiles.glob("*.json")) == []

@@ -24,7 +24,7 @@ from appliance.probe import GpuProbe, Hardware, probe
 from appliance.probe.load import LoadSample
 from appliance.probe.watch import Watch
 from appliance.profile import Profile, parse_profile
-from appliance.profile.drift import PROBES_MAX, DriftState
+from appliance.profile.drift import OVERDUE_LEAST_S, PROBES_MAX, DriftState
 from appliance.report import Report
 from appliance.serve.drift_monitor import DriftMonitor
 from appliance.tune.engine import running
@@ -64,11 +64,14 @@ class Machine:
         self.others = 0  # hundredths of a second, with each of ours
         self._ours_s = self._others_s = 0.0
 
+        self.looks = 0
+
     def pass_on(self) -> None:
         self._ours_s += 0.01
         self._others_s += 0.01 * self.others
 
     def sample(self) -> LoadSample:
+        self.looks += 1
         busy_s = self._ours_s + self._others_s
         return LoadSample(time_s=time.monotonic(), cpus=1, busy_s=busy_s, steal_s=0.0, own_s=self._ours_s)
 
@@ -112,6 +115,8 @@ class Stage:
         *,
         plan: Plan | None = None,
         watch: Callable[[], Watch] | None = None,
+        overdue_least_s: float = OVERDUE_LEAST_S,
+        watched_s: float = 0.6,
     ) -> DriftMonitor:
         return DriftMonitor(
             self.profile,
@@ -122,13 +127,17 @@ class Stage:
             report=Report("json", self.log),
             watch=watch or partial(Watch, self._hardware, {}, sample=self.machine.sample),
             after_s=0.01,
+            overdue_least_s=overdue_least_s,
+            watched_s=watched_s,
         )
 
     @asynccontextmanager
-    async def monitoring(self, *knobs: str, kind: Kind | None = None) -> AsyncIterator[DriftMonitor]:
+    async def monitoring(
+        self, *knobs: str, kind: Kind | None = None, overdue_least_s: float = OVERDUE_LEAST_S
+    ) -> AsyncIterator[DriftMonitor]:
         command = self.command(kind, *knobs)
         async with asyncio.timeout(LIMIT_S), running(LLAMA, command), self.machine.passing():
-            monitor = self.monitor(command, kind)
+            monitor = self.monitor(command, kind, overdue_least_s=overdue_least_s)
             assert monitor.state is DriftState.UNDECIDED
             yield monitor
 
@@ -163,18 +172,56 @@ async def test_an_engine_as_it_was_measured_is_so_after_two_probes(stage: Stage,
     assert {one.did for one in drift.last} == {"decoded", "read"}
 
 
-async def test_beside_a_neighbour_nothing_is_decided_and_without_it_the_same_speed_is_found(stage: Stage) -> None:
+async def test_on_a_busy_machine_no_probe_is_begun_and_on_a_quiet_one_the_same_speed_is_found(stage: Stage) -> None:
     stage.slow_down(2)
     stage.machine.others = 100
-    async with stage.monitoring() as monitor:
+    async with stage.monitoring() as monitor, session_with(stage.command(None)) as session:
         run = asyncio.create_task(monitor.run())
-        await eventually(lambda: len(stage.said) >= 3)
+        await eventually(lambda: len(stage.said) == 1)
+        await eventually(lambda: stage.machine.looks >= 6)  # three of them, each with a begin and an end
+        assert await asked(session) == {}
         assert monitor.state is DriftState.UNDECIDED
         stage.machine.others = 0
         drift = await run
-    disturbed = [words for words in stage.said if "it counts for nothing: other programs took" in words]
-    assert drift.state is DriftState.STALE
-    assert len(stage.said) == len(disturbed) + 2
+    busy, *probes = stage.said
+    assert re.search(
+        r": not begun; it counts for nothing: other programs took \d+% of the CPU \(\d\.\d cores\); tried", busy
+    )
+    assert busy.endswith("; tried again ever less often, at least every 60 min")
+    assert (drift.state, len(probes)) == (DriftState.STALE, 2)
+
+
+async def test_a_probe_is_given_up_when_others_begin_to_work(stage: Stage) -> None:
+    async with stage.monitoring("--hang-on-completion") as monitor, session_with(stage.command(None)) as session:
+        run = asyncio.create_task(monitor.run())
+        await eventually(lambda: is_asked(session))
+        stage.machine.others = 100
+        await eventually(lambda: len(stage.said) == 1)
+        await eventually(lambda: _gave_up(partial(seen_by, session)))
+        assert not run.done()
+        run.cancel()
+    assert ": given up; it counts for nothing: other programs took" in stage.said[0]
+
+
+async def test_a_probe_that_takes_several_times_what_the_profile_says_is_slow(stage: Stage) -> None:
+    async with stage.monitoring("--hang-on-completion", overdue_least_s=0.5) as monitor:
+        drift = await monitor.run()
+    assert (drift.state, len(stage.said)) == (DriftState.STALE, 2)
+    assert re.search(r"^read and decoded [\d.]+ tok/s at \d+ tokens, [\d.]+ measured: \d+ % slower, twice", drift.words)
+
+
+async def seen_by(session: Any) -> dict[str, Any]:
+    async with session.get("http://engine/fake/requests") as reply:
+        return dict(await reply.json())
+
+
+async def asked(session: Any) -> dict[str, int]:
+    counts = (await seen_by(session))["counts"]
+    return {path: count for path, count in counts.items() if path.startswith("POST")}
+
+
+async def is_asked(session: Any) -> bool:
+    return "POST /completion" in await asked(session)
 
 
 async def test_a_request_ends_a_probe_at_once_and_the_next_comes_when_nobody_asks(stage: Stage) -> None:
@@ -208,7 +255,7 @@ async def _gave_up(seen: Any) -> bool:
 
 
 async def test_an_engine_that_does_not_answer_is_not_probed_for_ever(stage: Stage) -> None:
-    monitor = stage.monitor(stage.command(None))
+    monitor = stage.monitor(stage.command(None), watched_s=0.01)
     drift = await monitor.run()
     assert drift.state is DriftState.UNDECIDED
     *probes, last = stage.said
@@ -230,7 +277,7 @@ async def test_a_probe_that_cannot_be_made_is_said_and_ends_nothing(stage: Stage
 
     command = stage.command(None)
     async with asyncio.timeout(LIMIT_S), running(LLAMA, command), stage.machine.passing():
-        drift = await stage.monitor(command, watch=no_watch).run()
+        drift = await stage.monitor(command, watch=no_watch, watched_s=0.01).run()
     assert drift.state is DriftState.UNDECIDED
     rows = [json.loads(line) for line in stage.log.getvalue().splitlines()]
     said = [row["message"] for row in rows if row["event"] == "profile_not_probed"]

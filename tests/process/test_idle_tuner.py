@@ -18,6 +18,7 @@ import pytest
 from appliance.command import Command
 from appliance.errors import EngineError, EngineNotReadyError
 from appliance.progress import Phase
+from appliance.serve.idle_policy import LOOKS
 from appliance.supervisor import Restart
 from tests.process.stages.idle import GRACE_S, MESSAGES, FakePlan, IdleStage, Measuring, fake_plan, idle_stage, running
 from tests.process.stages.supervisor import eventually, fake_command, is_alive, is_healthy
@@ -194,6 +195,104 @@ async def test_one_sitting_an_idle_period(stage: IdleStage) -> None:
         assert measuring.calls == [False]
         await stage.model()
         await eventually(lambda: len(measuring.sittings) == 1)
+
+
+# Beside the work of others, and between requests that come often
+
+
+class Neighbours:
+    """What else the machine does: at each look, and meanwhile."""
+
+    def __init__(self, *looks: str) -> None:
+        self.looks = list(looks)
+        self.seen = 0
+        self.crowded = asyncio.Event()
+
+    async def what_else_works(self) -> str:
+        self.seen += 1
+        return self.looks.pop(0) if self.looks else ""
+
+    async def until_crowded(self) -> str:
+        await self.crowded.wait()
+        self.crowded.clear()
+        return BUSY
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {"what_else_works": self.what_else_works, "until_crowded": self.until_crowded}
+
+
+BUSY = "other programs took 50% of 2 CPUs (1.0 cores)"
+
+
+@pytest.mark.parametrize("why_no_room", ["", NO_ROOM])
+async def test_on_a_busy_machine_measuring_waits_and_the_engine_that_serves_stays(
+    stage: IdleStage, why_no_room: str
+) -> None:
+    pid, others = stage.pid(), Neighbours(BUSY, BUSY)
+    measuring = Measuring(stage.folder, [0.0], BEST)
+    async with running(stage.tuner(measuring, why_no_room=why_no_room, idle_s=0.3, **others.told)) as task:
+        await eventually(lambda: others.seen == 2)
+        assert (measuring.calls, stage.pid()) == ([], pid)
+        await ended(task)
+    assert (others.seen, len(measuring.calls)) == (3, 1)
+    (told,) = stage.events("idle_busy")
+    assert told["message"].startswith(f"{BUSY}: measuring waits for a quieter moment")
+
+
+async def test_a_machine_that_never_is_quiet_is_measured_at_last(stage: IdleStage) -> None:
+    others = Neighbours(*[BUSY] * 99)
+    others.crowded.set()
+    measuring = Measuring(stage.folder, [0.1], BEST)
+    async with running(stage.tuner(measuring, idle_s=0.02, **others.told)) as task:
+        await ended(task)
+    assert (others.seen, measuring.calls) == (LOOKS, [False])
+
+
+async def test_others_that_begin_to_work_end_measuring_which_begins_again_later(stage: IdleStage) -> None:
+    others = Neighbours()
+    measuring = Measuring(stage.folder, [60.0], BEST)
+    async with running(stage.tuner(measuring, **others.told)) as task:
+        await eventually(lambda: bool(measuring.pids))
+        others.crowded.set()
+        await eventually(lambda: bool(stage.events("idle_busy")))
+        assert not is_alive(measuring.pids[0])
+        measuring.sittings = [0.0]
+        await ended(task)
+    assert (others.seen, measuring.calls) == (2, [False, False])
+
+
+async def test_who_waits_for_the_result_waits_for_no_quiet_machine(stage: IdleStage) -> None:
+    others = Neighbours(*[BUSY] * 99)
+    measuring = Measuring(stage.folder, [0.1], BEST)
+    tuner = stage.tuner(measuring, idle_s=3600, settle_s=3600, **others.told)
+    tuner.begin_now()
+    async with running(tuner) as task:
+        await ended(task)
+    assert (others.seen, measuring.calls) == (0, [False])
+
+
+@pytest.mark.parametrize("hurries", [False, True])
+async def test_between_requests_that_come_too_soon_no_engine_is_loaded_for_nothing(
+    stage: IdleStage, hurries: bool
+) -> None:
+    """Each pause is a tenth of what is needed. Whoever waits for the result has one load tried, since requests may be
+    over; and when they are, it is measured."""
+    stage.backend.traffic.pauses.extend([0.3] * 32)
+    measuring = Measuring(stage.folder, [60.0], BEST)
+    tuner = stage.tuner(measuring, need_s=lambda: 3.0)
+    if hurries:
+        tuner.begin_now()
+    async with running(tuner) as task:
+        if hurries:
+            await eventually(lambda: len(measuring.pids) == 1)
+        for _ in range(6):
+            await stage.model()
+            await asyncio.sleep(0.1)
+        assert len(measuring.calls) == hurries
+        measuring.sittings = [0.0]
+        await ended(task)
+    assert len(stage.events("idle_pauses")) == 1
 
 
 @pytest.mark.parametrize("why_no_room", ["", NO_ROOM])

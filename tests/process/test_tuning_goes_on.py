@@ -209,6 +209,42 @@ async def test_a_tuning_that_was_broken_off_goes_on_after_each_kind_of_step(
     assert found.kv_checks[0].difference == expected.kv_checks[0].difference
 
 
+class ComeError(Exception):
+    """A request has come."""
+
+
+class Interrupted(ProfileStore):
+    """A request comes as the first depth of a plan is kept."""
+
+    has_come = False
+
+    def keep(self, key: Key, partial: Partial) -> None:
+        super().keep(key, partial)
+        if partial.begun and not self.has_come:
+            self.has_come = True
+            raise ComeError
+
+
+async def test_a_depth_that_was_measured_before_an_interruption_is_not_measured_again(stage: Stage) -> None:
+    stage.store = Interrupted(stage.folder, pytest.fail)
+    with pytest.raises(ComeError):
+        await measure(stage.made())
+    kept = stage.kept
+    assert kept.measurements == ()
+    (begun,) = kept.begun
+    assert [point.depth for point in begun.points] == [32]
+    assert kept.describe().startswith("1 depth of a measurement that was begun")
+    found = await measure(stage.made())
+    steps = Counter(stage.events("tune_step"))
+    assert steps[f"{begun.key}: decoding with 32 tokens in the context"] == 1 + sum(
+        m.key == begun.key for m in found.measurements[1:]
+    )
+    first = found.measurements[0]
+    assert (first.key, first.points[: len(begun.points)]) == (begun.key, begun.points)
+    assert len(first.points) > len(begun.points)
+    assert stage.kept == Partial()
+
+
 async def test_a_space_is_built_once_for_each_set_of_kv_checks(stage: Stage) -> None:
     built: list[object] = []
 

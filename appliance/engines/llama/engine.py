@@ -93,7 +93,7 @@ class Llama(Engine):
 
     def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Space:
         facts = (inputs.image, inputs.facts, inputs.hardware, inputs.model)
-        limits = Limits(dram_gb_s=inputs.dram_gb_s_max)
+        limits = Limits(host_mib=inputs.host_mib_max, dram_gb_s=inputs.dram_gb_s_max)
         kernels, draft = inputs.kernels, inputs.draft
         return Space(inputs.settings, *facts, kv_checks=kv_checks, kernels=kernels, draft=draft, limits=limits)
 

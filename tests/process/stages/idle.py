@@ -101,7 +101,10 @@ class IdleStage:
         why_no_room: str = "",
         idle_s: float = 0.2,
         settle_s: float = 0.05,
+        **more: Any,
     ) -> IdleTuner[FakePlan]:
+        """`more` is what else an IdleTuner takes."""
+
         async def why(_: FakePlan | None) -> str:
             return why_no_room
 
@@ -115,6 +118,7 @@ class IdleStage:
             as_error=as_error,
             idle_s=idle_s,
             settle_s=settle_s,
+            **more,
         )
 
     @property

@@ -1,12 +1,27 @@
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.serve.idle_policy import CHECK_AGAIN_S, SETTLE_S, Action, Decision, IdleState, decide
+from appliance.serve.idle_policy import (
+    CHECK_AGAIN_S,
+    JITTER,
+    LIKELY,
+    NEED_MOST_S,
+    SETTLE_S,
+    Action,
+    Decision,
+    IdleState,
+    chance,
+    decide,
+    doubled,
+    worth_after_s,
+)
 
 IDLE_S = 600.0
 ALONE = {Action.MEASURE_ALONE, Action.SWAP_ALONE}  # requests that come meanwhile wait for a load
@@ -20,6 +35,10 @@ SITUATIONS = st.builds(
     has_better=st.booleans(),
     was_measured_now=st.booleans(),
     was_reloaded_now=st.booleans(),
+    pauses=st.lists(st.floats(0.01, 2000), max_size=32).map(tuple),
+    need_s=st.floats(0, 600),
+    rest_s=st.sampled_from([0.0, 0.0, 7.0]),
+    is_calm=st.booleans(),
 ).map(lambda now: replace(now, has_better=now.has_better and now.is_measured))
 
 QUIET = IdleState(
@@ -47,6 +66,12 @@ def do(now: IdleState) -> Action:
         (replace(QUIET, has_room=True, idle_s=SETTLE_S - 1), Action.WAIT),
         (replace(QUIET, is_ready=False), Action.WAIT),
         (replace(QUIET, running=1), Action.WAIT),
+        (replace(QUIET, is_calm=False), Action.LOOK),
+        (replace(QUIET, is_calm=False, rest_s=1.0), Action.WAIT),
+        (replace(QUIET, rest_s=1.0), Action.WAIT),
+        (replace(QUIET, has_room=True, idle_s=3.0, need_s=1.5, pauses=(5.0,) * 9), Action.MEASURE_BESIDE),
+        (replace(QUIET, has_room=True, idle_s=3.0, need_s=2.5, pauses=(5.0,) * 9), Action.WAIT),
+        (replace(QUIET, has_room=True, idle_s=6.3, need_s=2.5, pauses=(5.0,) * 9), Action.MEASURE_BESIDE),
         (replace(QUIET, was_reloaded_now=True), Action.WAIT),
         (replace(QUIET, was_measured_now=True), Action.WAIT),
         (replace(QUIET, has_room=True, was_measured_now=True), Action.WAIT),
@@ -76,6 +101,9 @@ def test_nobody_waits_who_need_not(now: IdleState, idle_s: float) -> None:
     if step.action in (Action.MEASURE_ALONE, Action.MEASURE_BESIDE):
         assert not now.is_measured
         assert not now.was_measured_now
+        assert now.is_calm
+        assert now.rest_s == 0
+        assert chance(now.pauses, now.idle_s, now.need_s) >= LIKELY
     if step.action in (Action.SWAP_ALONE, Action.SWAP_BESIDE):
         assert now.has_better
     if step.action not in (Action.WAIT, Action.END):
@@ -88,7 +116,14 @@ def test_nobody_waits_who_need_not(now: IdleState, idle_s: float) -> None:
 @given(SITUATIONS, st.floats(1, 3600))
 def test_a_fresh_idle_period_that_is_long_enough_is_used(now: IdleState, idle_s: float) -> None:
     fresh = replace(
-        now, is_ready=True, running=0, idle_s=idle_s + SETTLE_S, was_measured_now=False, was_reloaded_now=False
+        now,
+        is_ready=True,
+        running=0,
+        idle_s=idle_s + SETTLE_S,
+        was_measured_now=False,
+        was_reloaded_now=False,
+        pauses=(),
+        rest_s=0.0,
     )
     assert decide(fresh, idle_s=idle_s).action is not Action.WAIT
 
@@ -96,6 +131,8 @@ def test_a_fresh_idle_period_that_is_long_enough_is_used(now: IdleState, idle_s:
 @given(SITUATIONS, st.floats(1, 3600))
 def test_a_wait_that_is_over_is_not_waited_again(now: IdleState, idle_s: float) -> None:
     """It may only wait again where it looks again anyway."""
+    # What has lasted longer than every pause before it is never waited for again.
+    now = replace(now, rest_s=0.0, pauses=tuple(pause for pause in now.pauses if pause <= JITTER * now.idle_s))
     step = decide(now, idle_s=idle_s)
     if step.action is Action.WAIT and step.wait_s < SETTLE_S and not now.running and now.is_ready:
         assert decide(replace(now, idle_s=now.idle_s + step.wait_s + 1e-6), idle_s=idle_s).action is not Action.WAIT
@@ -150,3 +187,50 @@ def after(
         was_reloaded_now=now.was_reloaded_now or is_alone,
     )
     return then, left, is_changed or (is_alone and left == 0 and has_better)
+
+
+PAUSES = st.lists(st.floats(0.01, 2000), max_size=32)
+
+
+@given(PAUSES, st.floats(0, 2000), st.floats(0, 600))
+def test_a_wait_for_a_longer_pause_ends_and_then_it_is_worth_it(
+    pauses: list[float], idle_s: float, need_s: float
+) -> None:
+    wait_s = worth_after_s(pauses, idle_s, need_s)
+    assert wait_s >= 0
+    assert wait_s <= max(pauses, default=0.0) / JITTER
+    assert chance(pauses, idle_s + wait_s + 1e-6, need_s) >= LIKELY or wait_s == 0
+    if wait_s == 0:
+        assert chance(pauses, idle_s, need_s) >= LIKELY
+    assert worth_after_s([], idle_s, need_s) == 0
+
+
+@given(PAUSES, st.floats(0, 2000), st.floats(0, 600), st.floats(0, 600))
+def test_what_needs_longer_is_never_begun_sooner(
+    pauses: list[float], idle_s: float, need_s: float, more_s: float
+) -> None:
+    assert worth_after_s(pauses, idle_s, need_s) <= worth_after_s(pauses, idle_s, need_s + more_s)
+
+
+@given(st.floats(0.1, 600), st.integers(0, 1000))
+def test_each_wasted_sitting_doubles_what_the_next_needs_up_to_a_bound(need_s: float, wasted: int) -> None:
+    assert need_s <= doubled(need_s, wasted) <= doubled(need_s, wasted + 1) <= max(need_s, NEED_MOST_S)
+
+
+@given(
+    every_s=st.floats(1, 60),
+    share=st.floats(0, 0.15),
+    need_s=st.floats(0.5, 120),
+    draws=st.randoms(use_true_random=False),
+)
+def test_a_steady_client_has_few_loads_wasted(every_s: float, share: float, need_s: float, draws: Random) -> None:
+    """It asks every so often, give or take a share; a load is wasted if the next request comes before its end."""
+    pauses: deque[float] = deque(maxlen=32)
+    wasted = 0
+    for number in range(300):
+        pause = every_s * (1 + draws.uniform(-share, share))
+        begins = SETTLE_S + worth_after_s(pauses, SETTLE_S, need_s)
+        if begins < pause < begins + need_s:
+            wasted += number > 0  # of the first nobody could know
+        pauses.append(pause)
+    assert wasted <= 3

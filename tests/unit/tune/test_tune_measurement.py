@@ -33,6 +33,7 @@ from appliance.tune.measure import (
     AT_LEAST_S,
     DECODE_TOKENS,
     FEWEST_TOKENS,
+    WARM_TOKENS,
     FirstSampling,
     Sampling,
     plain_point_of,
@@ -238,6 +239,33 @@ def test_a_point_says_in_which_batches_weights_were_copied_for_it() -> None:
         points = asyncio.run(points_of(Running(), plan, look, lambda _: None))
         assert [point.depth for point in points][:2] == [32, 640]
         assert {point.copied_batch for point in points} == {2048}
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_depths_that_were_measured_before_an_interruption_are_not_measured_again(before: int) -> None:
+    class Running:
+        def __init__(self) -> None:
+            self.asked: list[tuple[int, int]] = []
+
+        async def warm(self) -> Point:
+            return Point(depth=32, decode_ms=100.0, prefill_ms=1.0, prefill_tokens=32)
+
+        async def run(self, depth: int, tokens: int) -> Point:
+            self.asked.append((depth, tokens))
+            return Point(depth=depth, decode_ms=100.0, prefill_ms=1.0, prefill_tokens=depth)
+
+    plan = replace(PLANS[0], context=8192)
+    for look in (FirstSampling(wanted=640, work_s=10, deep_s=10), Sampling(depths=(32, 640, 2048))):
+        whole, again, told = Running(), Running(), list[tuple[Point, ...]]()
+        points = asyncio.run(points_of(whole, plan, look, lambda _: None))
+        known = points[:before]
+        found = asyncio.run(points_of(again, plan, look, lambda _: None, known=known, on_points=told.append))
+        assert found == points
+        assert told == [points[:count] for count in range(before + 1, len(points) + 1)]
+        measured = [asked for asked in again.asked if asked[1] == DECODE_TOKENS]
+        assert measured == whole.asked[before:]
+        # What is not in the new engine's cache is read first, so that a step is the same as without the interruption.
+        assert again.asked[: len(again.asked) - len(measured)] == [(point.depth, WARM_TOKENS) for point in known[-1:]]
 
 
 def test_a_machine_with_half_a_token_a_second_is_looked_at_for_a_quarter_of_a_minute() -> None:

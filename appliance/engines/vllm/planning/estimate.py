@@ -167,7 +167,8 @@ class Estimate:
 
     @property
     def host_usable_mib(self) -> float:
-        return self.facts.hardware.memory.usable_mib * (1 - assumed.HOST_SPARE_SHARE.value)
+        usable = min(self.facts.hardware.memory.usable_mib, self.facts.given.host_mib_max)
+        return usable * (1 - assumed.HOST_SPARE_SHARE.value)
 
     @property
     def host_overhead_mib(self) -> float:

@@ -1,0 +1,73 @@
+"""What was measured and the volume cannot take: full, read-only, over its quota. It serves from memory, and is written
+when the volume has room again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from appliance.errors import VolumeError
+from appliance.race import first_of
+
+if TYPE_CHECKING:
+    from appliance.profile import Key, Profile, ProfileStore
+    from appliance.report import Report
+    from appliance.tune.partial import Partial
+
+TRY_EVERY_S = 60.0
+
+
+class Unkept:
+    """What belongs on the volume under `key` and is only here: an unfinished tuning's results, or a profile.
+
+    `is_enough` is False if nothing is served from it: then `hold` raises the error that the volume gave."""
+
+    def __init__(self, store: ProfileStore, report: Report, *, try_every_s: float = TRY_EVERY_S) -> None:
+        self._store = store
+        self._report = report
+        self._try_every_s = try_every_s
+        self._is_told = False
+        self._is_wanted = asyncio.Event()  # there is a profile to write
+        self._is_asked = asyncio.Event()  # somebody waits: the volume may have room by now
+        self.is_enough = True
+        self.key: Key | None = None
+        self.partial: Partial | None = None
+        self.profile: Profile | None = None
+
+    def hold(
+        self, key: Key, error: VolumeError, *, partial: Partial | None = None, profile: Profile | None = None
+    ) -> None:
+        if not self.is_enough:
+            raise error
+        self.key, self.partial, self.profile = key, partial, profile
+        if profile is not None:
+            self._is_wanted.set()
+        if not self._is_told:
+            words = f"{error.message}; it is used from memory, and kept when the volume has room"
+            self._report.warning("not_kept", words)
+        self._is_told = True
+
+    def clear(self) -> None:
+        self.key, self.partial, self.profile = None, None, None
+        self._is_told = False
+        self._is_wanted.clear()
+
+    def try_now(self) -> None:
+        self._is_asked.set()
+
+    async def write(self) -> None:
+        """Never returns. Writes a profile that is held as soon as the volume takes it."""
+        while True:
+            await self._is_wanted.wait()
+            await first_of(self._is_asked.wait(), timeout_s=self._try_every_s)
+            self._is_asked.clear()
+            profile = self.profile
+            if profile is None:
+                continue
+            try:
+                await asyncio.to_thread(self._store.save, profile)
+            except VolumeError:
+                continue  # it was said
+            if profile is self.profile:
+                self.clear()
+            self._report.info("profile_kept", f"profile {profile.key.id} is on the volume now", profile=profile.key.id)
