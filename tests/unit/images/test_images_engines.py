@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from images import compat, docker, matrix, render, verify
+from images import compat, docker, licenses, matrix, render, verify
 from images.engines import ENGINES, LIBRARY_FOLDER, EngineFiles
 from images.errors import MatrixError
 from images.matrix import Cell
@@ -102,7 +102,12 @@ def test_no_other_file_names_an_engine(project: Path) -> None:
 def _evidence(cell: Cell, said: str, *paths: str) -> verify.ImageSnapshot:
     entry = Entry(path="", kind="file", mode=0o644, uid=0, gid=0, size_bytes=1, layer=1)
     files = {
-        path: replace(entry, path=path) for path in (f"opt/appliance/licenses/{cell.engine.title}/LICENSE", *paths)
+        path: replace(entry, path=path)
+        for path in (
+            f"opt/appliance/licenses/{cell.engine.title}/LICENSE",
+            *licenses.components()["appliance"].paths,
+            *paths,
+        )
     }
     return verify.ImageSnapshot(
         cell=cell,
