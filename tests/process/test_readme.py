@@ -38,6 +38,7 @@ NOT_RUN = {
     "fetch": "fetches from a package registry",
     "lock": "asks a package registry",
     "sbom": "needs the image",
+    "prune": "asks Docker what builds left",
     "gate": "needs a file with GPU code",
     "gaps": "needs the wheels of an engine",
 }
