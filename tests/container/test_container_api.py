@@ -60,7 +60,8 @@ class Api:
 @pytest.fixture(scope="module")
 def api() -> Iterator[Api]:
     template = docker.types.Mount("/templates", str(TEMPLATES), type="bind", read_only=True)
-    env = {"APPLIANCE_CHAT_TEMPLATE_FILE": "/templates/demo-with-tools.jinja"}
+    # One thread: two that wait for each other are much slower beside other tests.
+    env = {"APPLIANCE_CHAT_TEMPLATE_FILE": "/templates/demo-with-tools.jinja", "APPLIANCE_THREADS": "1"}
     with volume() as name, started(name, env=env, mounts=[template]) as stage:
         stage.wait_ready()
         yield Api(stage)
@@ -618,7 +619,7 @@ def test_forced_chat(openai_client: openai.OpenAI, choice: Any, seed: int) -> No
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
 def test_forced_responses(openai_client: openai.OpenAI, choice: Any) -> None:
     tools = [{"type": "function", **each["function"]} for each in (F, G)]
-    asked: Any = {"model": "m", "input": "Say hi", "max_output_tokens": 96, "tools": tools, "tool_choice": choice}
+    asked: Any = {"model": "m", "input": "Say hi", "max_output_tokens": 300, "tools": tools, "tool_choice": choice}
     calls = [item for item in openai_client.responses.create(**asked).output if item.type == "function_call"]
     assert calls
     for call in calls:
@@ -634,7 +635,7 @@ def test_forced_responses(openai_client: openai.OpenAI, choice: Any) -> None:
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
 def test_forced_messages(anthropic_client: anthropic.Anthropic, choice: Any) -> None:
     tools = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in (F, G)]
-    asked: Any = {"model": "m", "messages": QUESTION, "max_tokens": 96, "tools": tools, "tool_choice": choice}
+    asked: Any = {"model": "m", "messages": QUESTION, "max_tokens": 300, "tools": tools, "tool_choice": choice}
     answer = anthropic_client.messages.create(**asked)
     with anthropic_client.messages.stream(**asked) as stream:
         streamed = stream.get_final_message()
@@ -646,14 +647,14 @@ def test_forced_messages(anthropic_client: anthropic.Anthropic, choice: Any) -> 
 
 
 def test_a_named_function_is_one_call(api: Api) -> None:
-    body = chat(tools=[F, G], tool_choice={"type": "function", "function": {"name": "g"}}, max_tokens=96)
+    body = chat(tools=[F, G], tool_choice={"type": "function", "function": {"name": "g"}}, max_tokens=300)
     calls = api.ok(CHAT, body)["choices"][0]["message"]["tool_calls"]
     assert [call["function"]["name"] for call in calls] == ["g"]
 
 
 def test_a_forced_call_has_no_response_format(api: Api) -> None:
     format_ = json_format(with_property(type="string"))
-    body = chat(tools=[F], tool_choice="required", response_format=format_, max_tokens=96)
+    body = chat(tools=[F], tool_choice="required", response_format=format_, max_tokens=300)
     [call, *_] = api.ok(CHAT, body)["choices"][0]["message"]["tool_calls"]
     check("f", call["function"]["arguments"], "required")
 
