@@ -103,6 +103,13 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="common/chat.cpp, common_chat_templates_apply_legacy",
     ),
     ErrorRule(
+        says=r"JSON schema (?:error|conversion failed)(?s:(?P<what>.+))",
+        status=400,
+        code="schema_not_read",
+        detail="the JSON schema of a tool or of the answer cannot be read{what}",
+        source="common/json-schema.cpp, fail; common/json-schema-to-grammar.cpp, check_errors",
+    ),
+    ErrorRule(
         says=r"(?P<what>.+)",
         of_status=501,
         status=400,

@@ -57,6 +57,21 @@ CASES = [
     ("llama", 400, "file:// URLs are not allowed unless --media-path is specified", 400, "file_address_refused"),
     ("llama", 500, "tool_choice param requires --jinja flag", 400, "model_calls_no_tools"),
     ("llama", 500, "failed to apply chat template, try using --jinja", 400, "chat_template_failed"),
+    (
+        "llama",
+        400,
+        "Unable to generate parser for this template. Automatic parser generation failed: "
+        "JSON schema error at #/properties/a: unrecognized type integr",
+        400,
+        "schema_not_read",
+    ),
+    (
+        "llama",
+        400,
+        "JSON schema conversion failed:\nInvalid pattern ^(a$: unbalanced parentheses",
+        400,
+        "schema_not_read",
+    ),
     ("llama", 501, "a new one of the engine", 400, "not_supported"),
     (
         "vllm",
