@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 
 def is_lack(error: BaseException | None) -> bool:
     """True for a lack, also one that a thread's start, an import, or an error of ours was raised from."""
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))  # an error that was raised from itself is its own cause
         if isinstance(error, OSError) and error.errno in ERRNOS:
             return True
         if isinstance(error, MemoryError):

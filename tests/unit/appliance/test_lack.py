@@ -55,6 +55,12 @@ def test_what_does_not_pass_by_itself(error: BaseException | None) -> None:
     assert not is_lack(error)
 
 
+def test_an_error_may_be_its_own_cause() -> None:
+    error = RuntimeError("raised from itself")
+    error.__cause__ = error
+    assert not is_lack(error)
+
+
 async def test_an_action_is_begun_anew_until_it_can_be_done() -> None:
     lacks = [OSError(errno.EMFILE, "Too many open files"), BlockingIOError(errno.EAGAIN, "fork")]
 
