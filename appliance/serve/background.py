@@ -34,6 +34,7 @@ class BackgroundTasks:
         self._begins_now = asyncio.Event()  # measuring, without an idle period before it: somebody waits for it
         self._needs_bandwidths = served.settings.tune != "off" and served.hardware.speeds is None
         self._bandwidths: Bandwidths | None = None
+        self._alone = asyncio.Lock()  # a probe and the measuring of bandwidths would slow each other
         self._more: tuple[Profile, bool] | None = None  # whether the mode wants more than this profile has
         self.is_given_up = False  # measuring: it was tried, and did not come to a plan
         self.why_not_best = ""  # why the best of what was measured does not serve; empty: it does
@@ -80,7 +81,7 @@ class BackgroundTasks:
             if served.settings.tune == "idle" and (self.wants_measuring or await self._wants_more(served.profile)):
                 await self._tune(backend)
             await self._know_machine(backend)
-            await self._unless_hurried(self._watch_drift(backend))
+            await self._unless_hurried(self._look_at_machine(backend))
             if served.settings.tune != "idle" or not self.wants_measuring:
                 self._begins_now.clear()
                 await self._unless_hurried(self._know_machine_at_last(backend))
@@ -98,8 +99,14 @@ class BackgroundTasks:
             return
         from appliance.serve.bandwidths import Bandwidths  # here: once a machine, no start
 
-        self._bandwidths = found = self._bandwidths or Bandwidths(self._served)
+        self._bandwidths = found = self._bandwidths or Bandwidths(self._served, alone=self._alone)
         await (found.until_known if waits else found.measure)(backend.traffic)
+
+    async def _look_at_machine(self, backend: Backend) -> None:
+        """Until it is known whether the profile holds, which on a busy machine may take hours; and its bandwidths."""
+        for ended in await first_of(self._watch_drift(backend), self._know_machine_at_last(backend)):
+            if not ended.cancelled():
+                ended.result()
 
     async def _know_machine_at_last(self, backend: Backend) -> None:
         await self._know_machine(backend, waits=True)
@@ -244,6 +251,7 @@ class BackgroundTasks:
             traffic=backend.traffic,
             report=served.report,
             watch=served.watch,
+            alone=self._alone,
             after_s=min(PROBE_AFTER_S, served.settings.idle_s),
         )
         await self._keep_drift(profile, await self._drift_monitor.run())

@@ -29,8 +29,10 @@ _LOOK_EVERY_S = 0.5
 class Bandwidths:
     """Whether they are known, and when they are measured again where something disturbed that."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, *, alone: asyncio.Lock | None = None) -> None:
+        """`alone` is held while they are measured."""
         self._served = served
+        self._alone = alone or asyncio.Lock()
         self.is_known = False
         self._pause_s = min(AGAIN_S, served.settings.idle_s)
         self._not_before = 0.0
@@ -41,7 +43,7 @@ class Bandwidths:
         again when nobody asks. Raises nothing: without figures plans go by what the probe reads."""
         if self.is_known or time.monotonic() < self._not_before:
             return
-        disturbance = await _measure_once(self._served, traffic)
+        disturbance = await _measure_once(self._served, traffic, self._alone)
         self.is_known = not disturbance
         if disturbance:
             self._tell_once(disturbance)
@@ -61,14 +63,15 @@ class Bandwidths:
             await self.measure(traffic)
 
 
-async def _measure_once(served: ServedModel, traffic: Traffic) -> str:
+async def _measure_once(served: ServedModel, traffic: Traffic, alone: asyncio.Lock) -> str:
     """What disturbed it, in words; else what was measured is kept."""
     while True:
         await _until_quiet(served, traffic)
         served.report.info(
             "bandwidth_measure", "nobody asks: measuring the bandwidth of memory and GPUs, once on this machine"
         )
-        measuring, _ = await first_of(_undisturbed(served), traffic.until_arrival())
+        async with alone:
+            measuring, _ = await first_of(_undisturbed(served), traffic.until_arrival())
         if not measuring.cancelled():
             break
         served.report.info("bandwidth_stopped", "a request came: bandwidths are measured when nobody asks")

@@ -64,6 +64,7 @@ class DriftMonitor:
         traffic: Traffic,
         report: Report,
         watch: Callable[[], Watch],
+        alone: asyncio.Lock | None = None,
         after_s: float = PROBE_AFTER_S,
         overdue_least_s: float = OVERDUE_LEAST_S,
         watched_s: float = WATCHED_S,
@@ -76,6 +77,7 @@ class DriftMonitor:
         self._traffic = traffic
         self._report = report
         self._watch = watch
+        self._alone = alone or asyncio.Lock()
         self._after_s = self._pause_s = after_s
         self._overdue_least_s = overdue_least_s
         self._watched_s = watched_s
@@ -118,7 +120,8 @@ class DriftMonitor:
 
     async def _unless_asked(self, baseline: Baseline) -> bool:
         """One probe, given up at once when a request comes; whether it came to its end. Raises EngineNotReadyError."""
-        probing, _ = await first_of(self._probe(baseline), self._traffic.until_arrival())
+        async with self._alone:
+            probing, _ = await first_of(self._probe(baseline), self._traffic.until_arrival())
         if probing.cancelled():
             self._say("given up, since a request came")
             return False

@@ -185,7 +185,7 @@ class IdleTuner(Generic[P]):
         self._busy_looks += 1
         self._calm_in = None
         self._not_before = time.monotonic() + look_again_s(self._busy_looks, self._look_again_s)
-        most_s = sum(look_again_s(looks, self._look_again_s) for looks in range(1, LOOKS + 1))
+        most_s = sum(look_again_s(looks, self._look_again_s) for looks in range(1, LOOKS))
         self._tell("idle_busy", f"{words}: measuring waits for a quieter moment, {most_s / 60:.0f} min at most")
 
     def _tell_pauses(self) -> None:

@@ -278,9 +278,9 @@ async def test_between_requests_that_come_too_soon_no_engine_is_loaded_for_nothi
 ) -> None:
     """Each pause is a tenth of what is needed. Whoever waits for the result has one load tried, since requests may be
     over; and when they are, it is measured."""
-    stage.backend.traffic.pauses.extend([0.3] * 32)
+    stage.backend.traffic.pauses.extend([2.0] * 32)
     measuring = Measuring(stage.folder, [60.0], BEST)
-    tuner = stage.tuner(measuring, need_s=lambda: 3.0)
+    tuner = stage.tuner(measuring, need_s=lambda: 20.0)
     if hurries:
         tuner.begin_now()
     async with running(tuner) as task:
