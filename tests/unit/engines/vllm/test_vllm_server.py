@@ -85,6 +85,11 @@ def test_threads_are_bound_unless_they_are_counted() -> None:
     assert (counted["OMP_NUM_THREADS"], counted["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "nobind")
 
 
+def test_a_barrier_on_the_cpu_spins_for_a_short_time_only() -> None:
+    assert variables(best(CPU, "smollm2-135m"))["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in variables(best(ADA)), "a GPU's work does not wait for threads"
+
+
 def test_a_flag_that_the_engine_lacks_is_refused_before_it_is_started() -> None:
     facts = engine_facts()
     lacking = replace(facts, flags=tuple(flag for flag in facts.flags if flag != "--shutdown-timeout"))
