@@ -103,11 +103,12 @@ ERRORS: tuple[ErrorRule, ...] = (
         source="common/chat.cpp, common_chat_templates_apply_legacy",
     ),
     ErrorRule(
-        says=r"JSON schema (?:error|conversion failed)(?s:(?P<what>.+))",
+        says=r"^(?:Unable to generate parser for this template\. Automatic parser generation failed: )?"
+        r"JSON schema (?:error|conversion failed)(?s:(?P<what>.+))",
         status=400,
         code="schema_not_read",
         detail="the JSON schema of a tool or of the answer cannot be read{what}",
-        source="common/json-schema.cpp, fail; common/json-schema-to-grammar.cpp, check_errors",
+        source="common/json-schema.cpp, fail; common/json-schema-to-grammar.cpp, check_errors; common/chat.cpp",
     ),
     ErrorRule(
         says=r"(?P<what>.+)",
