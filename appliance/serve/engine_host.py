@@ -118,8 +118,9 @@ class EngineHost(Generic[P]):
         self._load_s = self.load_s
         self._is_away = True
         self._moved.set()
-        left, self._others = self._others, []
+        left = tuple(self._others)
         await asyncio.gather(*(supervisor.stop(grace_s=grace_s) for supervisor in (present.supervisor, *left)))
+        self._others = [supervisor for supervisor in self._others if supervisor not in left]
         return present.plan
 
     async def load(self, plan: P) -> Crash | None:
