@@ -273,7 +273,8 @@ async def test_an_engine_comes_back_where_a_lack_of_files_hides_the_others(stage
     async def until_crowded() -> str:
         if lacks:
             raise lacks.pop()
-        return await asyncio.get_running_loop().create_future()
+        await asyncio.Event().wait()
+        return ""
 
     measuring = Measuring(stage.folder, [0.0], BEST)
     async with running(stage.tuner(measuring, why_no_room=NO_ROOM, until_crowded=until_crowded)) as task:

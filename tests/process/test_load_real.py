@@ -221,7 +221,7 @@ def test_a_card_that_does_not_count_is_not_looked_at(hardware: Hardware, machine
 
 async def test_a_lack_of_files_at_the_first_look_hides_nobody_for_good(hardware: Hardware) -> None:
     crowded = [LoadSample(time_s=at, cpus=2, busy_s=2.0 * at, steal_s=0.0, own_s=0.0) for at in range(3)]
-    looks = iter((OSError(errno.EMFILE, os.strerror(errno.EMFILE)), *crowded))
+    looks: Iterator[LoadSample | OSError] = iter((OSError(errno.EMFILE, os.strerror(errno.EMFILE)), *crowded))
 
     def sample() -> LoadSample:
         look = next(looks)
