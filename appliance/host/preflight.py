@@ -10,6 +10,8 @@ import argparse
 import difflib
 import importlib.util
 import json
+import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ from appliance.values import dataclass
 
 CELL_LABEL = "io.appliance.cell"
 PROJECT_LABEL = "com.docker.compose.project"
+OWN_PROJECTS = {"appliance", "appliance-replicas"}  # as the files of compose/ that have the volume are named
 DOCKER_S = 20.0  # what has not answered by then hangs
 VENV_MIB = 1100  # 729 when it is done, and the wheels that are unpacked into it
 BIND = "127.0.0.1"  # as compose/appliance.yaml publishes it
@@ -124,7 +127,7 @@ def python_findings(clone: Path) -> Iterator[FatalError]:
 def path_findings(given: Iterable[str]) -> Iterator[FatalError]:
     for each in given:
         name, _, path = each.partition("=")
-        if path and not Path(path).exists():
+        if path and not os.path.exists(path):  # noqa: PTH110 - pathlib's raises for what may not be looked at
             yield ConfigError(f"{name} names what is not there: {path}", hint=f"correct it, or leave {name} away")
 
 
@@ -195,6 +198,9 @@ def docker_findings(docker: Docker) -> Iterator[FatalError]:
 
 
 def _silent(docker: Docker) -> ConfigError:
+    if {"host", "store"} <= (docker.info or {}).keys():  # as `podman info` answers, where it stands in for docker
+        message = "the docker command here is Podman's, which has neither the builder nor the store that is needed"
+        return ConfigError(message, hint="install Docker: https://docs.docker.com/engine/install/")
     said = docker.why or " ".join((docker.info or {}).get("ServerErrors") or ()) or "it says nothing"
     if "permission denied" in said.lower():
         return ConfigError("this user may not use Docker", hint='sudo usermod -aG docker "$USER", and log in again')
@@ -228,7 +234,7 @@ def port_findings(asked: str, project: str, docker: Docker) -> Iterator[FatalErr
     if not asked.isdecimal() or not 1 <= int(asked) <= 65535:
         yield ConfigError(f"{name} is no port: {asked}", hint=f"a number from 1 to 65535, as in make up {name}=12000")
         return
-    holder = next((each for each in docker.containers if f":{asked}->" in each.get("Ports", "")), None)
+    holder = next((each for each in docker.containers if _publishes(each, asked)), None)
     if holder and _labels(holder).get(PROJECT_LABEL) == project:
         return
     if holder is None and ports.is_free(BIND, int(asked)):
@@ -240,8 +246,14 @@ def port_findings(asked: str, project: str, docker: Docker) -> Iterator[FatalErr
 
 
 def _is_free(port: int, docker: Docker) -> bool:
-    published = any(f":{port}->" in each.get("Ports", "") for each in docker.containers)
+    published = any(_publishes(each, str(port)) for each in docker.containers)
     return not published and ports.is_free(BIND, port)
+
+
+def _publishes(container: Mapping[str, str], port: str) -> bool:
+    """Where ours would be, or on all addresses: on another one, or for UDP, it is in nobody's way."""
+    addresses = "|".join(map(re.escape, ("0.0.0.0", BIND)))  # noqa: S104
+    return re.search(rf"\b(?:{addresses}):{port}->\d+/tcp", container.get("Ports", "")) is not None
 
 
 def volume_findings(
@@ -258,6 +270,8 @@ def volume_findings(
     """
     strangers = [container for container, labels in users.items() if not labels.get(CELL_LABEL)]
     owner = (volume.get("Labels") or {}).get(PROJECT_LABEL)
+    if owner in OWN_PROJECTS | {project} - {None}:
+        return  # whoever else uses it, as a backup does
     if strangers:
         why = f"container {strangers[0]} uses it, which is no appliance"
     elif project and owner and owner != project and not users:
@@ -286,7 +300,8 @@ def wanted_room(docker: Docker, cell: str, inventory: Inventory | None) -> list[
     if needs and not docker.has_image:
         found.append(("archives of images", CLONE, needs["archives_mib"]))
         root = Path(str((docker.info or {}).get("DockerRootDir") or "/nonexistent"))
-        if root.is_dir():  # else it is in a virtual machine, or on another one
+        # Else it is in a virtual machine, on another one, or in a folder that this user may not look into.
+        if os.path.isdir(root):  # noqa: PTH112 - pathlib's raises for the latter
             found.append(("Docker's images and cache", root, needs["engine_mib"]))
     return found
 

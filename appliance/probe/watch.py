@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -68,17 +69,16 @@ class Watch:
     async def until_crowded(self, *, every_s: float = LOOK_EVERY_S) -> str:
         """Returns when others take a good part of the CPUs, in two looks in a row: one may be a moment's work. Also
         outside of the block."""
-        before, was_crowded = self._sample(), False
+        before: LoadSample | None = None
+        was_crowded = False
         while True:
-            await asyncio.sleep(every_s)
-            try:
+            with suppress(OSError):  # no file is left: nobody can say
                 now = self._sample()
-            except OSError:  # no file is left: nobody can say
-                continue
-            words = conditions(before, now, known=self._known).crowd
-            if words and was_crowded:
-                return words
-            before, was_crowded = now, bool(words)
+                words = conditions(before, now, known=self._known).crowd if before else None
+                if words and was_crowded:
+                    return words
+                before, was_crowded = now, bool(words)
+            await asyncio.sleep(every_s)
 
     def __enter__(self) -> Watch:
         self._seen = None

@@ -164,8 +164,10 @@ class BackgroundTasks:
         if self._begins_now.is_set():
             tuner.begin_now()
         before, variants = served.profile, served.inputs.kernels.variants
-        await tuner.run()
-        self._tuner = None
+        try:
+            await tuner.run()
+        finally:
+            self._tuner = None  # also after a lack, which begins all of this anew
         self.why_not_best = tuner.why_given_up
         self._begins_now.clear()
         # With other kernels everything is to be measured anew.

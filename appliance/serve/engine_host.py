@@ -110,12 +110,17 @@ class EngineHost(Generic[P]):
 
     async def detach(self, *, grace_s: float | None = None) -> P:
         """Stops the engine, which is then away until `load` or `launch`; returns its plan. What it still works on is
-        lost: pause requests before. `grace_s` stands for the command's own."""
+        lost: pause requests before. `grace_s` stands for the command's own.
+
+        With it goes one before it whose last requests still run, since its `swap` was cancelled: nobody else would stop
+        it, and it holds the memory of another."""
         present = self._in_place()
         self._load_s = self.load_s
         self._is_away = True
         self._moved.set()
-        await present.supervisor.stop(grace_s=grace_s)
+        left = tuple(self._others)
+        await asyncio.gather(*(supervisor.stop(grace_s=grace_s) for supervisor in (present.supervisor, *left)))
+        self._others = [supervisor for supervisor in self._others if supervisor not in left]
         return present.plan
 
     async def load(self, plan: P) -> Crash | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from appliance.errors import FatalError
 from appliance.lack import is_lack, tell
@@ -289,8 +289,13 @@ class IdleTuner(Generic[P]):
             arrived_at = time.monotonic()
 
         measuring, arriving, crowding = await first_of(self._measure_on(is_alone), arrival(), crowded())
+        if lacking := next((each for each in (measuring, crowding) if is_lack(_error_of(each))), None):
+            tell("measuring", lacking.exception())
+            await first_of(self._traffic.until_arrival(), timeout_s=LACK_S)
+            return
         if measuring.cancelled() and arriving.cancelled():
             self._leave_alone(crowding.result())
+            self._reloaded_in = None  # else it would wait for the next request, and that may be tomorrow's
             return
         is_wasted = measuring.cancelled() and self._kept() <= kept
         self._wasted = self._wasted + 1 if is_wasted else 0
@@ -298,10 +303,6 @@ class IdleTuner(Generic[P]):
             seconds = time.monotonic() - arrived_at
             words = f"a request came: measuring stopped within {seconds:.2f} s and goes on when nobody asks"
             self._report.info("idle_stopped", words, seconds=round(seconds, 3))
-            return
-        if is_lack(lacking := measuring.exception()):
-            tell("measuring", lacking)
-            await first_of(self._traffic.until_arrival(), timeout_s=LACK_S)
             return
         self._measured_in = period
         try:
@@ -318,3 +319,7 @@ class IdleTuner(Generic[P]):
         self.why_given_up = words
         self._best = None
         self._report.warning("idle_failed", words)
+
+
+def _error_of(ended: asyncio.Future[Any]) -> BaseException | None:
+    return None if ended.cancelled() else ended.exception()

@@ -49,9 +49,9 @@ class MemoryKills:
         self._calls_for_less = len(self.seen) >= KILLS
         try:
             await asyncio.to_thread(self._store.keep_kills, start.key, self.seen)
-        except VolumeError as failure:  # serving goes on; this process remembers
+        except (VolumeError, RuntimeError) as failure:  # or no thread is left: serving goes on; this process remembers
             if not self._is_told:
-                self._report.warning("memory_kill_not_kept", failure.message)
+                self._report.warning("memory_kill_not_kept", str(failure))
             self._is_told = True
         return self._calls_for_less
 

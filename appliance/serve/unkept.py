@@ -65,9 +65,10 @@ class Unkept:
             if profile is None:
                 continue
             try:
-                await asyncio.to_thread(self._store.save, profile)
+                is_kept = await asyncio.to_thread(self._store.save, profile)
             except VolumeError:
                 continue  # it was said
             if profile is self.profile:
                 self.clear()
-            self._report.info("profile_kept", f"profile {profile.key.id} is on the volume now", profile=profile.key.id)
+            what = "is on the volume now" if is_kept else "is not written: the one on the volume stays"
+            self._report.info("profile_kept", f"profile {profile.key.id} {what}", profile=profile.key.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -249,17 +250,38 @@ async def test_a_machine_that_never_is_quiet_is_measured_at_last(stage: IdleStag
     assert (others.seen, measuring.calls) == (LOOKS, [False])
 
 
-async def test_others_that_begin_to_work_end_measuring_which_begins_again_later(stage: IdleStage) -> None:
+@pytest.mark.parametrize("why_no_room", ["", NO_ROOM])
+async def test_others_that_begin_to_work_end_measuring_which_begins_again_later(
+    stage: IdleStage, why_no_room: str
+) -> None:
+    """Also where nobody asks meanwhile."""
     others = Neighbours()
     measuring = Measuring(stage.folder, [60.0], BEST)
-    async with running(stage.tuner(measuring, **others.told)) as task:
+    async with running(stage.tuner(measuring, why_no_room=why_no_room, **others.told)) as task:
         await eventually(lambda: bool(measuring.pids))
         others.crowded.set()
         await eventually(lambda: bool(stage.events("idle_busy")))
         assert not is_alive(measuring.pids[0])
         measuring.sittings = [0.0]
         await ended(task)
-    assert (others.seen, measuring.calls) == (2, [False, False])
+    assert (others.seen, measuring.calls) == (2, [bool(why_no_room)] * 2)
+
+
+async def test_an_engine_comes_back_where_a_lack_of_files_hides_the_others(stage: IdleStage) -> None:
+    lacks = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    async def until_crowded() -> str:
+        if lacks:
+            raise lacks.pop()
+        await asyncio.Event().wait()
+        return ""
+
+    measuring = Measuring(stage.folder, [0.0], BEST)
+    async with running(stage.tuner(measuring, why_no_room=NO_ROOM, until_crowded=until_crowded)) as task:
+        await eventually(lambda: not lacks and not stage.host.is_ready)
+        assert await stage.model() == "predicted"  # a request ends the wait for files
+        await ended(task)
+    assert stage.host.plan == BEST
 
 
 async def test_who_waits_for_the_result_waits_for_no_quiet_machine(stage: IdleStage) -> None:
@@ -465,6 +487,26 @@ async def test_a_stop_while_the_last_requests_of_the_old_engine_run() -> None:
             _ = [event async for event in events]
         await draining
     assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_an_engine_that_was_left_to_its_last_requests_goes_with_the_next() -> None:
+    """As where the next one is killed for lack of memory meanwhile, and a smaller one is to be loaded."""
+    endless = fake_plan("predicted", "--chunks", "100000", "--chunk-interval", "0.03")
+    async with idle_stage(endless) as stage, stage.openai() as client:
+        first = stage.pid()
+        events = await client.chat.completions.create(model="a", messages=MESSAGES, stream=True)
+        changing = asyncio.create_task(stage.host.swap(BEST, stage.backend.upstream))
+        await eventually(lambda: stage.host.plan == BEST)
+        changing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await changing
+        assert is_alive(first)
+        await stage.host.detach(grace_s=0.0)
+        assert not is_alive(first)
+        with pytest.raises(openai.APIError):
+            _ = [event async for event in events]
+        assert await stage.host.load(PREDICTED) is None
+        assert await stage.model() == "predicted"
 
 
 async def test_held_requests_end_with_a_stop(stage: IdleStage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -216,6 +217,20 @@ def test_a_card_that_does_not_count_is_not_looked_at(hardware: Hardware, machine
     with Watch(known, broken, gpus=(), timeout_s=60) as watch:
         time.sleep(0.1)
     assert watch.conditions.problem is None
+
+
+async def test_a_lack_of_files_at_the_first_look_hides_nobody_for_good(hardware: Hardware) -> None:
+    crowded = [LoadSample(time_s=at, cpus=2, busy_s=2.0 * at, steal_s=0.0, own_s=0.0) for at in range(3)]
+    looks: Iterator[LoadSample | OSError] = iter((OSError(errno.EMFILE, os.strerror(errno.EMFILE)), *crowded))
+
+    def sample() -> LoadSample:
+        look = next(looks)
+        if isinstance(look, OSError):
+            raise look
+        return look
+
+    words = await Watch(hardware, {}, gpus=(), sample=sample).until_crowded(every_s=0.01)
+    assert words.startswith("other programs took 100%")
 
 
 def watchers() -> set[str]:

@@ -10,11 +10,13 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from io import StringIO
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,6 +212,25 @@ async def test_a_full_volume_forgets_in_the_next_process_and_not_in_this_one(tmp
             assert len(stage.events("memory_kill_not_kept")) == 1
         assert list(stage.folder.glob("*.tmp")) + list(stage.folder.glob("*.kills")) == []
         (stage.folder / "fill").unlink()
+
+
+class NoThreads(ThreadPoolExecutor):
+    """As where the control group may have no more of them."""
+
+    def submit(self, *_: Any, **__: Any) -> Any:
+        message = "can't start new thread"
+        raise RuntimeError(message)
+
+
+async def test_without_a_thread_to_write_with_this_process_remembers_and_serves_on(stage: Stage) -> None:
+    async with stage.serving() as (served, task):
+        asyncio.get_running_loop().set_default_executor(NoThreads())
+        before = held(served)
+        for _ in range(2):
+            await stage.kill(served)
+        await eventually(lambda: task.done() or held(served) < before)
+        assert not task.done()
+        assert len(stage.events("memory_kill_not_kept")) == 1
 
 
 async def test_more_memory_than_before_the_kills_forgets_them(stage: Stage) -> None:

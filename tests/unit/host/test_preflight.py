@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from appliance.errors import FatalError
 from appliance.host import preflight
-from appliance.host.inventory import load_inventory
+from appliance.host.inventory import CLONE, load_inventory
 from appliance.host.preflight import (
     Docker,
     docker_findings,
@@ -54,6 +55,11 @@ def told(found: Iterable[FatalError]) -> list[tuple[str, str | None]]:
         ),
         ({**INFO, "ServerVersion": ""}, "Cannot connect: no", "Docker does not answer: Cannot connect: no", "start it"),
         ({**INFO, "ServerVersion": "", "ServerErrors": ["EOF"]}, "", "Docker does not answer: EOF", "docker info"),
+        (
+            {"host": {}, "store": {}, "version": {}}, "Emulate Docker CLI using podman.",
+            "the docker command here is Podman's, which has neither the builder nor the store that is needed",
+            "install Docker",
+        ),
         (
             {**INFO, "ClientInfo": {"Plugins": None}}, "",
             "Docker's plugin compose is missing: no `docker compose`", "docker-compose-plugin",
@@ -100,6 +106,23 @@ def test_a_port_of_this_projects_own_appliance_is_none() -> None:
     assert str(hint).endswith("; or stop it: docker stop appliance-appliance-1")
 
 
+@pytest.mark.parametrize(
+    "published", ["10.1.2.3:{}->11435/tcp", "0.0.0.0:{}->53/udp", "127.0.0.10:{}->80/tcp", "{}/tcp"]
+)
+def test_a_port_that_is_published_elsewhere_is_free(published: str) -> None:
+    port = free_port()
+    other = {**OTHERS, "Ports": published.format(port)}
+    assert told(port_findings(str(port), "appliance", replace(SOUND, containers=(other,)))) == []
+
+
+def test_a_port_that_docker_alone_knows_of_is_in_use() -> None:
+    """Without its proxy no program listens."""
+    port = free_port()
+    other = {**OTHERS, "Ports": f"53/udp, 0.0.0.0:{port}->80/tcp, [::]:{port}->80/tcp"}
+    [(message, _)] = told(port_findings(str(port), "appliance", replace(SOUND, containers=(other,))))
+    assert message == f"the port is in use: 127.0.0.1:{port}, by container db"
+
+
 @pytest.mark.parametrize("port", ["", "0", "65536", "-1", "127.0.0.1:80", "8000-8010", "x"])
 def test_what_is_no_port(port: str) -> None:
     [(message, _)] = told(port_findings(port, "appliance", SOUND))
@@ -115,6 +138,14 @@ def test_what_is_no_port(port: str) -> None:
         ({"Labels": {"com.docker.compose.project": "other"}}, (OURS,), (), None),  # appliances share one by intent
         ({"Labels": None}, (OURS, OTHERS), (), "container db uses it, which is no appliance"),
         ({"Labels": {"com.docker.compose.project": "shop"}}, (), (), "the compose project shop made it"),
+        ({"Labels": {"com.docker.compose.project": "appliance-replicas"}}, (), ("models",), None),
+        ({"Labels": {"com.docker.compose.project": "appliance"}}, (OTHERS,), (), None),  # a backup, or who looks at it
+        (
+            {"Labels": {"com.docker.compose.project": "shop"}},
+            (OTHERS,),
+            (),
+            "container db uses it, which is no appliance",
+        ),
         ({"Labels": None}, (), ("base", "pg_wal"), "it holds base, pg_wal"),
     ],
 )
@@ -134,6 +165,16 @@ def test_a_volume_of_another_program(
     assert all(each.exit_code == 50 and "APPLIANCE_VOLUME=" in str(each.hint) for each in found)
 
 
+def test_the_projects_of_our_own_compose_files_are_known() -> None:
+    volumes = [
+        text for path in (CLONE / "compose").glob("*.yaml") if "APPLIANCE_VOLUME:-" in (text := path.read_text())
+    ]
+    names = {
+        name for text in volumes for name in re.findall(r"^name: \$\{APPLIANCE_PROJECT:-(.+)\}$", text, re.MULTILINE)
+    }
+    assert names == preflight.OWN_PROJECTS
+
+
 def test_too_little_room_is_told_with_the_figures(tmp_path: Path) -> None:
     assert told(room_findings([(".venv", tmp_path, 1), ("images", tmp_path, 0)])) == []
     [error] = room_findings([(".venv", tmp_path, 1), ("images", tmp_path, 10**9)])
@@ -149,6 +190,15 @@ def test_what_a_build_needs_is_the_cells_and_nothing_where_its_image_is_here(tmp
     assert tmp_path in needs
     assert tmp_path not in [path for _, path, _ in wanted_room(replace(docker, has_image=True), "llama-cpu", INVENTORY)]
     assert tmp_path not in [path for _, path, _ in wanted_room(docker, "", INVENTORY)]
+
+
+def test_what_cannot_be_looked_at_is_no_traceback() -> None:
+    """As a folder that is closed to this user; a name that is too long is refused to root as well."""
+    closed = "/" + 300 * "a"
+    [(message, _)] = told(path_findings([f"CA_BUNDLE={closed}"]))
+    assert message == f"CA_BUNDLE names what is not there: {closed}"
+    docker = replace(SOUND, info={**INFO, "DockerRootDir": closed})
+    assert closed not in [str(path) for _, path, _ in wanted_room(docker, "llama-cpu", INVENTORY)]
 
 
 def test_a_model_and_a_file_that_are_not_there(tmp_path: Path) -> None:
