@@ -157,9 +157,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--image", nargs="+", default=[IMAGE], help=f"images with a baked model [{IMAGE}]")
     names = [load.name for load in LOADS]
     shown = ", ".join(names).replace("%", "%%")
-    parser.add_argument(
-        "--load", nargs="+", choices=names, metavar="NAME", help=f"only these of: {', '.join(names)}".replace("%", "%%")
-    )
+    parser.add_argument("--load", nargs="+", choices=names, metavar="NAME", help=f"only these of: {shown}")
     parser.add_argument("--json", action="store_true", help="for scripts")
     options = parser.parse_args()
     if options.rounds < 1:
