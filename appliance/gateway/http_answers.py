@@ -83,8 +83,11 @@ class HttpProtocol(HttpToolsProtocol):
     """uvicorn's, with our words for what is no HTTP, and without chunks for clients of HTTP/1.0 (RFC 9112, 6.1)."""
 
     def send_400_response(self, msg: str) -> None:
+        self.end_with(ApiError(400, "invalid_http", "this is not a request of HTTP/1.1 that can be read"))
+
+    def end_with(self, error: ApiError) -> None:
+        """In the answer's place."""
         dialect = dialect_of(getattr(self, "url", b"").decode("latin-1"))  # none if not even that was read
-        error = ApiError(400, "invalid_http", "this is not a request of HTTP/1.1 that can be read")
         self.transport.write(as_response(error, dialect))
         self.transport.close()
 
