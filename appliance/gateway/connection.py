@@ -125,7 +125,7 @@ class Connection(HttpProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_in_message = False
+        self._is_in_message = self.parser.should_upgrade()  # an offer, after which the body follows
 
     # The application's side.
 

@@ -257,15 +257,13 @@ def test_nothing_is_said_in_the_middle_of_an_answer(narrow: Stage, caplog: pytes
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_who_leaves_with_another_request_behind_frees_the_slot(
-    narrow: Stage, is_stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with narrow.post("/v1/chat/completions", {**CHAT, "stream": is_stream}) as connection:
-        eventually(lambda: counted(narrow, "appliance_requests_in_flight") == 1)
-        connection.sendall(LIVE)
-        time.sleep(0.1)  # until it was parsed, which nothing shows
-    eventually(lambda: counted(narrow, "appliance_requests_in_flight") == 0, timeout_s=10)
+def test_who_leaves_with_another_request_behind_frees_the_slot(caplog: pytest.LogCaptureFixture) -> None:
+    with on_stage("fake_engine.py", "--works-s", "inf", "--sleeps") as stage:
+        with stage.post("/v1/chat/completions", CHAT) as connection:
+            eventually(lambda: counted(stage, "appliance_requests_in_flight") == 1)
+            connection.sendall(LIVE)
+            time.sleep(0.1)  # until it was parsed, which nothing shows
+        eventually(lambda: stage.engine_saw()["disconnects"] == 1, timeout_s=10)
     assert "Traceback" not in caplog.text
 
 
