@@ -121,7 +121,10 @@ class Connection(HttpProtocol):
         self.scope[KNOWN] = self._know  # type: ignore[literal-required]
         if self._all.is_busy:
             self.scope[BUSY] = self._all.is_too_many  # type: ignore[literal-required]
+        is_paused = self.flow.read_paused
         super().on_headers_complete()
+        if not is_paused and len(self.pipeline) < PIPELINED:
+            self.flow.resume_reading()  # uvicorn reads no more, and would not see that the client leaves
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
