@@ -238,8 +238,8 @@ def _gpu_variables(plan: Plan, install: Install) -> dict[str, str]:
     return found
 
 
-# libgomp waits at a barrier for 300,000 rounds before it sleeps, which other work on the CPUs turns into whole slices of
-# time. Of a decode step of torch 2.13 on two cores: 109 steps/s quiet and 1.5 at a load of 12; with 1,000 rounds 103
+# libgomp waits at a barrier for 300,000 rounds before it sleeps, which other work on the CPUs turns into whole slices
+# of time. Of a decode step of torch 2.13 on two cores: 109 steps/s quiet and 1.5 at a load of 12; with 1,000 rounds 103
 # and 27; with 100 or none 69 and 50, 35 (medians of three).
 _SPIN_ROUNDS = 1000
 
