@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Iterator
 
+from appliance import documents
+
 # Beyond these it is no request: nothing that a client sends may hold up the others.
 FIELDS_MAX = 1000
 
@@ -24,6 +26,8 @@ def with_model(body: bytes, content_type: bytes, name: str) -> bytes:
     body that names none, or is no JSON object and no form, stays whole: the engine says what is wrong with it."""
     if content_type.strip().lower().startswith(b"multipart/form-data"):
         return _FORM_FIELD.sub(lambda found: found[1] + name.encode(), body, count=1)
+    if documents.has_too_many_values(body):
+        return body
     try:
         text = body.decode("utf-8-sig")
         spans = list(_values_of(text, "model"))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 
+from appliance.documents import VALUES_MAX
 from appliance.engines.vllm.client_errors import ERRORS as VLLM_ERRORS
 from appliance.engines.vllm.routes import ROUTES as VLLM_ROUTES
 from appliance.gateway.http_answers import HEADER_BYTES_MAX, HEADERS_MAX, LINE_BYTES_MAX
@@ -258,6 +259,7 @@ NO_JSON = {
     "array": b"[]",
     "text": b'"SECRET"',
     "no messages": b'{"messages":[]}',
+    "empty lists": b'{"messages":[' + b"[]," * VALUES_MAX + b"[]]}",
 }
 
 

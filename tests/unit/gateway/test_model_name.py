@@ -71,10 +71,11 @@ def test_the_name_in_a_form() -> None:
 
 
 def test_no_body_takes_long() -> None:
-    """Each took minutes at this size, when its time grew with the square of it."""
+    """The first two took minutes at this size, when their time grew with the square of it."""
     header = b"\r\nContent-Disposition: form-data; name=model"
     keys = b'{"model":"x"' + b',"model":"x"' * 2**18 + b"}"
-    for body, content_type in ((header * 2**16, FORM), (keys, JSON)):
+    lists = b'{"model":"x","a":[' + b"[]," * 2**22 + b"[]]}"
+    for body, content_type in ((header * 2**16, FORM), (keys, JSON), (lists, JSON)):
         began = time.process_time()
         assert with_model(body, content_type, "m") == body
         assert time.process_time() - began < 5
