@@ -25,7 +25,7 @@ from appliance.gateway.connections import (
     Place,
     Wait,
 )
-from appliance.gateway.http_answers import HEADER_BYTES_MAX, HttpProtocol, as_response
+from appliance.gateway.http_answers import HEADER_BYTES_MAX, HttpProtocol
 
 PIECE_BYTES = 16 * 2**10  # given to the parser at a time, so that a header is counted as it comes
 PIPELINED = 16  # requests that wait for the answer before them: each is some kilobytes before anybody has a key
@@ -41,8 +41,9 @@ class Connection(HttpProtocol):
         self._all = connections
         self._running: RequestResponseCycle | None = None  # what is answered; `cycle` is what was parsed last
         self._is_in_message = False  # the parser is between the beginning and the end of a request
-        self._header_bytes: int | None = None  # of pieces after the one that it began in; None while no header comes
-        self._has_begun = False  # that header, in the piece that is parsed
+        self._is_in_header = False
+        self._is_bare = False  # the piece that is parsed has no beginning of a request and nothing of a body
+        self._bare_bytes = 0  # of such pieces in a row, within a request: its header, or what follows its last chunk
         self._body_bytes = 0  # since the connection was put into its row
         self._unsent = 0  # when it was put into its row
 
@@ -69,6 +70,7 @@ class Connection(HttpProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.remove(self)
+        self._leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -79,12 +81,11 @@ class Connection(HttpProtocol):
         self._settle()
 
     def _take(self, piece: bytes) -> None:
-        header_bytes, self._has_begun = self._header_bytes, False
+        self._is_bare = True
         super().data_received(piece)
-        if self._header_bytes is not None and not self._has_begun and not self.transport.is_closing():
-            self._header_bytes = (header_bytes or 0) + len(piece)
-            if self._header_bytes > HEADER_BYTES_MAX:
-                self._end_with(api_error.header_too_large(HEADER_BYTES_MAX), Closed.TOO_LARGE)
+        self._bare_bytes = self._bare_bytes + len(piece) if self._is_bare and self._is_in_message else 0
+        if self._bare_bytes > HEADER_BYTES_MAX and not self.transport.is_closing():
+            self._end_with(api_error.header_too_large(HEADER_BYTES_MAX), Closed.TOO_LARGE)
         if self._wait is Wait.BODY:
             self._body_bytes += len(piece)
             if self._body_bytes >= BYTES_PER_S * self._all.limits.body_s:
@@ -105,18 +106,29 @@ class Connection(HttpProtocol):
             message = "too many requests at once"
             raise httptools.HttpParserError(message)
         super().on_message_begin()
-        self._is_in_message, self._has_begun, self._header_bytes = True, True, 0
+        self._is_in_message, self._is_in_header, self._is_bare = True, True, False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_header:  # and not after the last chunk: nobody reads those, and nobody has counted them
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._is_bare = False
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        self._header_bytes = None
+        self._is_in_header = False
         self.scope[KNOWN] = self._know  # type: ignore[literal-required]
         if self._all.is_busy:
             self.scope[BUSY] = self._all.is_too_many  # type: ignore[literal-required]
+        is_paused = self.flow.read_paused
         super().on_headers_complete()
+        if not is_paused and len(self.pipeline) < PIPELINED:
+            self.flow.resume_reading()  # uvicorn reads no more, and would not see that the client leaves
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_in_message = False
+        self._is_in_message = self.parser.should_upgrade()  # an offer, after which the body follows
 
     # The application's side.
 
@@ -140,7 +152,7 @@ class Connection(HttpProtocol):
     def expire(self) -> None:
         """The time of the row that it stands in is over."""
         if self._wait is Wait.HEADER:
-            if self._header_bytes is not None:
+            if self._is_in_header:
                 self._end_with(api_error.too_slow(), Closed.HEADER)
             else:  # nothing was asked, or all was answered: an answer now would be taken for that of the next request
                 self._all.closed(Closed.HEADER)
@@ -193,10 +205,26 @@ class Connection(HttpProtocol):
         return here + int.from_bytes(queued, sys.byteorder)
 
     def _end_with(self, error: ApiError, reason: Closed) -> None:
-        """In the answer's place."""
         self._all.closed(reason)
-        self.transport.write(as_response(error))
-        self._close()
+        self.end_with(error)
+        self._put(Wait.END)
+
+    def end_with(self, error: ApiError) -> None:
+        """Without a word where an answer has begun, or was given before all of its request came: another one would be
+        read as a part of it, or as the answer to the next request."""
+        running = self._running
+        is_later = running is not None and running.response_complete and (self._is_in_header or not self._is_in_message)
+        if running is None or not running.response_started or is_later:
+            super().end_with(error)
+        else:
+            self.transport.abort()
+        self._leave()
+
+    def _leave(self) -> None:
+        """The client is gone for what is answered. uvicorn tells so to what was parsed last alone."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def _close(self) -> None:
         self.transport.close()

@@ -3,10 +3,11 @@ without a word."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from appliance.engine_route import Dialect
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 LINE_BYTES_MAX = 8000
 HEADERS_MAX = 90
 HEADER_BYTES_MAX = 32 * 2**10  # as nginx takes (large_client_header_buffers 4 8k)
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class CheckHttp:
@@ -80,11 +82,42 @@ def as_response(error: ApiError, dialect: Dialect = "openai") -> bytes:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's, with our words for what is no HTTP, and without chunks for clients of HTTP/1.0 (RFC 9112, 6.1)."""
+    """uvicorn's, with our words for what is no HTTP, without chunks for clients of HTTP/1.0 (RFC 9112, 6.1), and with
+    the bodies of requests that offer another protocol, as Java's client does for HTTP/2 (RFC 9110, 7.8)."""
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._fed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _fed(self, data: bytes) -> bytes:
+        """What the parser has left. It takes all that follows an offer for the other protocol; the next goes on after
+        that header."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            framing = [b"%s: %s\r\n" % each for each in self.headers if each[0] in _FRAMING]
+            callbacks = _AfterHeader(self)
+            self.parser = httptools.HttpRequestParser(callbacks)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
+            callbacks.is_past = True
+            return data[offer.args[0] :]
+        return b""
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else its body is still to come
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
+        self.end_with(ApiError(400, "invalid_http", "this is not a request of HTTP/1.1 that can be read"))
+
+    def end_with(self, error: ApiError) -> None:
+        """In the answer's place."""
         dialect = dialect_of(getattr(self, "url", b"").decode("latin-1"))  # none if not even that was read
-        error = ApiError(400, "invalid_http", "this is not a request of HTTP/1.1 that can be read")
         self.transport.write(as_response(error, dialect))
         self.transport.close()
 
@@ -92,6 +125,20 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle.scope["http_version"] == "1.0":
             app = cast("ASGI3Application", _UntilClosed(cast("ASGIApp", app), cycle))
         super()._start_asgi_task(cycle, app)
+
+
+class _AfterHeader:
+    """The callbacks of a parser that begins with a header which another one has read."""
+
+    def __init__(self, protocol: HttpProtocol) -> None:
+        self._protocol = protocol
+        self.is_past = False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        callback: Callable[..., None] = getattr(self._protocol, name)
+        if name in ("on_body", "on_message_complete"):
+            return callback
+        return lambda *words: callback(*words) if self.is_past else None
 
 
 class _UntilClosed:

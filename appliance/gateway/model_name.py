@@ -6,39 +6,51 @@ import json
 import re
 from collections.abc import Iterator
 
+from appliance import documents
+
+# Beyond these it is no request: nothing that a client sends may hold up the others.
+FIELDS_MAX = 1000
+
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
-# A part of a form: its header, and its value up to the next boundary.
+# A part of a form: its header of some lines, and its value up to the next boundary. Without a way back (`+` after a
+# repetition), and of so few lines, since a file may have the first line of such a header as often as it likes.
 _FORM_FIELD = re.compile(
-    rb'(\r\ncontent-disposition: *form-data; *name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n)([^\r\n]*)(?=\r\n--)',
+    rb'(\r\ncontent-disposition: *form-data; *name="?model"?\r\n(?:[^\r\n]++\r\n){0,4}+\r\n)([^\r\n]*+)(?=\r\n--)',
     re.IGNORECASE,
 )
 
 
 def with_model(body: bytes, content_type: bytes, name: str) -> bytes:
-    """The body with `name` in place of the model that it names; every other byte stays. A body that names none, or is
-    no JSON object and no form, stays whole: the engine says what is wrong with it."""
+    """The body with `name` in place of the model that it names; every other byte stays, but for a byte order mark. A
+    body that names none, or is no JSON object and no form, stays whole: the engine says what is wrong with it."""
     if content_type.strip().lower().startswith(b"multipart/form-data"):
         return _FORM_FIELD.sub(lambda found: found[1] + name.encode(), body, count=1)
+    if documents.has_too_many_values(body):
+        return body
     try:
-        text = body.decode()
+        text = body.decode("utf-8-sig")
         spans = list(_values_of(text, "model"))
     except (ValueError, IndexError, RecursionError):
         return body
-    for begin, end in reversed(spans):
+    pieces, at = [], 0
+    for begin, end in spans:
         if text[begin] == '"':
-            text = text[:begin] + json.dumps(name) + text[end:]
-    return text.encode()
+            pieces += [text[at:begin], json.dumps(name)]
+            at = end
+    return "".join((*pieces, text[at:])).encode() if pieces else body
 
 
 def _values_of(text: str, wanted: str) -> Iterator[tuple[int, int]]:
     """Begin and end of each value with that key of the object, of which JSON allows several. Raises what the decoder
-    raises of a text that is no object."""
+    raises of a text that is no object, and ValueError for one of too many fields."""
     at = _after_space(text, 0)
     if text[at] != "{":
         return
     at = _after_space(text, at + 1)
-    while text[at] == '"':
+    for _ in range(FIELDS_MAX):
+        if text[at] != '"':
+            return
         key, at = _DECODER.raw_decode(text, at)
         at = _after_space(text, at)
         if text[at] != ":":
@@ -51,6 +63,8 @@ def _values_of(text: str, wanted: str) -> Iterator[tuple[int, int]]:
         if text[at] != ",":
             return
         at = _after_space(text, at + 1)
+    message = f"more than {FIELDS_MAX} fields"
+    raise ValueError(message)
 
 
 def _after_space(text: str, at: int) -> int:

@@ -127,6 +127,12 @@ def test_a_slow_body_is_ended_and_counted(quick: Stage) -> None:
     assert closed(quick, "body_timeout") == before + 1
 
 
+def test_it_is_told_in_the_words_of_the_clients_api(quick: Stage) -> None:
+    with quick.raw(HEAD.replace(b"/chat/completions", b"/messages") + b"Content-Length: 9\r\n\r\n{") as connection:
+        answer = read_all(connection).partition(b"\r\n\r\n")[2]
+    assert json.loads(answer)["type"] == "error"
+
+
 def test_a_slow_upload_that_goes_on_lives(quick: Stage) -> None:
     """Five times as long as a body may pause, at twice the slowest rate."""
     filler = b" " * 60
@@ -199,13 +205,30 @@ def test_a_stream_that_takes_longer_than_any_of_the_times_goes_on() -> None:
         assert b"[DONE]" in read_until(connection, b"[DONE]")
 
 
-def test_an_endless_header_is_refused(quick: Stage) -> None:
-    with quick.raw(b"GET / HTTP/1.1\r\nX: ") as connection:
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"GET / HTTP/1.1\r\nX: ", HEAD + CHUNKED + b"X: ", HEAD.replace(KEY.encode(), b"wrong") + CHUNKED + b"X: "],
+    ids=["header", "trailer", "trailer-without-a-key"],
+)
+def test_an_endless_header_is_refused(quick: Stage, begin: bytes) -> None:
+    before = closed(quick, "header_too_large")
+    with quick.raw(begin) as connection:
         with contextlib.suppress(ConnectionError):
             for _ in range(64):
                 connection.sendall(b"x" * 16384)
-        assert read_rest(connection)[:13] in (b"", b"HTTP/1.1 431 ")
-    assert closed(quick, "header_too_large") == 1
+        assert read_rest(connection)[:13] in (b"", b"HTTP/1.1 431 ", b"HTTP/1.1 401 ")
+    assert closed(quick, "header_too_large") == before + 1
+
+
+def test_a_trailer_is_no_header(quick: Stage) -> None:
+    body = json.dumps(CHAT).encode()
+    request = HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\nX-Late: 1\r\n\r\n" % (len(body), body)
+    with quick.raw(request) as connection:
+        read_until(connection, b'"usage"')
+    assert "x-late" not in {name.lower() for name in quick.engine_saw()["requests"][-1]["headers"]}
 
 
 def test_a_body_is_no_header(quick: Stage) -> None:
@@ -222,6 +245,26 @@ def test_requests_are_not_queued_without_end(quick: Stage) -> None:
     with quick.raw(LIVE * 1000) as connection:
         received = read_rest(connection)
     assert received.count(b"HTTP/1.1 200 ") <= 17
+
+
+def test_nothing_is_said_in_the_middle_of_an_answer(narrow: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    with narrow.post("/v1/chat/completions", {**CHAT, "stream": True}) as connection:
+        received = read_until(connection, b"data: ")
+        connection.sendall(b"this is no HTTP\r\n\r\n")
+        received += read_rest(connection)
+    assert received.count(b"HTTP/1.1 ") == 1
+    eventually(lambda: counted(narrow, "appliance_requests_in_flight") == 0)
+    assert "Traceback" not in caplog.text
+
+
+def test_who_leaves_with_another_request_behind_frees_the_slot(caplog: pytest.LogCaptureFixture) -> None:
+    with on_stage("fake_engine.py", "--works-s", "inf", "--sleeps") as stage:
+        with stage.post("/v1/chat/completions", CHAT) as connection:
+            eventually(lambda: counted(stage, "appliance_requests_in_flight") == 1)
+            connection.sendall(LIVE)
+            time.sleep(0.1)  # until it was parsed, which nothing shows
+        eventually(lambda: stage.engine_saw()["disconnects"] == 1, timeout_s=10)
+    assert "Traceback" not in caplog.text
 
 
 # How many there may be

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 
 import anthropic
 import pytest
 
+from appliance.documents import VALUES_MAX
 from appliance.engines.vllm.client_errors import ERRORS as VLLM_ERRORS
 from appliance.engines.vllm.routes import ROUTES as VLLM_ROUTES
 from appliance.gateway.http_answers import HEADER_BYTES_MAX, HEADERS_MAX, LINE_BYTES_MAX
@@ -51,6 +53,27 @@ def test_a_request_without_host(stage: Stage) -> None:
     head, body = spoken(stage, f"GET /v1/models HTTP/1.1\r\n{AUTHORIZATION}Connection: close\r\n")
     assert head.startswith(b"http/1.1 400 ")
     assert json.loads(body)["error"]["code"] == "missing_host"
+
+
+OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_an_offer_of_another_protocol_is_passed_over(stage: Stage, is_chunked: bool, is_split: bool) -> None:
+    """Java's client makes it with its first request. Neither that one's body is lost nor the request after it."""
+    body = json.dumps({**CHAT, "user": "java"}).encode()
+    framing = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(body)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{AUTHORIZATION}{OFFER}".encode() + framing + b"\r\n\r\n"
+    sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    rest = sent + head + sent + b"GET /health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with stage.raw(head if is_split else head + rest) as connection:
+        if is_split:
+            time.sleep(0.05)  # until the header was read, which nothing shows
+            connection.sendall(rest)
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 3
+    assert [each["body"] for each in stage.engine_saw()["requests"][-2:]] == [body.decode()] * 2
 
 
 def test_http_1_0_has_no_host(stage: Stage) -> None:
@@ -236,6 +259,7 @@ NO_JSON = {
     "array": b"[]",
     "text": b'"SECRET"',
     "no messages": b'{"messages":[]}',
+    "empty lists": b'{"messages":[' + b"[]," * VALUES_MAX + b"[]]}",
 }
 
 
