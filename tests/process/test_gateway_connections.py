@@ -277,7 +277,8 @@ def test_the_oldest_silent_one_gives_way(narrow: Stage) -> None:
         eventually(lambda: not is_open(silent[0]))
         assert is_open(silent[1])
         assert is_open(idle)
-        assert closed(narrow, "made_room") == 2  # for this question, too
+        # For the question above, and for this one if the connection of the one above is not gone yet.
+        assert closed(narrow, "made_room") in (1, 2)
 
 
 @pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\nX: ", LIVE, LIVE + b"POST /"])
