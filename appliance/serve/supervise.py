@@ -74,8 +74,8 @@ async def _until_given_up(served: ServedModel, backend: Backend) -> Crash:
         served.host.wait_failed(),
         _follow_state(served),
         outlast(partial(served.background.run, backend), "what goes on beside serving"),
-        served.memory_watch.run(backend.traffic),
-        served.other_work.run(backend.traffic),
+        outlast(partial(served.memory_watch.run, backend.traffic), "watching memory"),
+        outlast(partial(served.other_work.run, backend.traffic), "watching other programs"),
     )
     if not following.cancelled():
         killed: Crash = following.result()

@@ -14,7 +14,6 @@ import pytest
 
 from appliance.image_facts import dump_facts, parse_engine_facts
 from appliance.profile import Profile, ProfileStore, parse_profile
-from appliance.profile.drift import PROBES_MAX
 from tests.process.stages.boot import Home, Serving, eventually
 
 PATIENCE_S = 300.0  # beside others a probe takes its time
@@ -198,9 +197,13 @@ class Probes:
 
     def until(self, serving: Serving, verdict: str) -> None:
         """Skips the test where the machine never was quiet for long enough."""
-        eventually(lambda: f"profile_{verdict}" in serving.names() or NO_MORE in serving.text, timeout_s=PATIENCE_S)
+
+        def is_told() -> bool:
+            return f"profile_{verdict}" in serving.names() or NO_MORE in serving.text or len(self.of(serving)[1]) > 2
+
+        eventually(is_told, timeout_s=PATIENCE_S, what=lambda: serving.text)
         if f"profile_{verdict}" not in serving.names():
-            assert sum(map(len, self.of(serving))) == PROBES_MAX
+            assert self.of(serving)[1], "nothing was said of other work"
             pytest.skip(f"what is measured beside others counts for nothing: {self.of(serving)[1][0]}")
 
 
@@ -259,9 +262,8 @@ def test_beside_a_neighbour_half_the_speed_is_no_reason(tuned: Home, tmp_path: P
     probes.slow_down(2)
     with home.serving(tune="first", idle_s="1") as serving:
         serving.wait_ready()
-        eventually(lambda: len(probes.of(serving)[1]) >= 3)
-        # The machine is new here: its bandwidths are measured first.
-        eventually(lambda: serving.document("status")["profile_holds"] == "open")
+        eventually(lambda: probes.of(serving)[1], what=lambda: serving.text)
+        assert serving.document("status")["profile_holds"] == "open"
         assert probes.of(serving)[0] == []
         assert "profile_stale" not in serving.names()
         serving.terminate()
@@ -273,7 +275,9 @@ def test_a_request_that_comes_during_a_probe_is_answered_at_once(tuned: Home, tm
     home.set_engine("--hang-on-completion")  # no probe would ever end
     with home.serving(tune="first", idle_s="1") as serving:
         serving.wait_ready()
-        eventually(lambda: serving.engine_requests().get("POST /completion") == 1)
+        eventually(lambda: serving.engine_requests().get("POST /completion") == 1 or BESIDE in serving.text)
+        if BESIDE in serving.text:
+            pytest.skip(f"beside others no probe is begun: {serving.text}")
         assert serving.chat()[0] == 200
         assert serving.event("profile_probed")["message"].endswith(": given up, since a request came")
         # The machine is new here: its bandwidths are measured first.
