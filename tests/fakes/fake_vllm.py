@@ -396,6 +396,7 @@ def hold_gpu(options: argparse.Namespace, pid: int, *, has_grown: bool) -> None:
 def compile_model(options: argparse.Namespace) -> None:
     """Reads and writes its cache as vLLM does: not at one stroke, so that a kill may leave half a file."""
     words = f"{options.max_model_len} {options.max_num_seqs} {options.max_num_batched_tokens}"
+    words += f" {options.kv_cache_dtype} {options.block_size}"
     key = hashlib.sha256(words.encode()).hexdigest()[:10]
     root = Path(os.environ.get("VLLM_CACHE_ROOT", "/nonexistent"))
     folder = root / "torch_compile_cache" / key / "rank_0_0" / "backbone"
@@ -795,6 +796,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=4)
     add("--max-num-batched-tokens", type=int, default=2048)
     add("--block-size", type=int, default=16)
+    add("--kv-cache-dtype", default="auto")
     add("--kv-cache-memory-bytes", type=int, default=2**30)
     add("--tensor-parallel-size", type=int, default=1)
     add("--nnodes", type=int, default=1)
