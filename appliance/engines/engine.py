@@ -40,8 +40,8 @@ from appliance.settings import Settings
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
+    from appliance.console.report import Report
     from appliance.model import Format, Model
-    from appliance.report import Report
 
 
 _NOT_OFFERED = "the engine's space offers nothing that needs it"
@@ -529,9 +529,9 @@ def load(name: str, *, said_by: str = "") -> Engine:
 
 def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
     """Of the engine whose program this is, while an image is built. Raises ConfigError (10) for an unknown one."""
-    known = _folders_with("facts.py")
+    known = _folders_with("process/facts.py")
     for name in known:
-        facts: Any = import_module(f"appliance.engines.{name}.facts")
+        facts: Any = import_module(f"appliance.engines.{name}.process.facts")
         if binary.name == facts.BINARY:
             found: EngineFacts = facts.read_facts(binary, kv_pairs)
             return found
@@ -540,5 +540,6 @@ def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
 
 
 def _folders_with(module: str) -> list[str]:
-    """Of every folder that is on the package's path: an engine may be installed elsewhere."""
-    return sorted(path.parent.name for folder in engines.__path__ for path in Path(folder).glob(f"*/{module}"))
+    """Return the engines with this file, in every folder of the package's path: one may be installed elsewhere."""
+    found = ((folder, path) for folder in engines.__path__ for path in Path(folder).glob(f"*/{module}"))
+    return sorted(path.relative_to(folder).parts[0] for folder, path in found)

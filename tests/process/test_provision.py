@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from appliance.progress import Phase, Progress
+from appliance.console.progress import Phase, Progress
 from tests.ports import free_port
 from tests.process.stages.gateway import KEY, eventually
 from tests.process.stages.provision import (

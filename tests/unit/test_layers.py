@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import yaml
@@ -20,42 +21,32 @@ FILES = sorted(
 )
 # A room may import itself, the leaves, and what stands here: only steps before it in the order in which data passes.
 LEAVES = {
+    "console",
+    "system",
     "address",
     "errors",
     "command",
-    "disk",
     "documents",
     "engine_route",
     "image_facts",
-    "lack",
     "model_names",
     "moe",
-    "open_files",
-    "progress",
     "race",
     "reference",
-    "report",
-    "shown",
-    "terminal",
     "values",
 }
 MAY_IMPORT = {
+    "console": {"values"},
+    "system": {"errors"},
     "address": set(),
     "errors": set(),
     "command": set(),
-    "disk": set(),
     "documents": set(),
     "engine_route": set(),
     "image_facts": {"documents", "values"},
-    "lack": set(),
-    "open_files": set(),
     "model_names": set(),
-    "progress": set(),
     "race": set(),
     "reference": set(),
-    "report": set(),
-    "shown": set(),
-    "terminal": set(),
     "values": set(),
     "moe": set(),
     "settings": set(),
@@ -89,53 +80,81 @@ MAY_IMPORT = {
 WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every room
 
 STRICT_LEAVES = {
-    "supervisor": {"errors", "command", "lack", "race", "values"},
+    "supervisor": {"errors", "command", "race", "system", "values"},
+    "console": {"values"},
+    "system": {"errors"},
     "address": set(),
     "errors": set(),
     "command": {"values"},
-    "disk": set(),
     "documents": set(),
     "engine_route": set(),
     "image_facts": {"documents", "values"},
-    "lack": set(),
-    "open_files": {"errors"},
     "model_names": {"values"},
-    "progress": {"values"},
     "race": set(),
     "reference": {"errors", "values"},
-    "report": {"progress", "terminal"},
-    "shown": set(),
-    "terminal": {"shown"},
     "values": set(),
     "moe": set(),
 }
-WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/planning/",
-              "appliance/engines/llama/server", "appliance/engines/llama/perplexity",
-              "appliance/engines/llama/endings", "appliance/engines/gpus", "appliance/engines/endings",
-              "appliance/engines/vllm/endings", "appliance/engines/vllm/log",
-              "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
-              "appliance/tune/slots", "appliance/tune/perplexity",
-              "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
-              "appliance/tune/terms", "appliance/tune/speeds", "appliance/tune/search",
-              "appliance/serve/hosts/group", "appliance/serve/hosts/member",
-              "appliance/serve/checks", "appliance/serve/idle_policy", "appliance/serve/status",
-              "appliance/profile/pick", "appliance/profile/drift", "appliance/profile/of_tuning",
-              "appliance/profile/at_start", "appliance/probe/conditions",
-              "appliance/weights/choose", "appliance/weights/table", "appliance/serve/forecast",
-              "appliance/engines/vllm/planning/", "appliance/engines/vllm/server",
-              "appliance/gateway/models", "appliance/model/described", "appliance/model/quantize",
-              "appliance/model/tensors", "appliance/model/shape",
-              "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
+WITHOUT_IO = (
+    "appliance/plan/",
+    "appliance/moe/",
+    "appliance/engines/llama/planning/",
+    "appliance/engines/llama/process/server",
+    "appliance/engines/llama/process/perplexity",
+    "appliance/engines/llama/process/endings",
+    "appliance/engines/gpus",
+    "appliance/engines/endings",
+    "appliance/engines/vllm/process/endings",
+    "appliance/engines/vllm/process/log",
+    "appliance/tune/search/candidates",
+    "appliance/tune/figures/measurement",
+    "appliance/tune/figures/acceptance",
+    "appliance/tune/figures/slots",
+    "appliance/tune/figures/perplexity",
+    "appliance/tune/figures/curve",
+    "appliance/tune/figures/workload",
+    "appliance/tune/figures/modes",
+    "appliance/tune/search/refit",
+    "appliance/tune/search/cost_terms",
+    "appliance/tune/figures/speeds",
+    "appliance/tune/search/search",
+    "appliance/serve/hosts/group",
+    "appliance/serve/hosts/member",
+    "appliance/serve/checks",
+    "appliance/serve/idle_policy",
+    "appliance/serve/status",
+    "appliance/profile/pick",
+    "appliance/profile/drift",
+    "appliance/profile/from_tuning",
+    "appliance/profile/at_start",
+    "appliance/probe/load/conditions",
+    "appliance/weights/choose",
+    "appliance/weights/table",
+    "appliance/serve/forecast",
+    "appliance/engines/vllm/planning/",
+    "appliance/engines/vllm/process/server",
+    "appliance/gateway/routes/models",
+    "appliance/model/shapes/described",
+    "appliance/model/shapes/quantize",
+    "appliance/model/shapes/tensors",
+    "appliance/model/shapes/shape",
+    "images/matrix",
+    "images/compat",
+    "images/explain",
+    "images/select",
+    "images/render",
+)
+OWN_DATA = {"appliance/engines/llama/planning/replays.py", "appliance/engines/vllm/planning/model/chips.py"}
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
     "fastapi": ("appliance/gateway/",),
     "uvicorn": ("appliance/gateway/",),
     "docker": ("images/docker.py", "appliance/host/"),
     "msgspec": ("appliance/documents.py",),
-    "psutil": ("appliance/probe/processes.py",),
-    "huggingface_hub": ("appliance/weights/listing.py",),
-    "httpx2": ("appliance/weights/listing.py",),
-    "certifi": ("appliance/weights/ranges.py",),
+    "psutil": ("appliance/probe/load/processes.py",),
+    "huggingface_hub": ("appliance/weights/download/listing.py",),
+    "httpx2": ("appliance/weights/download/listing.py",),
+    "certifi": ("appliance/weights/download/ranges.py",),
 }
 
 
@@ -201,7 +220,11 @@ def test_environment_and_io_stay_in_their_rooms() -> None:
                 assert node.attr not in {"system", "popen"}, f"{name}:{node.lineno}"
             if name.startswith(WITHOUT_IO) and isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                is_own_data = name.startswith("images/") and called in {"read_text", "read_bytes", "open"}
+                is_own_data = (name.startswith("images/") or name in OWN_DATA) and called in {
+                    "read_text",
+                    "read_bytes",
+                    "open",
+                }
                 assert is_own_data or called not in {
                     "open",
                     "read_text",
@@ -235,12 +258,12 @@ ENGINES = sorted(path.parent.name for path in (ROOT / "appliance/engines").glob(
 WORDS = {"llama": r"(?<!o)llama|ggml|CUDA[0-9]|perplexity\.cpp", "vllm": r"vllm"}
 # Proper names that have such a word in them, each in the one file that needs it.
 PROPER_NAMES = {
-    "appliance/engines/vllm/chips.yaml": "ExLlama",  # a kernel
-    "appliance/engines/vllm/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
+    "appliance/engines/vllm/planning/model/chips.yaml": "ExLlama",  # a kernel
+    "appliance/engines/vllm/api/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
     # What a balancer looks for unless it is told otherwise, whatever engine serves.
     "appliance/engines/routes.py": "vllm:num_requests_waiting|vllm:num_requests_running|vllm:kv_cache_usage_perc",
-    "appliance/engines/vllm/planning/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
-    "appliance/model/parts.py": "llama-gguf-split",  # the only program that merges parts
+    "appliance/engines/vllm/planning/model/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
+    "appliance/model/formats/parts.py": "llama-gguf-split",  # the only program that merges parts
     "appliance/model/__init__.py": "images whose name begins vllm-",  # what serves the other format
 }
 # Types, keys and architectures of GGUF, and the names of published models.
@@ -352,3 +375,65 @@ def test_imports_inside_functions_say_why() -> None:
                 nearby = "\n".join(lines[min(inside) - 3 : max(inside) + 1])
                 assert "# " in nearby, f"{name_of(path)}:{min(inside)}"
                 assert "start" in nearby or "cost" in nearby, f"{name_of(path)}:{min(inside)}"
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def _named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Modules, or names within one, that an import may mean."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    else:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def _graph() -> Mapping[str, frozenset[str]]:
+    """Which file imports which, within functions and for types too. A package's face is a node of its own."""
+    modules = {_module(path): path for path in FILES}
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in nodes(path):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for each in _named(node):
+                    package = each.rpartition(".")[0]
+                    graph[name] |= {m for m in (each, f"{each}.__init__", package) if m in modules and m != name}
+                    if each not in modules and package not in modules and f"{package}.__init__" in modules:
+                        graph[name].add(f"{package}.__init__")
+    return {name: frozenset(others) for name, others in graph.items()}
+
+
+def _circles(graph: Mapping[str, Iterable[str]]) -> list[set[str]]:
+    sorter = TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return [set(error.args[1])]
+    return []
+
+
+def _folder(module: str) -> str:
+    """A face and a file that lies beside rooms (`appliance/errors.py`) stand for themselves."""
+    folder, _, name = module.rpartition(".")
+    return module if name in WITHOUT_RULES or "." not in folder else folder
+
+
+def test_no_file_imports_itself_over_others() -> None:
+    assert _circles(_graph()) == []
+
+
+def test_no_folder_imports_itself_over_others() -> None:
+    folders: dict[str, set[str]] = defaultdict(set)
+    for name, others in _graph().items():
+        folders[_folder(name)] |= {_folder(other) for other in others} - {_folder(name)}
+    assert _circles(folders) == []
+
+
+MOST_FILES = 15
+
+
+def test_a_folder_can_be_read() -> None:
+    counts = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    assert {name_of(folder): count for folder, count in counts.items() if count > MOST_FILES} == {}
