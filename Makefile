@@ -81,7 +81,7 @@ OLD_PYTHON := hint: sudo apt install python3 python3-venv, or make PYTHON=/path/
 preflight:
 	@mkdir -p $(dir $(MEANT))
 	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	  $(PYTHON) -m appliance.host.preflight $(LOOK) --path 'CA_BUNDLE=$(CA_BUNDLE)' --path 'WHEELS=$(WHEELS)' >$(TOLD); \
+	  $(PYTHON) -m appliance.host.start.preflight $(LOOK) --path 'CA_BUNDLE=$(CA_BUNDLE)' --path 'WHEELS=$(WHEELS)' >$(TOLD); \
 	else \
 	  found=$$($(PYTHON) --version 2>&1) || found="there is no $(PYTHON)"; \
 	  printf 'error: Python 3.11 or newer is needed: %s\n\n%s\n' "$$found" '$(OLD_PYTHON)' >&2; \
@@ -105,7 +105,7 @@ up: preflight venv ## build or reuse the image, start it, ask it a question; MOD
 	case "$$cell" in *-cu*) gpu='-f compose/gpu.yaml' ;; *) gpu= ;; esac && \
 	APPLIANCE_MODEL="$${APPLIANCE_MODEL:-$${rung:+$$recipe:$$rung}}" \
 	$(call compose,"$$served", $$gpu) up --detach --quiet-pull --pull never
-	@$(PY) -m appliance.host.up "$$(docker ps --all --quiet $(OURS) \
+	@$(PY) -m appliance.host.verbs.up "$$(docker ps --all --quiet $(OURS) \
 	  --filter label=com.docker.compose.service=appliance --filter label=com.docker.compose.oneoff=False)" $(if $(WAIT),--wait $(WAIT))
 
 down: ## stop it and keep the volume

@@ -13,10 +13,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
+from appliance.console.shown import quoted, shown_streams
 from appliance.errors import FatalError, UsageError
-from appliance.open_files import Spare, raise_limit
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
-from appliance.shown import quoted, shown_streams
+from appliance.system.open_files import Spare, raise_limit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from appliance.image_facts import Recipe
     from appliance.model import Format
     from appliance.probe import Hardware
-    from appliance.probe.described import DescribedMachine
+    from appliance.probe.machine.described import DescribedMachine
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
 EPILOG = (
@@ -278,7 +278,7 @@ def _on_the_host(words: Sequence[str]) -> int:
 
 
 def _serve(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.report import Report
+    from appliance.console.report import Report
     from appliance.serve.run import serve
 
     with Report(settings.log).taking_logs() as report:
@@ -286,7 +286,7 @@ def _serve(_: argparse.Namespace, settings: Settings, environment: Mapping[str, 
 
 
 def _tune(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.report import Report
+    from appliance.console.report import Report
     from appliance.serve.run import measure_only
 
     with Report(settings.log).taking_logs() as report:
@@ -332,7 +332,7 @@ def _described(file: str | None) -> DescribedMachine | None:
     """What is missing of it, and what else a bundle says, is told on stderr."""
     if file is None:
         return None
-    from appliance.probe.described import read_machine
+    from appliance.probe.machine.described import read_machine
 
     machine = read_machine(file)
     for words in machine.notes:
@@ -358,7 +358,7 @@ def _probe(options: argparse.Namespace, settings: Settings, environment: Mapping
     from dataclasses import replace
 
     from appliance.probe import as_document, probe
-    from appliance.probe.smi import cross_check
+    from appliance.probe.gpu.smi import cross_check
 
     hardware = probe(settings.data_dir, environment)
     hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
@@ -375,8 +375,8 @@ def _measure(
     from dataclasses import asdict
 
     from appliance.probe import SPEEDS_FOLDER
-    from appliance.probe.measure import describe, measure
-    from appliance.probe.speeds import save_speeds
+    from appliance.probe.bandwidth.measure import describe, measure
+    from appliance.probe.bandwidth.speeds import save_speeds
     from appliance.serve.inputs import install_of, load_facts
     from appliance.volume import open_volume
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from appliance.disk import hint_of_empty, read_file
 from appliance.errors import ConfigError, printable
+from appliance.system.disk import hint_of_empty, read_file
 from appliance.values import dataclass
 
 PREFIX = "APPLIANCE_"

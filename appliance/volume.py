@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from appliance.disk import read_file
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError
-from appliance.model.gguf import read_gguf
+from appliance.model.formats.gguf import read_gguf
+from appliance.system.disk import read_file
 
 FOLDERS = ("models", "profiles", "cache", "secrets")
 KEY_BYTES = 32

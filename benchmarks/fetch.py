@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from appliance.settings import HubSettings
-from appliance.weights.cache import RepoFolder
-from appliance.weights.fetch import fetch
-from appliance.weights.hub import resolve
+from appliance.weights.cache.hub_layout import RepoFolder
+from appliance.weights.download.fetch import fetch
+from appliance.weights.download.hub import resolve
 from tests.fakes.hub.running import MIB, REPO, RunningHub, running_hub
 
 NAME = "Big-Q8_0.gguf"

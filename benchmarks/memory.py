@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.planning.cpu_variant import runnable_variants
+from appliance.engines.llama.planning.hardware.cpu_variant import runnable_variants
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import arguments, environment, parse_allocated
+from appliance.engines.llama.process.facts import query_facts
+from appliance.engines.llama.process.server import arguments, environment, parse_allocated
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import read_model
 from appliance.plan import Allocated, Plan

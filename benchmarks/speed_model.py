@@ -26,15 +26,15 @@ from typing import Any
 
 import yaml
 
-from appliance.engines.llama.planning import assumptions
-from appliance.engines.llama.planning.devices import usable_devices
-from appliance.engines.llama.planning.placement import upload_of
-from appliance.engines.llama.planning.rates import CpuRates, cpu_rates
-from appliance.engines.llama.planning.roofline import Roofline, costs_of, with_threads
+from appliance.engines.llama.planning.hardware import assumptions
+from appliance.engines.llama.planning.hardware.devices import usable_devices
+from appliance.engines.llama.planning.hardware.rates import CpuRates, cpu_rates
+from appliance.engines.llama.planning.placement.placement import upload_of
+from appliance.engines.llama.planning.placement.roofline import Roofline, costs_of, with_threads
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
-from appliance.model.described import describe_shape
-from appliance.model.shape import as_shape
+from appliance.model.shapes.described import describe_shape
+from appliance.model.shapes.shape import as_shape
 from appliance.plan import Costs, Device, GpuAllocation, Memory, Placement
 from appliance.probe import Cpu, Gpu, GpuProbe, Hardware, Volume
 from appliance.probe import Memory as HostMemory

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.process.facts import query_facts
 from appliance.image_facts import dump_facts
 from appliance.settings import resolve_settings
 from tests.process.stages.boot import Home, Serving, eventually

@@ -35,11 +35,11 @@ from rich.table import Table
 
 from appliance.errors import EngineError
 from appliance.settings import resolve_settings
-from appliance.tune.candidates import EMPTY
-from appliance.tune.curve import LONGER, Curve, Point
-from appliance.tune.measure import DECODE_TOKENS
-from appliance.tune.terms import Candidate
-from appliance.tune.workload import CHAT, Workload, cost_s, only
+from appliance.tune.figures.curve import LONGER, Curve, Point
+from appliance.tune.figures.workload import CHAT, Workload, cost_s, only
+from appliance.tune.search.candidates import EMPTY
+from appliance.tune.search.cost_terms import Candidate
+from appliance.tune.trials.run_trial import DECODE_TOKENS
 from benchmarks import tuner_record, tuner_table
 from benchmarks.tuner_machines import CASES, Machine
 from benchmarks.tuner_ours import Engine, Planned, World, tune

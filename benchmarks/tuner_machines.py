@@ -14,18 +14,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from appliance.engines.llama.planning.assumptions import PAGEABLE_SHARE
-from appliance.engines.llama.planning.batch import PINNED
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.hardware.assumptions import PAGEABLE_SHARE
+from appliance.engines.llama.planning.placement.batch import PINNED
+from appliance.engines.llama.planning.placement.tensor_mode import TENSOR
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.tensor_mode import TENSOR
 from appliance.model import Model
 from appliance.plan import Costs, Plan
 from appliance.probe import Hardware, Speeds
 from appliance.settings import resolve_settings
-from appliance.tune.candidates import needs
-from appliance.tune.terms import Candidate, Value
-from appliance.tune.workload import Workload, excess_s
+from appliance.tune.figures.workload import Workload, excess_s
+from appliance.tune.search.candidates import needs
+from appliance.tune.search.cost_terms import Candidate, Value
 from benchmarks.tuner_ours import MODE, Missing, Planned
 from tests.builders import facts_for, model
 from tests.golden.matrix import machine

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Protocol, cast
 
+from appliance.console.report import Report
 from appliance.engines.engine import Space
-from appliance.engines.llama.planning.launch import KNOB_EFFECTS
+from appliance.engines.llama.planning.arguments.launch import KNOB_EFFECTS
 from appliance.errors import EngineError, EngineGpuMemoryError
 from appliance.plan import Costs, Plan
-from appliance.report import Report
-from appliance.tune.candidates import EMPTY
-from appliance.tune.curve import Point
-from appliance.tune.engine import Bench
-from appliance.tune.loader import refined
-from appliance.tune.measure import DECODE_TOKENS, WARM_TOKENS, FirstSampling, Sampling, now, points_of
-from appliance.tune.measurement import Measurement, scored
-from appliance.tune.modes import Mode, choose
+from appliance.tune.figures.curve import Point
+from appliance.tune.figures.measurement import Measurement, scored
+from appliance.tune.figures.modes import Mode, choose
+from appliance.tune.figures.workload import Mix, Workload
+from appliance.tune.search.candidates import EMPTY
+from appliance.tune.search.cost_terms import Candidate
 from appliance.tune.session import SHARE_FOR_LOADER, SHARE_FOR_SPECULATION
-from appliance.tune.terms import Candidate
+from appliance.tune.trials.engine import Bench
+from appliance.tune.trials.loader import refined
+from appliance.tune.trials.run_trial import DECODE_TOKENS, WARM_TOKENS, FirstSampling, Sampling, now, points_of
 from appliance.tune.tuner import Goal, Tuner
-from appliance.tune.workload import Mix, Workload
 
 LOADER_S = 1.2  # a plan: 0.3 to 1.2 s (tuning.md 1.5)
 MODE: Mode = "speed"  # regret is of a job's time
@@ -118,7 +118,7 @@ class Planned:
 
 
 async def take(engine: Engine, plan: Plan, look: Sampling | FirstSampling) -> Measurement:
-    """As `appliance.tune.measure.measure` does, of an engine that was not started."""
+    """As `appliance.tune.trials.run_trial.measure` does, of an engine that was not started."""
     began = now()
     await engine.load()
     load_s = now() - began

@@ -29,10 +29,10 @@ import gguf
 from appliance.command import Command
 from appliance.engines.engine import Install
 from appliance.engines.llama.engine import ENGINE as LLAMA
-from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.process.facts import query_facts
 from appliance.errors import EngineError
 from appliance.supervisor import Supervisor
-from appliance.tune.measure import Probe
+from appliance.tune.trials.run_trial import Probe
 from benchmarks import tuner_table
 from tests.shapes import SMALL, write_gguf
 

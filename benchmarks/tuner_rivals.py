@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import optuna
 
-from appliance.tune.terms import Candidate, Value
+from appliance.tune.search.cost_terms import Candidate, Value
 
 
 @dataclass(frozen=True, kw_only=True)

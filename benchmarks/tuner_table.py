@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from appliance.engines.llama.planning.assumptions import DRAM_GB_S, DRAM_SHARE
-from appliance.engines.llama.planning.batch import BATCH
-from appliance.engines.llama.planning.launch import LlamaLaunch
-from appliance.engines.llama.planning.roofline import CPU_FIXED_MS, cpu_costs, with_threads
+from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
+from appliance.engines.llama.planning.hardware.assumptions import DRAM_GB_S, DRAM_SHARE
+from appliance.engines.llama.planning.placement.batch import BATCH
+from appliance.engines.llama.planning.placement.roofline import CPU_FIXED_MS, cpu_costs, with_threads
 from appliance.plan import NOTHING, Costs, Plan
-from appliance.tune.curve import Curve, Point
-from appliance.tune.terms import Candidate, Value
-from appliance.tune.workload import CHAT, Workload, cost_s, only, scaled
+from appliance.tune.figures.curve import Curve, Point
+from appliance.tune.figures.workload import CHAT, Workload, cost_s, only, scaled
+from appliance.tune.search.cost_terms import Candidate, Value
 from benchmarks.tuner_ours import Missing, Planned
 
 KNOBS = ("kv_type", "load_mode", "threads", "ubatch")

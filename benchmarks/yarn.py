@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.engines.engine import ChunkSpec
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.perplexity import BINARY, Table, arguments
-from appliance.engines.llama.planning.rope import Rope
-from appliance.engines.llama.server import environment
+from appliance.engines.llama.planning.memory.rope import Rope
+from appliance.engines.llama.process.facts import query_facts
+from appliance.engines.llama.process.perplexity import BINARY, Table, arguments
+from appliance.engines.llama.process.server import environment
 from appliance.image_facts import EngineFacts
 from appliance.model import read_model
 from appliance.plan import Plan, with_launch
-from appliance.tune.quality import TEXT
+from appliance.tune.trials.kv_quality import TEXT
 from benchmarks.memory import planned_for
 
 SHARES = (0.5, 1.0, 2.0)

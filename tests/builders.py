@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 
 from hypothesis import settings
 
-from appliance.engines.llama.facts import parse_facts
 from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.process.facts import parse_facts
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, ModelDigest, read_model
 from appliance.plan import Allocated, Device, KvCheck, Plan
 from appliance.probe import Cpu, Gpu, GpuHolder, GpuProbe, Hardware, Memory, Volume
-from appliance.probe.conditions import Conditions, GpuConditions
+from appliance.probe.load.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key
 from appliance.settings import resolve_settings
-from appliance.tune.curve import Point
-from appliance.tune.measurement import Measurement
-from appliance.tune.partial import DraftTrial, Partial, SlotsTrial
-from appliance.tune.perplexity import ScoredChunk
-from appliance.tune.slots import Concurrency, Job
+from appliance.tune.checkpoint import DraftTrial, Partial, SlotsTrial
+from appliance.tune.figures.curve import Point
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.perplexity import ScoredChunk
+from appliance.tune.figures.slots import Concurrency, Job
+from appliance.tune.figures.workload import CHAT
 from appliance.tune.speculate import Answer, Tried
-from appliance.tune.workload import CHAT
 from tests.shapes import PUBLISHED, write_gguf
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.plan import Kernels, Plan, RuledOut
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
-from appliance.probe.smi import cross_check
-from appliance.probe.speeds import why_unreadable
+from appliance.probe.bandwidth.speeds import why_unreadable
+from appliance.probe.gpu.smi import cross_check
 from appliance.serve.inputs import (
     Contents,
     Machine,

@@ -9,7 +9,7 @@ from appliance.engines.engine import Devices
 from appliance.errors import FatalError
 from appliance.image_facts import ImageFacts
 from appliance.probe import Gpu, Hardware
-from appliance.probe.driver import CUDA, PLACES
+from appliance.probe.gpu.driver import CUDA, PLACES
 from appliance.serve.checks import check_devices, check_driver, check_supported, gpu_trouble, why_fewer
 from appliance.settings import Settings
 

@@ -18,7 +18,7 @@ from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
 from appliance.probe import GpuProbe, Hardware
-from appliance.probe.network import why_unreachable
+from appliance.probe.machine.network import why_unreachable
 from appliance.serve.beside import check_named
 from appliance.serve.inputs import check_settings
 from appliance.settings import Settings
@@ -166,13 +166,13 @@ def _has_models(settings: Settings, engine: Engine) -> bool:
     """On the volume, or in a mounted folder of another tool. Raises ConfigError where several are there."""
     if list_models(settings.models_dir):
         return True
-    from appliance.weights.stores import find_elsewhere  # here: only an empty volume costs it
+    from appliance.weights.stores.stores import find_elsewhere  # here: only an empty volume costs it
 
     return find_elsewhere(None, settings, engine.model_format) is not None
 
 
 def _why_none(settings: Settings) -> FatalError | None:
-    from appliance.weights.stores import why_none  # here: only an empty volume costs it
+    from appliance.weights.stores.stores import why_none  # here: only an empty volume costs it
 
     return why_none(settings)
 

@@ -44,7 +44,7 @@ def _show_table(findings: Findings, stream: TextIO) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from appliance.terminal import Terminal
+    from appliance.console.terminal import Terminal
 
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("", "check", "seen", "remedy"):

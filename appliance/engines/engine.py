@@ -40,8 +40,8 @@ from appliance.settings import Settings
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
+    from appliance.console.report import Report
     from appliance.model import Format, Model
-    from appliance.report import Report
 
 
 _NOT_OFFERED = "the engine's space offers nothing that needs it"

@@ -19,9 +19,9 @@ def gpus_at_work(
     """True if one of these computes for the whole of two looks of a second. A driver that hangs does no work. Blocks
     for seconds; `environment` None is ours."""
     # Here: no start that goes well needs NVML.
-    from appliance.probe.gpu_load import REST_UTILIZATION
-    from appliance.probe.load import parse_answer
-    from appliance.probe.watch import CHILD
+    from appliance.probe.load.gpu_load import REST_UTILIZATION
+    from appliance.probe.load.load import parse_answer
+    from appliance.probe.load.watch import CHILD
     from appliance.run import RunTimeout, run
 
     try:

@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError
-from appliance.gateway.api_error import ApiError, dialect_of, internal_error, lacking, too_busy
-from appliance.gateway.auth import OPEN_PATHS, Keys, RequireKey
-from appliance.gateway.backend import Backend
-from appliance.gateway.by_model import ByModel, overall_progress
-from appliance.gateway.connections import BUSY, KNOWN, Counts
-from appliance.gateway.documents import document_routes, path_of
-from appliance.gateway.forward import EngineEndpoint, ResponseWriter
-from appliance.gateway.hold import TELL_EVERY_S
-from appliance.gateway.http_answers import CheckHttp
-from appliance.gateway.metrics import Measured, Metrics
-from appliance.gateway.models import Endpoint, ForSomeModels, list_routes
-from appliance.gateway.traffic import Traffic
-from appliance.lack import is_lack, tell
-from appliance.progress import Phase, Progress
+from appliance.gateway.clients.auth import OPEN_PATHS, Keys, RequireKey
+from appliance.gateway.clients.connections import BUSY, KNOWN, Counts
+from appliance.gateway.clients.request_queue import TELL_EVERY_S
+from appliance.gateway.clients.traffic import Traffic
+from appliance.gateway.engine.backend import Backend
+from appliance.gateway.routes.by_model import ByModel, overall_progress
+from appliance.gateway.routes.documents import document_routes, path_of
+from appliance.gateway.routes.forward import EngineEndpoint, ResponseWriter
+from appliance.gateway.routes.metrics import Measured, Metrics
+from appliance.gateway.routes.models import Endpoint, ForSomeModels, list_routes
+from appliance.gateway.wire.api_error import ApiError, dialect_of, internal_error, lacking, too_busy
+from appliance.gateway.wire.http_answers import CheckHttp
+from appliance.system.lack import is_lack, tell
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -224,7 +224,9 @@ class _Rest:
         return await asyncio.to_thread(self._make)
 
     def _make(self) -> ASGIApp:
-        from appliance.gateway.own import create_own_app  # here: the first token after a start does not wait for it
+        from appliance.gateway.routes.own import (
+            create_own_app,  # here: the first token after a start does not wait for it
+        )
 
         return create_own_app(self._backends)
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import uvicorn
 
 from appliance.errors import ConfigError
-from appliance.gateway.acceptor import Acceptor
 from appliance.gateway.app import App
-from appliance.gateway.connection import Connection
-from appliance.gateway.connections import KEEP_ALIVE_S, Connections, Limits, own_limits
-from appliance.gateway.traffic import all_idle
+from appliance.gateway.clients.acceptor import Acceptor
+from appliance.gateway.clients.connection import Connection
+from appliance.gateway.clients.connections import KEEP_ALIVE_S, Connections, Limits, own_limits
+from appliance.gateway.clients.traffic import all_idle
 from appliance.race import first_of
 
 # Together with uvicorn's own steps of 0.1 s this stays below the second that a stop may take after its `drain_s`.

@@ -10,23 +10,23 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
+from appliance.console.shown import shown_streams
 from appliance.errors import ConfigError, FatalError, UsageError
-from appliance.host.together import SeveralErrors
+from appliance.host.start.together import SeveralErrors
 from appliance.settings import load_settings, process_environment
-from appliance.shown import shown_streams
 
 # Each names its module, which is imported when the verb is called: `list` must not pay for `bench`.
 VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
-    "run": ("appliance.host.run", "start a model in a container of this machine"),
-    "status": ("appliance.host.status", "what it does now: phase, tok/s, memory, uptime"),
-    "list": ("appliance.host.listing", "every appliance on this machine"),
-    "chat": ("appliance.host.chat", "talk to it in the terminal"),
-    "logs": ("appliance.host.logs", "what it said; -f follows"),
-    "stop": ("appliance.host.stop", "end it; its volume stays"),
+    "run": ("appliance.host.verbs.run", "start a model in a container of this machine"),
+    "status": ("appliance.host.verbs.status", "what it does now: phase, tok/s, memory, uptime"),
+    "list": ("appliance.host.verbs.list_services", "every appliance on this machine"),
+    "chat": ("appliance.host.verbs.chat", "talk to it in the terminal"),
+    "logs": ("appliance.host.verbs.logs", "what it said; -f follows"),
+    "stop": ("appliance.host.verbs.stop", "end it; its volume stays"),
     "bench": ("appliance.host.bench", "measure prefill, decode and latency of it, or of any OpenAI endpoint"),
     "inject": ("appliance.host.inject", "put it into the settings of an editor or another tool; --undo takes it out"),
-    "upgrade": ("appliance.host.upgrade", "take a newer image and compare its speed; --back takes the one before"),
-    "version": ("appliance.host.version", "versions of this command, of Docker and of what runs"),
+    "upgrade": ("appliance.host.verbs.upgrade", "take a newer image and compare its speed; --back takes the one before"),
+    "version": ("appliance.host.verbs.version", "versions of this command, of Docker and of what runs"),
 })  # fmt: skip
 # What serves the same purpose inside of a container, which has no Docker to ask.
 INSIDE: Mapping[str, str] = MappingProxyType({

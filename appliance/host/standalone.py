@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from appliance.console.shown import shown_streams
 from appliance.errors import FatalError, UsageError
-from appliance.shown import shown_streams
 
 
 class _Parser(argparse.ArgumentParser):

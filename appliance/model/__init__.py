@@ -6,17 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import ModelUnreadableError, printable
-from appliance.model.adapter import read_adapter
-from appliance.model.attached import Adapter, Projector
-from appliance.model.digest import ModelDigest, digest
-from appliance.model.draft import read_draft
-from appliance.model.facts import Format, Matrices, Model, RopeScaling, parse_facts
-from appliance.model.find import find_model, find_projectors, is_folder_model, list_models, only_model, resolve_model
-from appliance.model.folder import read_folder
-from appliance.model.leftovers import why_nothing, why_piece
-from appliance.model.parts import plain_name, read_whole
-from appliance.model.projector import check_match, fits, read_projector, unread_projector
-from appliance.model.stack import Layer, LayerKind
+from appliance.model.architecture.attached import Adapter, Projector
+from appliance.model.architecture.facts import Format, Matrices, Model, RopeScaling, parse_facts
+from appliance.model.architecture.folder import read_folder
+from appliance.model.architecture.stack import Layer, LayerKind
+from appliance.model.attachments.adapter import read_adapter
+from appliance.model.attachments.draft import read_draft
+from appliance.model.attachments.projector import check_match, fits, read_projector, unread_projector
+from appliance.model.files.find import (
+    find_model,
+    find_projectors,
+    is_folder_model,
+    list_models,
+    only_model,
+    resolve_model,
+)
+from appliance.model.files.leftovers import why_nothing, why_piece
+from appliance.model.formats.digest import ModelDigest, digest
+from appliance.model.formats.parts import plain_name, read_whole
 
 __all__ = [
     "Adapter",

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.probe.cgroup import query_oom_kills
-from appliance.probe.driver import CUDA, Found, find
-from appliance.probe.hardware import (
+from appliance.probe.bandwidth.speeds import load_speeds
+from appliance.probe.gpu.driver import CUDA, Found, find
+from appliance.probe.gpu.nvidia import is_gpu_requested, query_gpus
+from appliance.probe.machine.cgroup import query_oom_kills
+from appliance.probe.machine.hardware import (
     CoreGroup,
     Cpu,
     Gpu,
@@ -24,9 +26,7 @@ from appliance.probe.hardware import (
     fingerprint,
     gpu_uuids,
 )
-from appliance.probe.host import query_host, query_numa_node
-from appliance.probe.nvidia import is_gpu_requested, query_gpus
-from appliance.probe.speeds import load_speeds
+from appliance.probe.machine.host import query_host, query_numa_node
 
 __all__ = [
     "CoreGroup",

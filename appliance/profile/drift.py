@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from appliance.plan import Plan
 from appliance.profile.record import Profile
-from appliance.tune.curve import Curve, Point
-from appliance.tune.measurement import curve_of
+from appliance.tune.figures.curve import Curve, Point
+from appliance.tune.figures.measurement import curve_of
 from appliance.values import dataclass
 
 TOLERANCE = 0.15  # of a speed: what is within it may be chance, or the room's temperature

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from appliance.disk import Disk, put_file, sync_folder
 from appliance.errors import VolumeError
+from appliance.system.disk import Disk, put_file, sync_folder
 
 MAX_BYTES = 16 * 2**20  # ours are some 100 KB; a larger file is not one of ours
 _HINT = "check free space, owner and mode of the volume"

@@ -11,9 +11,9 @@ from dataclasses import asdict
 
 from appliance.documents import Rules, load, read
 from appliance.profile.record import MEASURED, SCHEMA, Key
-from appliance.tune.partial import Partial, SlotsTrial
-from appliance.tune.perplexity import ScoredChunk
-from appliance.tune.slots import Concurrency, Job
+from appliance.tune.checkpoint import Partial, SlotsTrial
+from appliance.tune.figures.perplexity import ScoredChunk
+from appliance.tune.figures.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 
 

@@ -9,9 +9,9 @@ from typing import cast
 from appliance.engines.engine import Space
 from appliance.plan import Plan, with_measured
 from appliance.profile.record import Profile
-from appliance.tune.measurement import MARGIN, scored
-from appliance.tune.modes import Mode, choose, wanted_context
-from appliance.tune.workload import parse_mix
+from appliance.tune.figures.measurement import MARGIN, scored
+from appliance.tune.figures.modes import Mode, choose, wanted_context
+from appliance.tune.figures.workload import parse_mix
 from appliance.values import dataclass
 
 

@@ -22,10 +22,10 @@ from appliance.model import ModelDigest
 from appliance.plan import Allocated, KvCheck, Launch, Plan, Speeds
 from appliance.probe import Gpu, Hardware, fingerprint
 from appliance.settings import Settings
-from appliance.tune.curve import Point
-from appliance.tune.measurement import Measurement
-from appliance.tune.speeds import measured_speeds, predicted_speeds
-from appliance.tune.workload import parse_mix
+from appliance.tune.figures.curve import Point
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.speeds import measured_speeds, predicted_speeds
+from appliance.tune.figures.workload import parse_mix
 from appliance.values import dataclass
 
 SCHEMA = 7

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from appliance.disk import Disk
 from appliance.errors import ConfigError
 from appliance.plan import MemoryKill, MemoryPeak, Plan
 from appliance.probe import Gpu
@@ -21,10 +20,11 @@ from appliance.profile.peaks import MemoryPeaks
 from appliance.profile.reader import ForeignProfile, ProfileReader, parse
 from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile
 from appliance.profile.unfinished import UnfinishedTunings
+from appliance.system.disk import Disk
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
-    from appliance.tune.partial import Partial
+    from appliance.tune.checkpoint import Partial
 
 _Found = TypeVar("_Found")
 

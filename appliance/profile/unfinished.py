@@ -10,7 +10,7 @@ from appliance.profile.files import ProfileFiles, refusing
 from appliance.profile.record import Key
 
 if TYPE_CHECKING:
-    from appliance.tune.partial import Partial
+    from appliance.tune.checkpoint import Partial
 
 
 class UnfinishedTunings:
@@ -33,7 +33,7 @@ class UnfinishedTunings:
         """What cannot be read is said, set aside if it can be, and measured again: no reason to fail."""
         # Here: a start from a profile never needs it.
         from appliance.profile.partial import parse_partial
-        from appliance.tune.partial import Partial
+        from appliance.tune.checkpoint import Partial
 
         path = self._files.path(key.id, ".partial")
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.report import Report
+from appliance.console.report import Report
 from appliance.serve.kept_choice import Better, Kept
+from appliance.weights.cache.size import in_column
 from appliance.weights.choose import Row
-from appliance.weights.size import in_column
 
 if TYPE_CHECKING:
     from appliance.serve.candidates import Chosen

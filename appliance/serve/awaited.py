@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from appliance.console.report import Report
 from appliance.model import plain_name
 from appliance.probe import as_document as hardware_document
-from appliance.report import Report
 from appliance.serve.inputs import Contents, Machine
 from appliance.serve.served_model import ServedModel, socket_paths
 from appliance.serve.status import documents_of, listed_of, measure_now, status_of_image
@@ -18,7 +18,7 @@ from appliance.serve.which import FromHub, FromRecipe
 from appliance.settings import Settings
 
 if TYPE_CHECKING:
-    from appliance.gateway.backend import ListedModel
+    from appliance.gateway.engine.backend import ListedModel
     from appliance.serve.candidates import Offered
     from appliance.weights.choose import Forecast
 
@@ -72,7 +72,9 @@ class AwaitedModel:
     def listed(self) -> ListedModel:
         if self.served:
             return listed_of(self.served)
-        from appliance.gateway.backend import ListedModel  # here: above, the gateway would delay the engine's start
+        from appliance.gateway.engine.backend import (
+            ListedModel,  # here: above, the gateway would delay the engine's start
+        )
 
         candidate, model = (self.offered.candidate, self.offered.model) if self.offered else (None, None)
         aliases = (self._file_name, *(self.offered.names if self.offered else ()), self.found.name)
@@ -92,7 +94,7 @@ class AwaitedModel:
     def measure_now(self) -> tuple[int, dict[str, Any]]:
         if self.served:
             return measure_now(self.served)
-        from appliance.gateway.api_error import not_ready  # here: no start needs it
+        from appliance.gateway.wire.api_error import not_ready  # here: no start needs it
 
         raise not_ready(self.report.progress)
 

@@ -15,7 +15,7 @@ from appliance.profile.at_start import TRIES
 from appliance.race import first_of
 
 if TYPE_CHECKING:
-    from appliance.gateway.backend import Backend
+    from appliance.gateway.engine.backend import Backend
     from appliance.profile.drift import Drift, DriftState
     from appliance.serve.bandwidths import Bandwidths
     from appliance.serve.drift_monitor import DriftMonitor
@@ -179,8 +179,8 @@ class BackgroundTasks:
 
     def _need_s(self) -> float:
         """For a load and one measurement at the workload's depth, by the prediction of the plan that serves."""
-        from appliance.tune.measure import DECODE_TOKENS  # here, both: a start from a profile never needs them
-        from appliance.tune.workload import parse_mix
+        from appliance.tune.figures.workload import parse_mix
+        from appliance.tune.trials.run_trial import DECODE_TOKENS  # here, both: a start from a profile never needs them
 
         host, settings = self._served.host, self._served.settings
         speed = host.plan.speed if host.plan else None

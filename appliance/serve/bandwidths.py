@@ -18,8 +18,8 @@ from appliance.serve.idle_policy import CHECK_AGAIN_S, SETTLE_S
 
 if TYPE_CHECKING:
     # For the names only: what the gateway needs to run takes half a second to import.
-    from appliance.gateway.traffic import Traffic
-    from appliance.probe.measure import Measured
+    from appliance.gateway.clients.traffic import Traffic
+    from appliance.probe.bandwidth.measure import Measured
     from appliance.serve.served_model import ServedModel
 
 AGAIN_S, AGAIN_MOST_S = 60.0, 3600.0  # from one disturbed measuring to the next: twice as long each time
@@ -111,7 +111,9 @@ async def _until_quiet(served: ServedModel, traffic: Traffic) -> None:
 
 async def _measure(served: ServedModel) -> Measured | None:
     """None where it was ended."""
-    from appliance.probe.measure import measure_beside  # here: a start on a machine that is known never needs it
+    from appliance.probe.bandwidth.measure import (
+        measure_beside,  # here: a start on a machine that is known never needs it
+    )
 
     is_wanted = True
     try:
@@ -126,7 +128,7 @@ async def _measure(served: ServedModel) -> Measured | None:
 
 
 async def _keep(served: ServedModel, found: Measured) -> None:
-    from appliance.probe.speeds import save_speeds  # here: a start on a machine that is known never needs it
+    from appliance.probe.bandwidth.speeds import save_speeds  # here: a start on a machine that is known never needs it
 
     try:
         path = await asyncio.to_thread(

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from appliance.disk import hint_of_empty
 from appliance.errors import ConfigError, printable
 from appliance.model import Adapter, Model, check_match, find_model, list_models, read_adapter, read_projector
-from appliance.model.facts import CALLS_TOOLS, REASONS
+from appliance.model.architecture.facts import CALLS_TOOLS, REASONS
 from appliance.settings import Settings, parse_adapter
+from appliance.system.disk import hint_of_empty
 
 TEMPLATE_LIMIT_BYTES = 1024 * 1024  # the longest there are have 30 KiB
 

@@ -18,14 +18,17 @@ from appliance.errors import (
 )
 from appliance.image_facts import Recipe, Rung, is_projector
 from appliance.model import Model, Projector, plain_name, read_model, unread_projector
-from appliance.model.described import describe_model
+from appliance.model.shapes.described import describe_model
 from appliance.serve.forecast import forecast, without_profile
 from appliance.serve.inputs import Contents, Machine, inputs_of
 from appliance.serve.kept_choice import Better, Kept, KeptChoice
 from appliance.serve.which import FromHub, FromRecipe, Located, names_of
 from appliance.settings import HubSettings, Settings, hub_settings
 from appliance.values import dataclass
-from appliance.weights.cache import RepoFolder
+from appliance.weights.cache.download_set import Wanted
+from appliance.weights.cache.hub_layout import RepoFolder
+from appliance.weights.cache.size import in_column
+from appliance.weights.cache.variants import of_rung
 from appliance.weights.choose import (
     Candidate,
     Choice,
@@ -36,10 +39,7 @@ from appliance.weights.choose import (
     keep,
     usual_context,
 )
-from appliance.weights.room import SPARED_BYTES, bytes_missing
-from appliance.weights.rungs import of_rung
-from appliance.weights.size import in_column
-from appliance.weights.wanted import Wanted
+from appliance.weights.download.disk_space import SPARED_BYTES, bytes_missing
 
 _GENERATION = re.compile(r"(\d+\.\d+)-")  # that the name of a newer model begins with: 3.5-9b
 _MIB = 2**20

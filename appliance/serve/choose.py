@@ -120,7 +120,7 @@ def _measured_for(served: ServedModel, profile: Profile) -> str:
 def _report_passed_over(served: ServedModel, lacking: Sequence[str]) -> None:
     if not lacking:
         return
-    from appliance.probe.holders import who_holds  # here: few starts are short of memory
+    from appliance.probe.load.holders import who_holds  # here: few starts are short of memory
 
     for words in lacking:
         served.report.warning("plan_passed_over", f"{words}; {who_holds(served.hardware)}")

@@ -10,7 +10,7 @@ from appliance.command import Silence
 from appliance.plan import Costs, Plan
 
 if TYPE_CHECKING:
-    from appliance.gateway.waits import Waits
+    from appliance.gateway.engine.waits import Waits
     from appliance.serve.served_model import ServedModel
 
 PATIENCE_S = 600.0

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from appliance.command import Command
+from appliance.console.report import Report
 from appliance.engines.engine import Engine
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
-from appliance.probe.watch import Watch
+from appliance.probe.load.watch import Watch
 from appliance.profile import Profile
 from appliance.profile.drift import (
     OVERDUE_LEAST_S,
@@ -28,12 +29,11 @@ from appliance.profile.drift import (
     baseline_of,
 )
 from appliance.race import first_of
-from appliance.report import Report
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
-    from appliance.gateway.traffic import Traffic  # for the name only: it takes half a second to import
-    from appliance.tune.curve import Point
+    from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
+    from appliance.tune.figures.curve import Point
 
 PROBE_AFTER_S = 120.0  # without a request, and after the last probe: what slowed that one may have ended by then
 # The machine is watched for at least so long: the kernel counts in hundredths of a second, and of less it tells little.
@@ -161,7 +161,7 @@ class DriftMonitor:
         return _Probed(found=baseline.overdue(time.monotonic() - began), disturbance=disturbance)
 
     async def _ask(self, depth: int) -> Point:
-        from appliance.tune.measure import Probe  # here: a start from a profile may never probe
+        from appliance.tune.trials.run_trial import Probe  # here: a start from a profile may never probe
 
         async with self._engine.client(self._command, doing="probing") as client:
             probe = await Probe.of(client)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from collections import deque
 
+from appliance.console.progress import Phase
+from appliance.console.report import Report
 from appliance.engines.engine import Engine
 from appliance.plan import Plan
-from appliance.progress import Phase
-from appliance.report import Report
 from appliance.supervisor import Restart, State, Supervisor
 
 LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from appliance.progress import Phase
-from appliance.report import Report
+from appliance.console.progress import Phase
+from appliance.console.report import Report
 from appliance.serve.announce import announce
 from appliance.serve.awaited import AwaitedModel
 from appliance.serve.candidates import Chosen, Offered, choose_with_kept, save_choice
@@ -22,9 +22,9 @@ from appliance.serve.inputs import with_model
 from appliance.serve.served_model import ServedModel, serve_inputs
 from appliance.serve.which import FromRecipe, Located
 from appliance.settings import hub_settings
-from appliance.weights.fetch import fetch
-from appliance.weights.meter import FetchProgress
-from appliance.weights.size import in_column
+from appliance.weights.cache.size import in_column
+from appliance.weights.download.fetch import fetch
+from appliance.weights.download.meter import FetchProgress
 
 SAY_EVERY_S = 10.0
 SAY_EVERY_SHARE = 0.05

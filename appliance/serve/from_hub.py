@@ -12,16 +12,16 @@ from pathlib import Path
 from appliance.errors import ModelUnreadableError
 from appliance.image_facts import is_projector
 from appliance.model import Model, read_model
-from appliance.model.described import requantized
-from appliance.model.gguf import read_gguf
-from appliance.model.parts import read_whole
+from appliance.model.formats.gguf import read_gguf
+from appliance.model.formats.parts import read_whole
+from appliance.model.shapes.described import requantized
 from appliance.serve.candidates import Chosen, Offered, choose_offered, path_to_be
 from appliance.serve.inputs import Contents, Machine
 from appliance.serve.which import FromHub
 from appliance.settings import HubSettings, hub_settings
+from appliance.weights.cache.download_set import Wanted, WantedFile
 from appliance.weights.choose import Candidate, Tier
-from appliance.weights.hub import Offer, offers, read_remote_header, resolve
-from appliance.weights.wanted import Wanted, WantedFile
+from appliance.weights.download.hub import Offer, offers, read_remote_header, resolve
 
 _QUALITY = re.compile(r"(^|[-_])(Q8|Q6|F16|BF16|F32)", re.IGNORECASE)
 _COMPACT = re.compile(r"(^|[-_])(I?Q[123]|TQ)", re.IGNORECASE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from appliance.console.report import Report
 from appliance.probe import Hardware
-from appliance.report import Report
 from appliance.serve.checks import check_devices, why_fewer
 from appliance.serve.inputs import StartInputs
 
@@ -30,7 +30,7 @@ def check_gpus(start: StartInputs, report: Report) -> None:
 
 async def cross_check_gpus(hardware: Hardware, environment: Mapping[str, str], report: Report) -> None:
     """Reports where nvidia-smi contradicts NVML; before measuring only, since it may take seconds."""
-    from appliance.probe.smi import cross_check  # here, since a start from a profile never needs its XML parser
+    from appliance.probe.gpu.smi import cross_check  # here, since a start from a profile never needs its XML parser
 
     found = await asyncio.to_thread(cross_check, hardware.gpus, environment, hardware.volume.path)
     for words in found.warnings[len(hardware.gpus.warnings) :]:

@@ -7,11 +7,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from appliance.console.progress import Phase
+from appliance.console.report import Report
 from appliance.errors import FatalError
-from appliance.lack import is_lack, tell
-from appliance.progress import Phase
 from appliance.race import first_of
-from appliance.report import Report
 from appliance.serve.idle_policy import (
     LOOKS,
     SETTLE_S,
@@ -23,10 +22,11 @@ from appliance.serve.idle_policy import (
     worth_after_s,
 )
 from appliance.supervisor import Crash
+from appliance.system.lack import is_lack, tell
 
 if TYPE_CHECKING:
     # For the names only: what the gateway needs to run takes half a second to import.
-    from appliance.gateway.traffic import Traffic
+    from appliance.gateway.clients.traffic import Traffic
     from appliance.serve.engine_host import EngineHost, Upstream
 
 P = TypeVar("P")

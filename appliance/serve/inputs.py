@@ -285,7 +285,7 @@ def read_draft_model(settings: Settings, model: Model) -> Model | None:
         return None
     request = settings.draft_model
     if find_model(request, settings.models_dir) is None:
-        from appliance.weights.stores import find_elsewhere  # here: a start from the volume must not pay for it
+        from appliance.weights.stores.stores import find_elsewhere  # here: a start from the volume must not pay for it
 
         stored = find_elsewhere(request, settings, "gguf")
         request = str(stored.path) if stored else request

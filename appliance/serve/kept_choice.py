@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from appliance.disk import read_file
 from appliance.documents import load
 from appliance.probe import Hardware, fingerprint
 from appliance.serve.which import Located
 from appliance.settings import SETTINGS, Settings
+from appliance.system.disk import read_file
 from appliance.values import dataclass
 
 NAME = "choice.json"

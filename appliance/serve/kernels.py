@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from appliance.console.progress import Phase
 from appliance.errors import CpuBackendError, FatalError, KernelsError
 from appliance.plan import Plan, RuledOut
 from appliance.profile import best_of
-from appliance.progress import Phase
 from appliance.serve.served_model import ServedModel
 
 UNLOADABLE = "its file cannot be loaded: it is missing or damaged"

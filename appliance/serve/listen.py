@@ -10,10 +10,10 @@ from dataclasses import field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from appliance.console.report import Report
 from appliance.errors import ConfigError
 from appliance.plan import Plan
-from appliance.probe.network import why_unreachable
-from appliance.report import Report
+from appliance.probe.machine.network import why_unreachable
 from appliance.serve.served_model import ServedModel
 from appliance.serve.status import documents_of, listed_of, measure_now
 from appliance.settings import Settings
@@ -22,7 +22,7 @@ from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
     from appliance.engines.engine import Engine
-    from appliance.gateway.backend import Backend
+    from appliance.gateway.engine.backend import Backend
     from appliance.gateway.server import Gateway
     from appliance.serve.awaited import AwaitedModel
 
@@ -45,7 +45,7 @@ async def open_gateway(
     key = _key(settings, report)
     # Here: above, uvicorn would delay the engine's start.
     from appliance.gateway.app import create_app
-    from appliance.gateway.auth import Keys
+    from appliance.gateway.clients.auth import Keys
     from appliance.gateway.server import Gateway
 
     app = create_app([_backend(model, part) for model in models], keys=Keys(frozenset({key})) if key else None)
@@ -76,7 +76,7 @@ def _write_address(settings: Settings, port: int) -> None:
 
 
 def _backend(model: ServedModel | AwaitedModel, part: HostPart | None) -> Backend:
-    from appliance.gateway.backend import Backend  # here: above, it would delay the engine's start
+    from appliance.gateway.engine.backend import Backend  # here: above, it would delay the engine's start
 
     if not isinstance(model, ServedModel):
         engine, documents = model.contents.engine, model.documents()

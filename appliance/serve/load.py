@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 
+from appliance.console.progress import Phase
 from appliance.engines.engine import Space
 from appliance.errors import FatalError, KernelsError, ModelDoesNotFitError
-from appliance.lack import outlast
 from appliance.plan import Allocated, Plan, explain_memory
 from appliance.profile import best_of
-from appliance.progress import Phase
 from appliance.serve.kernels import plan_without
 from appliance.serve.served_model import ServedModel
 from appliance.settings import Settings
+from appliance.system.lack import outlast
 
 FALLBACKS_MAX = 3  # to smaller plans, when memory runs out as the engine loads
 # Settings that keep a plan from becoming smaller.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from appliance.console.report import Report
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError, VolumeError
 from appliance.probe import gpu_uuids
 from appliance.profile import Key, Profile, ProfileStore
-from appliance.profile.of_tuning import make_profile, measured_of, with_more
-from appliance.report import Report
+from appliance.profile.from_tuning import make_profile, measured_of, with_more
 from appliance.serve.inputs import used_gpus
 from appliance.serve.kernels import plan_without, prove_kernels, prove_runner_up
 from appliance.serve.served_model import ServedModel
-from appliance.tune.engine import Bench
-from appliance.tune.partial import Partial
+from appliance.tune.checkpoint import Partial
 from appliance.tune.session import MORE_PLANS, TuningSession
+from appliance.tune.trials.engine import Bench
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from time import time
 
+from appliance.console.report import Report
 from appliance.errors import EngineError, VolumeError
 from appliance.plan import MemoryKill, Plan, held_mib, remembered
 from appliance.plan.memory_kill import KILLS, REMEMBERED_S
 from appliance.profile import ProfileStore
-from appliance.report import Report
 from appliance.serve.inputs import StartInputs
 from appliance.supervisor import Crash
 

@@ -20,7 +20,7 @@ from appliance.probe import Gpu
 from appliance.race import first_of
 
 if TYPE_CHECKING:
-    from appliance.gateway.traffic import Traffic  # for the name only: it takes half a second to import
+    from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
     from appliance.serve.served_model import ServedModel
 
 # Between looks while requests come, by `idle_s`: each is a child process that works for a fifth of a second.
@@ -115,9 +115,9 @@ class MemoryWatch:
     def _query_held(self, engine: Watched, is_wanted: Callable[[], bool]) -> tuple[int, ...] | None:
         """MiB of each card of the plan; None where nobody can say. Blocks until `is_wanted` says no."""
         # Here: no start of an engine needs them.
-        from appliance.probe.holders import held_mib, own_pids
-        from appliance.probe.nvidia import query_gpus
-        from appliance.probe.processes import query_tree
+        from appliance.probe.gpu.nvidia import query_gpus
+        from appliance.probe.load.holders import held_mib, own_pids
+        from appliance.probe.load.processes import query_tree
 
         served, ids = self._served, [share.gpu.id for share in engine.plan.placement.shares]
         found = query_gpus(Path("/"), served.environment, served.settings.data_dir, is_wanted=is_wanted).gpus

@@ -13,7 +13,7 @@ from appliance.profile import speeds_of
 from appliance.race import first_of
 
 if TYPE_CHECKING:
-    from appliance.gateway.traffic import Traffic  # for the name only: it takes half a second to import
+    from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
     from appliance.serve.served_model import ServedModel
 
 LOOK_EVERY_S = 10.0

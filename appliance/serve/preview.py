@@ -9,7 +9,7 @@ from functools import cache, partial
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError, ModelAwayError
 from appliance.model import Model
-from appliance.model.published import PublishedShape, find_shape
+from appliance.model.shapes.published import PublishedShape, find_shape
 from appliance.plan import Plan
 from appliance.probe import Hardware
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick

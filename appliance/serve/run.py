@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from appliance.console.report import Report
 from appliance.errors import ConfigError
-from appliance.lack import outlast
-from appliance.report import Report
 from appliance.serve.choose import choose_plan, start_from_profile
 from appliance.serve.gpus import cross_check_gpus
 from appliance.serve.kernels import prove_kernels
@@ -19,9 +18,10 @@ from appliance.serve.stop import stoppable
 from appliance.serve.supervise import serve_until_failure
 from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
+from appliance.system.lack import outlast
 
 if TYPE_CHECKING:
-    from appliance.gateway.backend import Backend
+    from appliance.gateway.engine.backend import Backend
     from appliance.plan import Plan
     from appliance.serve.awaited import AwaitedModel
 

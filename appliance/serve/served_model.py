@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.command import Command
+from appliance.console.report import Report
 from appliance.engines.engine import Host, Inputs, Node, Space
 from appliance.errors import ModelAwayError
 from appliance.model import plain_name
 from appliance.plan import Allocated, KvCheck, Plan
 from appliance.probe import Hardware
 from appliance.profile import Key, Profile, ProfileStore
-from appliance.report import Report
 from appliance.serve.background import BackgroundTasks
 from appliance.serve.checks import usable_gpus
 from appliance.serve.demand import PATIENCE_S, EngineDemand
@@ -43,9 +43,9 @@ from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
 
 if TYPE_CHECKING:
-    from appliance.gateway.upstream_pool import UpstreamPool
-    from appliance.probe.conditions import Conditions
-    from appliance.probe.watch import Watch
+    from appliance.gateway.engine.upstream_pool import UpstreamPool
+    from appliance.probe.load.conditions import Conditions
+    from appliance.probe.load.watch import Watch
     from appliance.serve.awaited import AwaitedModel
     from appliance.tune.session import TuningSession
 
@@ -148,7 +148,7 @@ class ServedModel:
 
     def watch(self, *, with_gpus: bool = True) -> Watch:
         """Sees what else works on this machine; of the GPUs, on those that this image can use."""
-        from appliance.probe.watch import Watch  # here: a start from a profile that holds never needs it
+        from appliance.probe.load.watch import Watch  # here: a start from a profile that holds never needs it
 
         gpus = usable_gpus(self.inputs.image, self.hardware) if with_gpus else ()
         return Watch(self.hardware, self.environment, gpus=gpus)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from appliance.plan import as_document, explain, explain_settings
 from appliance.profile import Profile, speeds_of
 from appliance.serve.preview import Preview
-from appliance.weights.size import in_column
+from appliance.weights.cache.size import in_column
 
 if TYPE_CHECKING:
-    from appliance.probe.described import DescribedMachine
+    from appliance.probe.machine.described import DescribedMachine
 
 SCHEMA = 1  # a reader of an older one finds all that it knows: fields are added, and none is taken away or renamed
 

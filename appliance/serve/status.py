@@ -8,16 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
+from appliance.console.progress import Phase, Progress
 from appliance.errors import VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import as_document, summary
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Profile, speeds_told
-from appliance.progress import Phase, Progress
 from appliance.serve.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from appliance.gateway.backend import ListedModel
+    from appliance.gateway.engine.backend import ListedModel
 
 _TUNING_WORDS = {
     "waiting": "measuring begins when nobody asks",
@@ -111,7 +111,7 @@ def _tuning(served: ServedModel) -> dict[str, Any]:
 
 def listed_of(served: ServedModel) -> ListedModel:
     """For the list of models: the model is known before it is loaded."""
-    from appliance.gateway.backend import ListedModel  # here: above, the gateway would delay the engine's start
+    from appliance.gateway.engine.backend import ListedModel  # here: above, the gateway would delay the engine's start
 
     model, plan, name = served.inputs.model, served.host.plan, served.name
     projected = model.projector.reads if model.projector else ()
@@ -143,7 +143,7 @@ def measure_now(served: ServedModel) -> tuple[int, dict[str, Any]]:
     served.unkept.try_now()
     state = "waiting" if served.background.begin_again() else tuning_state(served)
     if state in ("off", "failed"):
-        from appliance.gateway.api_error import ApiError  # here: no start needs it
+        from appliance.gateway.wire.api_error import ApiError  # here: no start needs it
 
         raise ApiError(409, f"tuning_{state}", _tuning_words(served, state))
     if state == "waiting":

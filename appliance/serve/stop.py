@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from appliance.progress import Phase
-from appliance.report import Report
+from appliance.console.progress import Phase
+from appliance.console.report import Report
 from appliance.serve.served_model import ServedModel
 
 if TYPE_CHECKING:

@@ -7,17 +7,17 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING
 
+from appliance.console.progress import Phase
 from appliance.errors import CpuUnsupportedError, FatalError
-from appliance.lack import outlast
-from appliance.progress import Phase
 from appliance.race import first_of
 from appliance.serve.kernels import plan_without
 from appliance.serve.load import after_kills, on_ready, report_variant
 from appliance.serve.served_model import ServedModel
 from appliance.supervisor import Crash, State
+from appliance.system.lack import outlast
 
 if TYPE_CHECKING:
-    from appliance.gateway.backend import Backend
+    from appliance.gateway.engine.backend import Backend
 
 FOLLOW_EVERY_S = 0.05
 

@@ -10,9 +10,9 @@ from appliance.errors import VolumeError
 from appliance.race import first_of
 
 if TYPE_CHECKING:
+    from appliance.console.report import Report
     from appliance.profile import Key, Profile, ProfileStore
-    from appliance.report import Report
-    from appliance.tune.partial import Partial
+    from appliance.tune.checkpoint import Partial
 
 TRY_EVERY_S = 60.0
 

@@ -17,7 +17,7 @@ from appliance.values import dataclass
 
 if TYPE_CHECKING:
     from appliance.reference import Reference
-    from appliance.weights.wanted import Wanted
+    from appliance.weights.cache.download_set import Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def ollamas_own(settings: Settings, recipe: Recipe | None) -> str | None:
     if not places:
         return None
     # here: a start without such a folder must not pay for it
-    from appliance.weights.stores import find_stored, ollama_stores
+    from appliance.weights.stores.stores import find_stored, ollama_stores
 
     found = find_stored(request, ollama_stores(places))
     return f"{found[0].where} has one of that name, too: `--model library/{found[0].name}`" if found else None
@@ -157,7 +157,7 @@ def wanted_rung(request: str, recipe: Recipe | None, serves: Format, hub: HubSet
         names = ", ".join(f"{recipe.name}:{rung.name}" for rung in found)
         raise ConfigError(message, hint=f"one of {names}; `appliance plan --files` says what suits this machine")
     # here: a start that fetches nothing never needs it
-    from appliance.weights.rungs import of_rung
+    from appliance.weights.cache.variants import of_rung
 
     return of_rung(found[0], hub, request)
 
@@ -183,8 +183,8 @@ def path_of(rung: Rung, models_dir: Path, hub: Callable[[], HubSettings]) -> Pat
         # Of another size it is whatever was put there; without an address for the right one it is taken.
         return by_hand[0][0] if _size(by_hand[0][0]) is not None else None
     # here: a start whose weights were put there by hand, baked or fetched at this commit never needs it
-    from appliance.weights.cache import find
-    from appliance.weights.rungs import of_rung
+    from appliance.weights.cache.hub_layout import find
+    from appliance.weights.cache.variants import of_rung
 
     settings = hub()
     found = find(of_rung(rung, settings), (models_dir, *settings.read_only_roots))
@@ -222,7 +222,7 @@ def _of_hub(
         if recipe and (rungs := _rungs_published(request, recipe, serves)):
             return _of_recipe(recipe, rungs, settings.models_dir, hub)
         return Located(path=_refused(request, settings, serves, recipe))
-    from appliance.weights.stores import lookup  # here: as above, it costs a start that fetches nothing
+    from appliance.weights.stores.stores import lookup  # here: as above, it costs a start that fetches nothing
 
     found_hub = hub()
     reference = parse_reference(request, found_hub.endpoint)
@@ -248,7 +248,7 @@ def _in_folder(request: str, models_dir: Path) -> Located | None:
     """A GGUF file of a folder `publisher/repository` of the volume, asked for as a repository is."""
     # here: a start whose model is a file of the volume never needs it
     from appliance.reference import parse_reference
-    from appliance.weights.quants import gguf_sets, pick
+    from appliance.weights.cache.quants import gguf_sets, pick
 
     try:
         reference = parse_reference(request)
@@ -266,7 +266,7 @@ def _elsewhere(request: str, settings: Settings, serves: Format) -> Located | No
     """In a mounted folder of another tool. Raises ConfigError for an artifact of a registry."""
     # here: a start from the volume must not pay for it
     from appliance.reference import refuse_artifact
-    from appliance.weights.stores import find_elsewhere
+    from appliance.weights.stores.stores import find_elsewhere
 
     found = find_elsewhere(request or None, settings, serves)
     if found is None:
@@ -283,7 +283,7 @@ def _refused(request: str, settings: Settings, serves: Format, recipe: Recipe | 
         return resolve_model(request or None, settings.models_dir, serves=serves)
     except FatalError as error:
         # here: only a start that fails costs it
-        from appliance.weights.stores import with_stores
+        from appliance.weights.stores.stores import with_stores
 
         told = with_stores(error, settings)
         near = difflib.get_close_matches(request.partition(":")[0], [recipe.name] if recipe else [], 1)

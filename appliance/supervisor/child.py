@@ -17,11 +17,11 @@ from pathlib import Path
 
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
-from appliance.lack import is_lack, tell
 from appliance.supervisor.crash import Crash, Hang
 from appliance.supervisor.log import Log
 from appliance.supervisor.reaper import TAG_NAME, ProcessTree, cpu_seconds, die_with_parent
 from appliance.supervisor.shared_memory import SharedMemory
+from appliance.system.lack import is_lack, tell
 from appliance.values import dataclass
 
 PIPE_BYTES = 1 << 20

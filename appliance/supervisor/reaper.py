@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from appliance.lack import is_lack, tell
+from appliance.system.lack import is_lack, tell
 from appliance.values import dataclass
 
 TAG_NAME = "APPLIANCE_ENGINE_TAG"

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from appliance.lack import is_lack, tell
 from appliance.supervisor.reaper import Process
+from appliance.system.lack import is_lack, tell
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 - where the kernel has them
 _SLACK_S = 1.0  # of clocks

@@ -13,12 +13,12 @@ from typing import Any
 
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
-from appliance.lack import RETRY_S, is_lack, tell
 from appliance.race import first_of
 from appliance.supervisor.child import Child
 from appliance.supervisor.crash import Crash, Hang
 from appliance.supervisor.stall import until_hung, until_stalled
 from appliance.supervisor.state import State, checked
+from appliance.system.lack import RETRY_S, is_lack, tell
 from appliance.values import dataclass
 
 # At most a twentieth of the load time is lost between two questions, and an engine that loads long is asked seldom.

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from appliance.console.report import Report
 from appliance.engines.engine import Space
 from appliance.errors import EngineError, ModelDoesNotFitError
 from appliance.plan import SPECULATION_GOALS, Choice, Plan, with_choice
-from appliance.report import Report
-from appliance.tune.engine import Bench
-from appliance.tune.partial import PartialResults
+from appliance.tune.checkpoint import PartialResults
 from appliance.tune.speculate import choose_speculation, least_s
+from appliance.tune.trials.engine import Bench
 from appliance.tune.tuner import Tuned
 
 

@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import cast
 
+from appliance.console.report import Report
 from appliance.engines.engine import Inputs, Space
 from appliance.plan import KvCheck, Plan
-from appliance.probe.watch import Watch
-from appliance.report import Report
-from appliance.tune import quality
+from appliance.probe.load.watch import Watch
 from appliance.tune.budget import Budget
+from appliance.tune.checkpoint import PartialResults, PartialStore
 from appliance.tune.draft_trials import DraftTrials, can_speculate
-from appliance.tune.engine import Bench
-from appliance.tune.loader import refined
-from appliance.tune.measure import FirstSampling, Sampling, is_long, measure
-from appliance.tune.measurement import Measurement
-from appliance.tune.modes import Mode
-from appliance.tune.partial import PartialResults, PartialStore
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.modes import Mode
+from appliance.tune.figures.workload import parse_mix
 from appliance.tune.slot_trials import SlotTrials
+from appliance.tune.trials import kv_quality as quality
+from appliance.tune.trials.engine import Bench
+from appliance.tune.trials.loader import refined
+from appliance.tune.trials.run_trial import FirstSampling, Sampling, is_long, measure
 from appliance.tune.tuner import Goal, Tuned, Tuner
-from appliance.tune.workload import parse_mix
 
 # Of the budget, each only where there is something to find out; what one leaves is there for the next.
 SHARE_FOR_KV = 0.25

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from appliance.console.report import Report
 from appliance.errors import EngineError
 from appliance.plan import Plan
-from appliance.report import Report
-from appliance.tune.concurrency import measure_slots
-from appliance.tune.engine import Bench
-from appliance.tune.partial import PartialResults, SlotsTrial
-from appliance.tune.slots import Concurrency, choose, counts, with_slots
-from appliance.tune.workload import Mix, Workload, scaled
+from appliance.tune.checkpoint import PartialResults, SlotsTrial
+from appliance.tune.figures.slots import Concurrency, choose, counts, with_slots
+from appliance.tune.figures.workload import Mix, Workload, scaled
+from appliance.tune.trials.concurrency import measure_slots
+from appliance.tune.trials.engine import Bench
 
 
 class SlotTrials:

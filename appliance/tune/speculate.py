@@ -16,10 +16,10 @@ from pathlib import Path
 from appliance.engines.engine import Client, Completion, Space
 from appliance.errors import ConfigError, EngineError, EngineNotReadyError, ModelDoesNotFitError
 from appliance.plan import SIZES, SPECULATION_GOALS, UNMEASURED, Kind, Plan, Speculation, SpeculationGoal
-from appliance.tune.acceptance import SpeculationResult, chosen, is_looping, next_tokens
-from appliance.tune.engine import Bench, in_time, running, unless_stalled
-from appliance.tune.measure import Step
-from appliance.tune.measurement import TRIES
+from appliance.tune.figures.acceptance import SpeculationResult, chosen, is_looping, next_tokens
+from appliance.tune.figures.measurement import TRIES
+from appliance.tune.trials.engine import Bench, in_time, running, unless_stalled
+from appliance.tune.trials.run_trial import Step
 from appliance.tune.tuner import Tuned
 
 PROMPTS = Path(__file__).with_name("prompts.txt")

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from appliance.engines.engine import Space
 from appliance.plan import SMALLEST_CONTEXT, Allocated, Plan, with_measured
-from appliance.tune.candidates import EMPTY, candidates, trial_of
-from appliance.tune.context_search import ContextSearch
-from appliance.tune.measure import DECODE_TOKENS, FirstSampling, Sampling
-from appliance.tune.measurement import Measurement
-from appliance.tune.modes import Chosen, Mode, Scored, choose
-from appliance.tune.search import Ask, Effort, Search, Trial
-from appliance.tune.starts import Compilations, compiles_nothing
-from appliance.tune.terms import Candidate
-from appliance.tune.trials import Trials
-from appliance.tune.workload import Mix, cost_s, scaled_mix
+from appliance.tune.figures.load_times import Compilations, compiles_nothing
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.modes import Chosen, Mode, Scored, choose
+from appliance.tune.figures.workload import Mix, cost_s, scaled_mix
+from appliance.tune.search.candidates import EMPTY, candidates, trial_of
+from appliance.tune.search.cost_terms import Candidate
+from appliance.tune.search.search import Ask, Effort, Search, Trial
+from appliance.tune.trials.context_search import ContextSearch
+from appliance.tune.trials.run_trial import DECODE_TOKENS, FirstSampling, Sampling
+from appliance.tune.trials.trials import Trials
 
 SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for contexts and for a closer look at the winner
 CLOSER_LOOKS = 3  # at the end

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from appliance.values import dataclass
-from appliance.weights.size import in_column
+from appliance.weights.cache.size import in_column
 
 Tier = Literal["quality", "balanced", "compact"]
 Verdict = Literal[

@@ -16,16 +16,16 @@ from appliance.image_facts import folders_by_hand, is_projector
 from appliance.reference import Reference, parse_reference
 from appliance.settings import HubSettings
 from appliance.values import dataclass
-from appliance.weights.cache import RepoFolder, find, read_ref
-from appliance.weights.fetch import fetch, offline_error
-from appliance.weights.hub import list_repo, only, resolve
-from appliance.weights.meter import FetchProgress
-from appliance.weights.room import size_of
+from appliance.weights.cache.download_set import Wanted, folder_of_repo
+from appliance.weights.cache.hub_layout import RepoFolder, find, read_ref
+from appliance.weights.cache.size import as_size
+from appliance.weights.download.disk_space import size_of
+from appliance.weights.download.fetch import fetch, offline_error
+from appliance.weights.download.hub import list_repo, only, resolve
+from appliance.weights.download.meter import FetchProgress
 from appliance.weights.show import Counted, progress_shown
-from appliance.weights.size import as_size
-from appliance.weights.stores import Format, lookup
-from appliance.weights.transfer import digest_file
-from appliance.weights.wanted import Wanted, folder_of_repo
+from appliance.weights.stores.stores import Format, lookup
+from appliance.weights.stores.transfer import digest_file
 
 T = TypeVar("T")
 _PREFIX = "models--"

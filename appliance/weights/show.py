@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from appliance.shown import beneath, shown
-from appliance.weights.meter import FetchProgress, Meter
+from appliance.console.shown import beneath, shown
+from appliance.weights.download.meter import FetchProgress, Meter
 
 LINE_EVERY_S = 10.0
 
@@ -52,7 +52,7 @@ def _bar(to: TextIO) -> Iterator[tuple[Callable[[FetchProgress], None], Callable
     # here, since it costs 60 ms of a start and only a terminal needs it
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    from appliance.terminal import Terminal
+    from appliance.console.terminal import Terminal
 
     console = Terminal(file=to, highlight=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from appliance.weights.cache.size import in_column
 from appliance.weights.choose import Choice, Row
-from appliance.weights.size import in_column
 
 _HEAD = ("", "model", "size", "where it would lie", "context", "decode", "prefill", "tier", "verdict")
 _RIGHT = frozenset({"size", "context", "decode", "prefill"})

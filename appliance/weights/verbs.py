@@ -15,13 +15,13 @@ from appliance.image_facts import folders_by_hand, parse_recipe
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import add_model, drop_unfinished, is_held, open_volume, refusal
-from appliance.weights.bring import bring, sources_of
-from appliance.weights.disk_view import view
-from appliance.weights.remove import blob_of, remove
-from appliance.weights.room import size_of
+from appliance.weights.cache.size import as_size
+from appliance.weights.download.disk_space import size_of
 from appliance.weights.show import Counted
-from appliance.weights.size import as_size
-from appliance.weights.stores import (
+from appliance.weights.stores.import_files import bring, sources_of
+from appliance.weights.stores.inventory import view
+from appliance.weights.stores.remove import blob_of, remove
+from appliance.weights.stores.stores import (
     StoredModel,
     find_stored,
     lies_below,
@@ -30,7 +30,7 @@ from appliance.weights.stores import (
     other_stores,
     volume_store,
 )
-from appliance.weights.verify import Checked, set_aside, verify
+from appliance.weights.stores.verify import Checked, set_aside, verify
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import docker.types
 import pytest
 import requests
 
-from appliance.open_files import LEAST
+from appliance.system.open_files import LEAST
 from tests.container.stages.containers import Stage, ended, started, volume, wait_for
 from tests.process.stages.flood import flooded
 

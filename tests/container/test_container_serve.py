@@ -167,7 +167,7 @@ def test_a_side_request_costs_the_conversation_nothing(first_start: Stage) -> No
 
 
 def test_host_program_asks_and_reports(first_start: Stage) -> None:
-    argv = [sys.executable, "-m", "appliance.host.up", str(first_start.container.id)]
+    argv = [sys.executable, "-m", "appliance.host.verbs.up", str(first_start.container.id)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     for word in ("answer", "endpoint", "http://127.0.0.1:", "appliance key", "tok/s", "threads"):

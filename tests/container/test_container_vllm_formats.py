@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.vllm.parsers import Kind, Row, rows
+from appliance.engines.vllm.api.parsers import Kind, Row, rows
 from tests.container.stages.vllm_image import NEWER, answered, needs_image
 
 FORMATS = Path(__file__).parent / "stages/vllm_formats.py"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.vllm.planning.launch import EAGER, compile_key, launch_of
+from appliance.engines.vllm.planning.arguments.launch import EAGER, compile_key, launch_of
 from appliance.plan import Plan
 from tests.container.stages.vllm_image import answered, needs_image
 from tests.golden.vllm_plans import CASES, space

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.vllm import server
+from appliance.engines.vllm.process import server
 from appliance.errors import FatalError
 from appliance.image_facts import ENGINE_FACTS_PATH, EngineFacts, parse_engine_facts
 from images.matrix import load

@@ -15,7 +15,7 @@ import pytest
 import requests
 from docker.types import Mount
 
-from appliance.engines.vllm.routes import ROUTES
+from appliance.engines.vllm.api.routes import ROUTES
 from tests.container.stages.containers import ROOT, Stage, ended, started, volume, wait_for
 
 IMAGE = os.environ.get("APPLIANCE_TEST_VLLM_IMAGE", "")

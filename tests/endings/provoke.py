@@ -21,9 +21,9 @@ from typing import Any
 import yaml
 
 from appliance.command import Command
-from appliance.engines.llama.endings import as_error
-from appliance.engines.llama.log import is_error
-from appliance.probe.cgroup import query_oom_kills
+from appliance.engines.llama.process.endings import as_error
+from appliance.engines.llama.process.log import is_error
+from appliance.probe.machine.cgroup import query_oom_kills
 from appliance.supervisor import Crash, Supervisor, become_subreaper
 
 HERE = Path(__file__).parent

@@ -26,10 +26,10 @@ from typing import Any
 import yaml
 
 from appliance.command import Command
-from appliance.engines.vllm.endings import as_error
-from appliance.engines.vllm.log import is_error, is_fatal, is_waiting
-from appliance.engines.vllm.ready import one_token
-from appliance.probe.cgroup import query_oom_kills
+from appliance.engines.vllm.process.endings import as_error
+from appliance.engines.vllm.process.log import is_error, is_fatal, is_waiting
+from appliance.engines.vllm.startup.ready import one_token
+from appliance.probe.machine.cgroup import query_oom_kills
 from appliance.supervisor import Crash, Supervisor, become_subreaper
 
 HERE = Path(__file__).parent

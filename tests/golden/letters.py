@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import KV_BYTES, MIB, cells, layers_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.memory import KV_BYTES, MIB, cells, layers_of
 from appliance.engines.llama.planning.space import Space
 from appliance.model import Model
 from appliance.plan import Costs, GpuAllocation, Plan

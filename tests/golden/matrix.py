@@ -14,16 +14,16 @@ from typing import Any
 
 import yaml
 
-from appliance.engines.llama.planning.batch import PINNED, long_costs
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.inputs import PlanInputs, plan_inputs
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import padded
+from appliance.engines.llama.planning.memory.memory import padded
+from appliance.engines.llama.planning.placement.batch import PINNED, long_costs
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import FatalError
 from appliance.model import Model
 from appliance.plan import Costs, Plan
 from appliance.probe import Hardware
-from appliance.probe.described import read_machine
+from appliance.probe.machine.described import read_machine
 from appliance.settings import CONTEXT_STEP, resolve_settings
 from tests.builders import facts_for, model
 from tests.golden.letters import LONG_PROMPT, Judged, is_on_gpus, objections

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from appliance.engines.llama.planning.launch import LlamaLaunch
-from appliance.engines.vllm.planning.launch import VllmLaunch
+from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
+from appliance.engines.vllm.planning.arguments.launch import VllmLaunch
 from appliance.plan import Plan
 from appliance.serve.shown_plan import SCHEMA
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import arguments, environment
+from appliance.engines.llama.process.server import arguments, environment
 from appliance.errors import FatalError
 from appliance.plan import explain
 from appliance.settings import resolve_settings

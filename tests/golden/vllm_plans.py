@@ -12,9 +12,9 @@ from functools import cache, partial
 from pathlib import Path
 
 from appliance.engines.engine import Inputs, Install, Node
-from appliance.engines.vllm import server
-from appliance.engines.vllm.planning.launch import launch_of
+from appliance.engines.vllm.planning.arguments.launch import launch_of
 from appliance.engines.vllm.planning.space import Space
+from appliance.engines.vllm.process import server
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts
 from appliance.model import Model

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from appliance.probe.cuda import Cudart
+from appliance.probe.bandwidth.cuda import Cudart
 
 MIB = 2**20
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.probe.holders import held_mib, own_pids
-from appliance.probe.nvidia import query_gpus
-from appliance.probe.processes import query_tree
+from appliance.probe.gpu.nvidia import query_gpus
+from appliance.probe.load.holders import held_mib, own_pids
+from appliance.probe.load.processes import query_tree
 from appliance.settings import process_environment
 from tests.gpu.ballast import held
 

@@ -23,15 +23,15 @@ from pathlib import Path
 from appliance.errors import FatalError
 from appliance.plan import Plan
 from appliance.probe import as_document
-from appliance.probe.watch import Watch
+from appliance.probe.load.watch import Watch
 from appliance.profile import Profile, ProfileStore
 from appliance.serve.inputs import StartInputs, read_inputs
 from appliance.settings import Settings, load_settings, process_environment
 from appliance.supervisor import become_subreaper
-from appliance.tune import engine
-from appliance.tune.curve import Curve
-from appliance.tune.measure import Sampling, Step, measure
-from appliance.tune.workload import cost_s, parse_mix, scaled_mix
+from appliance.tune.figures.curve import Curve
+from appliance.tune.figures.workload import cost_s, parse_mix, scaled_mix
+from appliance.tune.trials import engine
+from appliance.tune.trials.run_trial import Sampling, Step, measure
 from tests.gpu.ballast import held
 from tests.gpu.grid import CASES, PICK, Case, Row, cells, judge, name_of, table
 from tests.shapes import write_gguf

@@ -14,12 +14,12 @@ from typing import cast
 
 import pytest
 
-from appliance.gateway.traffic import Traffic
+from appliance.console.report import Report
+from appliance.gateway.clients.traffic import Traffic
 from appliance.probe import SPEEDS_FOLDER, GpuProbe, Hardware, probe
-from appliance.probe.load import LoadSample
-from appliance.probe.speeds import load_speeds
-from appliance.probe.watch import Watch
-from appliance.report import Report
+from appliance.probe.bandwidth.speeds import load_speeds
+from appliance.probe.load.load import LoadSample
+from appliance.probe.load.watch import Watch
 from appliance.serve.bandwidths import Bandwidths
 from appliance.serve.served_model import ServedModel
 from appliance.settings import resolve_settings

@@ -95,7 +95,7 @@ def last(names: list[str], name: str) -> int:
 def may_read(home: Home) -> Path:
     """The child that reads memory waits until this file is there."""
     release = home.folder / "may-read"
-    wait = f"while 'appliance.probe.dram' in sys.orig_argv and not pathlib.Path({str(release)!r}).exists():"
+    wait = f"while 'appliance.probe.bandwidth.dram' in sys.orig_argv and not pathlib.Path({str(release)!r}).exists():"
     (home.folder / "site").mkdir()
     code = f"import pathlib, sys, time\n{wait}\n    time.sleep(0.02)\n"
     (home.folder / "site/sitecustomize.py").write_text(code)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.open_files import LEAST, SPARE
+from appliance.system.open_files import LEAST, SPARE
 from tests.process.stages.boot import Home, Serving, eventually
 from tests.process.stages.flood import flooded
 

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 
 from appliance.command import Command
+from appliance.console.report import Report
 from appliance.engines.llama.engine import ENGINE as LLAMA
-from appliance.gateway.traffic import Traffic
+from appliance.gateway.clients.traffic import Traffic
 from appliance.plan import Kind, Plan, Speculation, with_launch
 from appliance.probe import GpuProbe, Hardware, probe
-from appliance.probe.load import LoadSample
-from appliance.probe.watch import Watch
+from appliance.probe.load.load import LoadSample
+from appliance.probe.load.watch import Watch
 from appliance.profile import Profile, parse_profile
 from appliance.profile.drift import OVERDUE_LEAST_S, PROBES_MAX, DriftState
-from appliance.report import Report
 from appliance.serve.drift_monitor import DriftMonitor
-from appliance.tune.engine import running
+from appliance.tune.trials.engine import running
 from tests.process.stages.boot import Home
 from tests.process.stages.engine import session_with
 from tests.process.stages.supervisor import MakeCommand, eventually

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.devices import query_devices
-from appliance.engines.llama.server import gpu_environment
-from appliance.probe.driver import CUDA, find
+from appliance.engines.llama.process.devices import query_devices
+from appliance.engines.llama.process.server import gpu_environment
+from appliance.probe.gpu.driver import CUDA, find
 from appliance.run import run
 
 OWN = "libown.so"  # of the engine, with a namesake in the driver's folder

@@ -32,5 +32,5 @@ def test_the_hubs_client_is_imported_for_a_listing_alone() -> None:
     argv = [sys.executable, "-X", "importtime", "-c", "import appliance.weights.pull"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
     names = imported(done.stderr)
-    assert "appliance.weights.fetch" in names
+    assert "appliance.weights.download.fetch" in names
     assert [name for name in names if name.startswith(("huggingface_hub", "httpx2"))] == []

@@ -16,12 +16,12 @@ import pytest
 
 from appliance.errors import DownloadError, VolumeError
 from appliance.settings import HubSettings
-from appliance.weights.cache import RepoFolder, find
-from appliance.weights.fetch import fetch
-from appliance.weights.hub import resolve
-from appliance.weights.locks import locked
-from appliance.weights.meter import FetchProgress
-from appliance.weights.wanted import Wanted
+from appliance.weights.cache.download_set import Wanted
+from appliance.weights.cache.hub_layout import RepoFolder, find
+from appliance.weights.download.fetch import fetch
+from appliance.weights.download.hub import resolve
+from appliance.weights.download.locks import locked
+from appliance.weights.download.meter import FetchProgress
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
 from tests.mounts import fill_up, tmpfs
 from tests.process.stages.fetching import begin, ended, until

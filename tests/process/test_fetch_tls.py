@@ -17,10 +17,10 @@ from aiohttp import web
 
 from appliance.errors import DownloadError
 from appliance.settings import HubSettings
-from appliance.weights.hub import resolve
+from appliance.weights.download.hub import resolve
 from tests.process.stages.fetching import ROOT
 
-COUNT = "from appliance.weights.ranges import tls_context; print(tls_context().cert_store_stats()['x509_ca'])"
+COUNT = "from appliance.weights.download.ranges import tls_context; print(tls_context().cert_store_stats()['x509_ca'])"
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ import pytest
 from appliance.errors import DownloadError
 from appliance.reference import parse_reference
 from appliance.settings import HubSettings
-from appliance.weights.cache import RepoFolder
-from appliance.weights.fetch import fetch
-from appliance.weights.hub import offers, read_remote_header, resolve
-from appliance.weights.listing import list_files
-from appliance.weights.meter import FetchProgress
-from appliance.weights.ranges import open_range, open_session
-from appliance.weights.retry import Transient
-from appliance.weights.stores import lookup
-from appliance.weights.wanted import Wanted, WantedFile
+from appliance.weights.cache.download_set import Wanted, WantedFile
+from appliance.weights.cache.hub_layout import RepoFolder
+from appliance.weights.download.fetch import fetch
+from appliance.weights.download.hub import offers, read_remote_header, resolve
+from appliance.weights.download.listing import list_files
+from appliance.weights.download.meter import FetchProgress
+from appliance.weights.download.ranges import open_range, open_session
+from appliance.weights.download.retry import Transient
+from appliance.weights.stores.stores import lookup
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
 
 NAME = "Tiny-Q4_K_M.gguf"

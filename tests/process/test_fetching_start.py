@@ -347,8 +347,8 @@ def test_a_second_start_of_fetched_weights_imports_no_client(tmp_path: Path, wei
         slow = (
             "huggingface_hub",
             "aiohttp",
-            "appliance.weights.fetch",
-            "appliance.weights.hub",
+            "appliance.weights.download.fetch",
+            "appliance.weights.download.hub",
             "appliance.serve.from_hub",
         )
         assert not [name for name in imported if name.startswith(slow)]

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from appliance.gateway.connections import CONNECTIONS_MOST, SPARE, Limits, limits_within
+from appliance.gateway.clients.connections import CONNECTIONS_MOST, SPARE, Limits, limits_within
 from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_all, read_until
 
 CHAT = {"messages": [{"role": "user", "content": "hello there"}]}

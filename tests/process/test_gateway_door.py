@@ -13,14 +13,14 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
+from appliance.console.progress import Phase, Progress
+from appliance.engines.llama.api.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import ConfigError
 from appliance.gateway.app import create_app
-from appliance.gateway.auth import Keys
-from appliance.gateway.backend import Backend
-from appliance.gateway.forward import BODY_BYTES_MAX
+from appliance.gateway.clients.auth import Keys
+from appliance.gateway.engine.backend import Backend
+from appliance.gateway.routes.forward import BODY_BYTES_MAX
 from appliance.gateway.server import Gateway
-from appliance.progress import Phase, Progress
 from tests.ports import free_port
 from tests.process.stages.gateway import (
     ERROR_KEYS,

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.progress import Phase, Progress
+from appliance.console.progress import Phase, Progress
 from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_all, read_until
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]

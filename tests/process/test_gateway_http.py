@@ -11,9 +11,9 @@ import anthropic
 import pytest
 
 from appliance.documents import VALUES_MAX
-from appliance.engines.vllm.client_errors import ERRORS as VLLM_ERRORS
-from appliance.engines.vllm.routes import ROUTES as VLLM_ROUTES
-from appliance.gateway.http_answers import HEADER_BYTES_MAX, HEADERS_MAX, LINE_BYTES_MAX
+from appliance.engines.vllm.api.client_errors import ERRORS as VLLM_ERRORS
+from appliance.engines.vllm.api.routes import ROUTES as VLLM_ROUTES
+from appliance.gateway.wire.http_answers import HEADER_BYTES_MAX, HEADERS_MAX, LINE_BYTES_MAX
 from tests.process.stages.gateway import KEY, Stage, on_stage, read_all
 
 CHAT = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}

@@ -16,9 +16,9 @@ import aiohttp
 import openai
 import pytest
 
-from appliance.engines.vllm.client_errors import ERRORS as VLLM_ERRORS
-from appliance.gateway.forward import ATTEMPTS_ALONE
-from appliance.progress import Phase, Progress
+from appliance.console.progress import Phase, Progress
+from appliance.engines.vllm.api.client_errors import ERRORS as VLLM_ERRORS
+from appliance.gateway.routes.forward import ATTEMPTS_ALONE
 from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_all, read_until
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.model import read_model
-from appliance.model.gguf import read_gguf
+from appliance.model.formats.gguf import read_gguf
 from tests.unit.model.gguf_files import array, assert_as_oracle, header, key, refusal, tensor, text, write_model
 
 REAL_MODELS = sorted((Path(__file__).parents[2] / ".make/models").glob("*.gguf"))
@@ -56,7 +56,7 @@ def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
     code = (
         "import pathlib, resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_AS, (200 << 20, 200 << 20))\n"
-        "from appliance.model.gguf import read_gguf\n"
+        "from appliance.model.formats.gguf import read_gguf\n"
         "from appliance.errors import ModelUnreadableError\n"
         "try:\n print(len(read_gguf(pathlib.Path(sys.argv[1])).metadata))\n"
         "except ModelUnreadableError as error:\n print(error.message)\n"

@@ -46,7 +46,7 @@ def policies(fake: subprocess.Popen[str]) -> list[str]:
 @contextmanager
 def begin(address: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """The program, killed at the end if it still runs."""
-    argv = [sys.executable, "-m", "appliance.host.up", "c1", *words]
+    argv = [sys.executable, "-m", "appliance.host.verbs.up", "c1", *words]
     environment = {**os.environ, "DOCKER_HOST": address}
     pipe = subprocess.PIPE
     with subprocess.Popen(

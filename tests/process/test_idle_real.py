@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from appliance.command import Command
-from appliance.progress import Phase
+from appliance.console.progress import Phase
 from appliance.supervisor import Supervisor
 from tests.process.stages.engine import find_engine, find_model
 from tests.process.stages.idle import FakePlan, IdleStage, idle_stage, running

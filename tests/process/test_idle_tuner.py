@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from appliance.command import Command
+from appliance.console.progress import Phase
 from appliance.errors import EngineError, EngineNotReadyError
-from appliance.progress import Phase
 from appliance.serve.idle_policy import LOOKS
 from appliance.supervisor import Restart
 from tests.process.stages.idle import GRACE_S, MESSAGES, FakePlan, IdleStage, Measuring, fake_plan, idle_stage, running

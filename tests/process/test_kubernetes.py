@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from appliance.gateway.auth import OPEN_PATHS
+from appliance.gateway.clients.auth import OPEN_PATHS
 from images import lock, router
 from tests.process.stages.kustomize import Resource, build, identity, pod_specs
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from appliance.probe import Hardware, probe
-from appliance.probe.conditions import FOREIGN_CPU, Conditions, conditions
-from appliance.probe.counters import query_load
-from appliance.probe.load import LoadSample
-from appliance.probe.nvidia import query_gpus
-from appliance.probe.processes import query_tree
-from appliance.probe.watch import Watch
+from appliance.probe.gpu.nvidia import query_gpus
+from appliance.probe.load.conditions import FOREIGN_CPU, Conditions, conditions
+from appliance.probe.load.counters import query_load
+from appliance.probe.load.load import LoadSample
+from appliance.probe.load.processes import query_tree
+from appliance.probe.load.watch import Watch
 from appliance.run import run
 from tests.process.stages.nvml import PutMachine
 from tests.process.stages.supervisor import eventually

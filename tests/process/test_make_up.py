@@ -84,7 +84,7 @@ def test_the_demo_is_in_its_image_and_runs_anywhere(place: Workplace) -> None:
     (started,) = place.called("docker compose")
     assert started.startswith("APPLIANCE_IMAGE=appliance/demo docker compose --project-name appliance ")
     assert started.endswith("-f compose/appliance.yaml up --detach --quiet-pull --pull never")
-    assert len(place.called("appliance.host.up")) == 1
+    assert len(place.called("appliance.host.verbs.up")) == 1
     assert place.made() == {"appliance:llama-cpu", "appliance/demo:llama-cpu", "appliance/demo"}
     assert not place.called("images select")
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from appliance.model import list_models
-from appliance.weights.stores import Store, find_stored, list_store
+from appliance.weights.stores.stores import Store, find_stored, list_store
 
 FIRST = "only the first 50,000 files and folders were looked at"
 

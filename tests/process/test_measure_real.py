@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from appliance.probe import Gpu, GpuProbe, Hardware, probe
-from appliance.probe.dram import Stream, buffer_mib, measure_dram
-from appliance.probe.measure import DRAM_CHILD, LEAST_FREE_MIB, Measured, measure, measure_beside
+from appliance.probe.bandwidth.dram import Stream, buffer_mib, measure_dram
+from appliance.probe.bandwidth.measure import DRAM_CHILD, LEAST_FREE_MIB, Measured, measure, measure_beside
 from tests.process.stages.supervisor import is_alive
 
 SOURCE = Path(__file__).parents[1] / "fakes/cudart/cudart.c"
@@ -215,4 +215,4 @@ def test_a_child_that_prints_no_figure_costs_the_figure_alone(machine: Hardware,
     missing = measure_beside(alone, engine_dir, os.environ, is_wanted=lambda: True, dram_child=("/no/such",))
     assert missing is not None
     assert missing.speeds.dram_gb_s is None
-    assert DRAM_CHILD[-1] == "appliance.probe.dram"
+    assert DRAM_CHILD[-1] == "appliance.probe.bandwidth.dram"

@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 
 from appliance.command import Command
+from appliance.console.report import Report
 from appliance.engines.engine import Inputs, Install
+from appliance.engines.llama.api.routes import ROUTES
 from appliance.engines.llama.engine import Llama
-from appliance.engines.llama.routes import ROUTES
 from appliance.errors import EngineError
-from appliance.gateway.backend import Backend
+from appliance.gateway.engine.backend import Backend
 from appliance.plan import Kernels, MemoryKill, Plan
 from appliance.profile import Key, ProfileStore
 from appliance.profile.kills import KEPT_MAX
-from appliance.report import Report
 from appliance.serve.inputs import StartInputs
 from appliance.serve.load import launch, wait_loaded
 from appliance.serve.served_model import ServedModel

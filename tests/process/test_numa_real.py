@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engines.llama.planning.launch import NUMA_MODES, launch_of
+from appliance.engines.llama.planning.arguments.launch import NUMA_MODES, launch_of
 from tests.process.stages.engine import find_model
 from tests.process.stages.slots import serving
 

@@ -13,11 +13,11 @@ from typing import cast
 
 import pytest
 
-from appliance.gateway.traffic import Traffic
+from appliance.console.report import Report
+from appliance.gateway.clients.traffic import Traffic
 from appliance.probe import GpuProbe, Hardware, probe
-from appliance.probe.load import LoadSample
-from appliance.probe.watch import Watch
-from appliance.report import Report
+from appliance.probe.load.load import LoadSample
+from appliance.probe.load.watch import Watch
 from appliance.serve.other_work import OtherWork
 from appliance.serve.served_model import ServedModel
 from tests.builders import profile

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from appliance.engines.engine import Install
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.fit import query_projections
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.process.facts import query_facts
+from appliance.engines.llama.process.fit import query_projections
 from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model, read_model
 from appliance.plan import Plan

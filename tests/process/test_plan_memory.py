@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.planning.cpu_variant import runnable_variants
+from appliance.engines.llama.planning.hardware.cpu_variant import runnable_variants
+from appliance.engines.llama.process.facts import query_facts
 from appliance.probe import probe
 from benchmarks.memory import AIM, CASES, Case, Row, allocated_by, planned_for, shape_of
 from tests.process.stages.engine import find_engine

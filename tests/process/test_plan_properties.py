@@ -10,13 +10,13 @@ from itertools import pairwise
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import CLEARLY_FASTER, LONG_PROMPTS
-from appliance.engines.llama.planning.context import AS_FAST
-from appliance.engines.llama.planning.memory import UBATCH
-from appliance.engines.llama.planning.placement import EVEN_FOR
+from appliance.engines.llama.planning.memory.memory import UBATCH
+from appliance.engines.llama.planning.placement.batch import CLEARLY_FASTER, LONG_PROMPTS
+from appliance.engines.llama.planning.placement.context import AS_FAST
+from appliance.engines.llama.planning.placement.placement import EVEN_FOR
+from appliance.engines.llama.planning.placement.tensor_mode import CLEARLY as TENSOR_CLEARLY
+from appliance.engines.llama.planning.placement.tensor_mode import GOOD_LINK_GB_S, TENSOR
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.tensor_mode import CLEARLY as TENSOR_CLEARLY
-from appliance.engines.llama.planning.tensor_mode import GOOD_LINK_GB_S, TENSOR
 from appliance.errors import FatalError, ModelDoesNotFitError
 from appliance.model import Model
 from appliance.plan import CONTEXT_STEP, Memory, Plan

@@ -13,7 +13,7 @@ import pynvml  # type: ignore[import-untyped]
 import pytest
 
 from appliance.probe import Gpu, GpuProbe
-from appliance.probe.nvidia import query_gpus
+from appliance.probe.gpu.nvidia import query_gpus
 from tests.fakes.machines import MACHINES, SOURCE, gpus_of
 from tests.process.stages.nvml import PutMachine
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.probe import as_document, fingerprint, probe
-from appliance.probe.host import query_host
+from appliance.probe.machine.host import query_host
 from appliance.run import OUTPUT_LIMIT_BYTES, Running, RunTimeout, run
 
 

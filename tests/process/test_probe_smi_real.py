@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from appliance.probe import GpuProbe
-from appliance.probe.nvidia import query_gpus
-from appliance.probe.smi import cross_check
+from appliance.probe.gpu.nvidia import query_gpus
+from appliance.probe.gpu.smi import cross_check
 from tests.process.stages.nvml import PutMachine
 
 LOG = """<?xml version="1.0" ?>

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from appliance.disk import Disk
 from appliance.errors import VolumeError
 from appliance.plan import CardPeak, MemoryPeak
 from appliance.profile import Profile, ProfileStore, dump_profile
 from appliance.profile.partial import dump_partial
-from appliance.tune.partial import Partial
+from appliance.system.disk import Disk
+from appliance.tune.checkpoint import Partial
 from tests.builders import BUSY, PARTIAL, key, measured, profile
 from tests.golden.vllm_plans import hardware
 from tests.mounts import tmpfs

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from appliance.progress import Phase, Progress
+from appliance.console.progress import Phase, Progress
 from tests.ports import free_port
 from tests.process.stages.gateway import KEY, eventually
 from tests.process.stages.provision import (
@@ -126,14 +126,14 @@ def test_both_sides_are_waited_for_with_words(tmp_path: Path) -> None:
     port = free_port()
     with an_appliance(tmp_path) as appliance:
         facts = {"bytes_done": 24, "bytes_total": 100}
-        appliance.progress = Progress(phase=Phase.FETCHING, message="qwen3-8b", facts=facts)
+        appliance.console.progress = Progress(phase=Phase.FETCHING, message="qwen3-8b", facts=facts)
         stage = Both(front=Front(port=port), appliance=appliance, folder=tmp_path)
         with begin(*stage.words()) as program:
             assert program.stderr
             assert program.stderr.readline() == f"waiting for one-api at {stage.front.url}\n"
             with one_api("--port", str(port), "--access-token", stage.access_token):
                 assert "the model is being fetched: qwen3-8b, 24%" in program.stderr.readline()
-                appliance.progress = READY
+                appliance.console.progress = READY
                 out, err = program.communicate(timeout=180)
     assert program.returncode == 0, err
     assert json.loads(out)["channel"]["did"] == "created"

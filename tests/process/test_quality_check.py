@@ -13,15 +13,15 @@ import pytest
 
 from appliance.command import Command
 from appliance.engines.engine import ChunkSpec, Install, TextReader
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.log import is_error
-from appliance.engines.llama.perplexity import BINARY, Perplexity, arguments
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.process.facts import query_facts
+from appliance.engines.llama.process.log import is_error
+from appliance.engines.llama.process.perplexity import BINARY, Perplexity, arguments
 from appliance.errors import ModelUnreadableError
 from appliance.plan import KvCheck, Plan, with_launch
-from appliance.tune.measure import Step
-from appliance.tune.perplexity import ScoredChunk
-from appliance.tune.quality import SILENT_TRIES, TEXT, check
+from appliance.tune.figures.perplexity import ScoredChunk
+from appliance.tune.trials.kv_quality import SILENT_TRIES, TEXT, check
+from appliance.tune.trials.run_trial import Step
 from benchmarks.memory import planned_for
 from tests.builders import facts
 from tests.process.stages.engine import COPIED, find_engine

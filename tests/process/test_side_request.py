@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from tests.process.stages.slots import SYSTEM, Served, Turn, serving, words
 from tests.shapes import SMALL, write_gguf
 

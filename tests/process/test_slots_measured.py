@@ -12,14 +12,14 @@ import pytest
 
 from appliance.command import Command
 from appliance.engines.engine import Install
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.server import command
+from appliance.engines.llama.process.facts import query_facts
+from appliance.engines.llama.process.server import command
 from appliance.errors import EngineDiedError, EngineNotReadyError
 from appliance.plan import Plan
-from appliance.tune.concurrency import SYSTEM, measure_slots
-from appliance.tune.measure import Step
-from appliance.tune.slots import Concurrency, choose
-from appliance.tune.workload import CHAT, Workload
+from appliance.tune.figures.slots import Concurrency, choose
+from appliance.tune.figures.workload import CHAT, Workload
+from appliance.tune.trials.concurrency import SYSTEM, measure_slots
+from appliance.tune.trials.run_trial import Step
 from benchmarks.memory import planned_for
 from tests.golden.plans import CASES
 from tests.golden.plans import space as golden_space

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.log import is_error
+from appliance.engines.llama.process.log import is_error
 from appliance.supervisor import Crash, State
 from appliance.supervisor.log import KEPT_LINES, MAX_LINE_BYTES, Log
 from appliance.supervisor.reaper import parse_stat, query_process

@@ -16,13 +16,13 @@ import pytest
 
 from appliance.command import Command
 from appliance.engines.engine import Install
-from appliance.engines.llama.client import parse_completion
+from appliance.engines.llama.api.client import parse_completion
 from appliance.engines.llama.engine import ENGINE as LLAMA
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.server import command, is_worth_showing
+from appliance.engines.llama.process.facts import query_facts
+from appliance.engines.llama.process.server import command, is_worth_showing
 from appliance.errors import EngineNotReadyError
-from appliance.tune.engine import running
-from appliance.tune.measure import Probe, plain_point_of
+from appliance.tune.trials.engine import running
+from appliance.tune.trials.run_trial import Probe, plain_point_of
 from benchmarks.memory import planned_for
 from tests.process.stages.engine import find_engine, session_with
 from tests.process.stages.supervisor import eventually

@@ -14,10 +14,10 @@ import pytest
 
 from appliance.command import Command
 from appliance.engines.engine import Install
-from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import applied, estimate
-from appliance.engines.llama.server import command, speculation_arguments
+from appliance.engines.llama.process.facts import query_facts
+from appliance.engines.llama.process.server import command, speculation_arguments
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts
 from appliance.model import Model, read_draft, read_model

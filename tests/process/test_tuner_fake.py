@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 
 from appliance.command import Command
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineGpuMemoryError, EngineNotReadyError
 from appliance.model import Model
 from appliance.plan import Plan
 from appliance.probe import Hardware
-from appliance.probe.conditions import SHORTEST_S
-from appliance.probe.load import LoadSample
-from appliance.probe.watch import Watch
+from appliance.probe.load.conditions import SHORTEST_S
+from appliance.probe.load.load import LoadSample
+from appliance.probe.load.watch import Watch
 from appliance.settings import resolve_settings
-from appliance.tune.measure import Step, measure
-from appliance.tune.measurement import Measurement
-from appliance.tune.modes import Mode
-from appliance.tune.speeds import speeds_on
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.modes import Mode
+from appliance.tune.figures.speeds import speeds_on
+from appliance.tune.figures.workload import parse_mix
+from appliance.tune.trials.run_trial import Step, measure
 from appliance.tune.tuner import Goal, Tuned, Tuner
-from appliance.tune.workload import parse_mix
 from tests.builders import facts, model
 from tests.golden.machines import MACHINES
 from tests.process.stages.engine import bench_of

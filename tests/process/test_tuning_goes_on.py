@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 
 from appliance.command import Command
+from appliance.console.report import Report
 from appliance.engines.engine import Inputs, Install
-from appliance.engines.llama.perplexity import BINARY
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import speculation_arguments
+from appliance.engines.llama.process.perplexity import BINARY
+from appliance.engines.llama.process.server import speculation_arguments
 from appliance.model import Model
 from appliance.plan import Kernels, KvCheck, Plan
 from appliance.profile import Key, Profile, ProfileStore
-from appliance.report import Report
 from appliance.serve.inputs import StartInputs
 from appliance.serve.measure import measure, measure_more
 from appliance.serve.served_model import ServedModel
 from appliance.settings import Settings, resolve_settings
-from appliance.tune.partial import Partial
+from appliance.tune.checkpoint import Partial
 from appliance.tune.session import MORE_PLANS
 from tests.builders import facts, model, profile
 from tests.golden.machines import MACHINES

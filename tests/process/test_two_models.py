@@ -16,8 +16,8 @@ import aiohttp
 import openai
 import pytest
 
+from appliance.console.report import Report
 from appliance.gateway.server import Gateway
-from appliance.report import Report
 from appliance.serve.choose import start_from_profile
 from appliance.serve.listen import open_gateway
 from appliance.serve.run import serve_model

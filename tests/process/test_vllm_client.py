@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from appliance.engines.engine import Completion
-from appliance.engines.vllm.client import VllmClient, parse_completion
+from appliance.engines.vllm.api.client import VllmClient, parse_completion
 from appliance.errors import EngineNotReadyError
 from appliance.supervisor import Supervisor
 from tests.process.stages.vllm import vllm_command

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.probe.driver import find
+from appliance.probe.gpu.driver import find
 from appliance.settings import process_environment
 from tests.ports import free_port
 from tests.process.stages.vllm_home import FACTS, LIBRARIES, VllmHome

@@ -13,10 +13,10 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.engines.vllm.client_errors import ERRORS
-from appliance.engines.vllm.routes import ROUTES
-from appliance.gateway.backend import ListedModel
-from appliance.progress import Phase
+from appliance.console.progress import Phase
+from appliance.engines.vllm.api.client_errors import ERRORS
+from appliance.engines.vllm.api.routes import ROUTES
+from appliance.gateway.engine.backend import ListedModel
 from tests.process.stages.gateway import Stage, eventually, on_stage, read_until
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]

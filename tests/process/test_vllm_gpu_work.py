@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from appliance.engines.gpu_work import gpus_at_work
-from appliance.probe.load import GpuLoad, GpuLoads
+from appliance.probe.load.load import GpuLoad, GpuLoads
 from tests.process.stages.nvml import PutMachine
 
 OURS = ("GPU-a", "GPU-b")

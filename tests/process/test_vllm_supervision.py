@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from appliance.command import Command
-from appliance.engines.vllm.caches import Caches
-from appliance.engines.vllm.endings import as_error
-from appliance.engines.vllm.progress import CompileCache, compile_cache
-from appliance.engines.vllm.ready import one_token
+from appliance.engines.vllm.process.endings import as_error
+from appliance.engines.vllm.startup.caches import Caches
+from appliance.engines.vllm.startup.progress import CompileCache, compile_cache
+from appliance.engines.vllm.startup.ready import one_token
 from appliance.errors import EngineNotReadyError
 from appliance.supervisor import Crash, Restart, State, Supervisor, become_subreaper
 from appliance.supervisor.reaper import PR_SET_CHILD_SUBREAPER

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.probe.watch import Watch
+from appliance.probe.load.watch import Watch
 from appliance.run import RunTimeout, run
 from tests.fakes.machines import hardware_of
 from tests.process.stages.nvml import PutMachine

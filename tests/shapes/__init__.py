@@ -6,7 +6,7 @@ path = write_gguf(tmp_path / "m.gguf", SMALL["delta-net"], quantization="Q4_K_M"
 
 from __future__ import annotations
 
-from appliance.model.shape import Shape
+from appliance.model.shapes.shape import Shape
 from tests.shapes.shape import PUBLISHED, SMALL
 from tests.shapes.write import QUANTIZATIONS, write_gguf
 

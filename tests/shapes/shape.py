@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from appliance.model.published import published
-from appliance.model.shape import Shape, as_shape
+from appliance.model.shapes.published import published
+from appliance.model.shapes.shape import Shape, as_shape
 
 HERE = Path(__file__).parent
 SMALL_VOCABULARY = 512

@@ -11,9 +11,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from appliance.model.quantize import tensor_type
-from appliance.model.shape import Shape
-from appliance.model.tensors import tensors
+from appliance.model.shapes.quantize import tensor_type
+from appliance.model.shapes.shape import Shape
+from appliance.model.shapes.tensors import tensors
 
 ALIGNMENT = 32
 _PIECE_BYTES = 256 * 1024  # random bytes that are repeated: weights need not differ, only be finite

@@ -110,21 +110,21 @@ STRICT_LEAVES = {
     "moe": set(),
 }
 WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/planning/",
-              "appliance/engines/llama/server", "appliance/engines/llama/perplexity",
-              "appliance/engines/llama/endings", "appliance/engines/gpus", "appliance/engines/endings",
-              "appliance/engines/vllm/endings", "appliance/engines/vllm/log",
-              "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
-              "appliance/tune/slots", "appliance/tune/perplexity",
-              "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
-              "appliance/tune/terms", "appliance/tune/speeds", "appliance/tune/search",
+              "appliance/engines/llama/process/server", "appliance/engines/llama/process/perplexity",
+              "appliance/engines/llama/process/endings", "appliance/engines/gpus", "appliance/engines/endings",
+              "appliance/engines/vllm/process/endings", "appliance/engines/vllm/process/log",
+              "appliance/tune/search/candidates", "appliance/tune/figures/measurement", "appliance/tune/figures/acceptance",
+              "appliance/tune/figures/slots", "appliance/tune/figures/perplexity",
+              "appliance/tune/figures/curve", "appliance/tune/figures/workload", "appliance/tune/figures/modes", "appliance/tune/search/refit",
+              "appliance/tune/search/cost_terms", "appliance/tune/figures/speeds", "appliance/tune/search/search",
               "appliance/serve/hosts/group", "appliance/serve/hosts/member",
               "appliance/serve/checks", "appliance/serve/idle_policy", "appliance/serve/status",
-              "appliance/profile/pick", "appliance/profile/drift", "appliance/profile/of_tuning",
-              "appliance/profile/at_start", "appliance/probe/conditions",
+              "appliance/profile/pick", "appliance/profile/drift", "appliance/profile/from_tuning",
+              "appliance/profile/at_start", "appliance/probe/load/conditions",
               "appliance/weights/choose", "appliance/weights/table", "appliance/serve/forecast",
-              "appliance/engines/vllm/planning/", "appliance/engines/vllm/server",
-              "appliance/gateway/models", "appliance/model/described", "appliance/model/quantize",
-              "appliance/model/tensors", "appliance/model/shape",
+              "appliance/engines/vllm/planning/", "appliance/engines/vllm/process/server",
+              "appliance/gateway/routes/models", "appliance/model/shapes/described", "appliance/model/shapes/quantize",
+              "appliance/model/shapes/tensors", "appliance/model/shapes/shape",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
@@ -132,10 +132,10 @@ ONLY_IN = {
     "uvicorn": ("appliance/gateway/",),
     "docker": ("images/docker.py", "appliance/host/"),
     "msgspec": ("appliance/documents.py",),
-    "psutil": ("appliance/probe/processes.py",),
-    "huggingface_hub": ("appliance/weights/listing.py",),
-    "httpx2": ("appliance/weights/listing.py",),
-    "certifi": ("appliance/weights/ranges.py",),
+    "psutil": ("appliance/probe/load/processes.py",),
+    "huggingface_hub": ("appliance/weights/download/listing.py",),
+    "httpx2": ("appliance/weights/download/listing.py",),
+    "certifi": ("appliance/weights/download/ranges.py",),
 }
 
 
@@ -235,12 +235,12 @@ ENGINES = sorted(path.parent.name for path in (ROOT / "appliance/engines").glob(
 WORDS = {"llama": r"(?<!o)llama|ggml|CUDA[0-9]|perplexity\.cpp", "vllm": r"vllm"}
 # Proper names that have such a word in them, each in the one file that needs it.
 PROPER_NAMES = {
-    "appliance/engines/vllm/chips.yaml": "ExLlama",  # a kernel
-    "appliance/engines/vllm/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
+    "appliance/engines/vllm/planning/model/chips.yaml": "ExLlama",  # a kernel
+    "appliance/engines/vllm/api/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
     # What a balancer looks for unless it is told otherwise, whatever engine serves.
     "appliance/engines/routes.py": "vllm:num_requests_waiting|vllm:num_requests_running|vllm:kv_cache_usage_perc",
-    "appliance/engines/vllm/planning/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
-    "appliance/model/parts.py": "llama-gguf-split",  # the only program that merges parts
+    "appliance/engines/vllm/planning/model/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
+    "appliance/model/formats/parts.py": "llama-gguf-split",  # the only program that merges parts
     "appliance/model/__init__.py": "images whose name begins vllm-",  # what serves the other format
 }
 # Types, keys and architectures of GGUF, and the names of published models.

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from appliance.engines.llama.planning.memory import layers_of
-from appliance.engines.llama.planning.rates import card_rates, class_of, cpu_rates
-from appliance.engines.llama.planning.roofline import Roofline
-from appliance.model.described import describe_shape
+from appliance.engines.llama.planning.hardware.rates import card_rates, class_of, cpu_rates
+from appliance.engines.llama.planning.memory.memory import layers_of
+from appliance.engines.llama.planning.placement.roofline import Roofline
+from appliance.model.shapes.described import describe_shape
 from appliance.probe import Gpu
 from benchmarks.speed_model import AIM_MEDIAN, AIM_WORST, Compared, compare, is_held_out, load_data, main
 from tests.builders import device

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from appliance.command import Command
+from appliance.console.report import Report
 from appliance.engine_route import EngineRoute, ErrorRule
 from appliance.engines.engine import (
     ChunkSpec,
@@ -21,24 +22,23 @@ from appliance.engines.engine import (
     KernelResult,
     TextReader,
 )
-from appliance.engines.llama import endings, server
-from appliance.engines.llama.client_errors import ERRORS
-from appliance.engines.llama.devices import query_devices, query_devices_once
-from appliance.engines.llama.facts import BINARY, query_facts
-from appliance.engines.llama.kernel_record import KernelStore
-from appliance.engines.llama.planning.cpu_variant import choose_kernels
-from appliance.engines.llama.planning.launch import LlamaLaunch
-from appliance.engines.llama.planning.limits import Limits
-from appliance.engines.llama.planning.refine import refine
+from appliance.engines.llama.api.client_errors import ERRORS
+from appliance.engines.llama.api.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
+from appliance.engines.llama.kernels.kernel_record import KernelStore
+from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
+from appliance.engines.llama.planning.arguments.loader_check import refine
+from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
+from appliance.engines.llama.planning.hardware.observed_limits import Limits
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
+from appliance.engines.llama.process import endings, server
+from appliance.engines.llama.process.devices import query_devices, query_devices_once
+from appliance.engines.llama.process.facts import BINARY, query_facts
 from appliance.engines.routes import LOAD_GAUGES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Format
 from appliance.plan import Allocated, Kernels, KvCheck, Launch, Plan, RuledOut, Shortage
 from appliance.probe import Cpu, Hardware
-from appliance.report import Report
 from appliance.settings import ENGINE_SETTINGS, Settings
 
 
@@ -81,13 +81,15 @@ class Llama(Engine):
         return choose_kernels(settings, facts, cpu, ruled_out)
 
     def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
-        from appliance.engines.llama.kernel_guard import KernelGuard  # here: it costs 20 ms, and `plan` has no loop
+        from appliance.engines.llama.kernels.kernel_guard import (
+            KernelGuard,  # here: it costs 20 ms, and `plan` has no loop
+        )
 
         store = KernelStore(install.cache_dir, image.build_id, cpu, partial(report.warning, "kernels_unknown"))
         return KernelGuard(store, report, install, threads=cpu.cores)
 
     def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
-        from appliance.engines.llama.kernel_checks import check_kernels  # here: no start needs it
+        from appliance.engines.llama.kernels.kernel_checks import check_kernels  # here: no start needs it
 
         return check_kernels(install, inputs)
 
@@ -103,7 +105,7 @@ class Llama(Engine):
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
     ) -> Sequence[Plan]:
-        from appliance.engines.llama.fit import query_projections  # here: a start from a profile never needs it
+        from appliance.engines.llama.process.fit import query_projections  # here: a start from a profile never needs it
 
         found = query_projections(plans, install, budget_s=budget_s, is_wanted=is_wanted)
         return refine(plans, found)
@@ -112,12 +114,12 @@ class Llama(Engine):
         return server.command(plan, install, socket_path)
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
-        from appliance.engines.llama.client import LlamaClient  # here: no start needs an HTTP library
+        from appliance.engines.llama.api.client import LlamaClient  # here: no start needs an HTTP library
 
         return LlamaClient(command, doing=doing)
 
     def text_reader(self, plan: Plan, install: Install, chunk_spec: ChunkSpec, text: Path) -> TextReader:
-        from appliance.engines.llama.perplexity import Perplexity  # here: no start needs it
+        from appliance.engines.llama.process.perplexity import Perplexity  # here: no start needs it
 
         return Perplexity(plan, install, chunk_spec, text)
 

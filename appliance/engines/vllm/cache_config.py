@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.engines.vllm.planning.launch import launch_of
-from appliance.engines.vllm.ready import answer_of
-from appliance.engines.vllm.routes import METRICS_PATH
+from appliance.engines.vllm.api.routes import METRICS_PATH
+from appliance.engines.vllm.planning.arguments.launch import launch_of
+from appliance.engines.vllm.startup.ready import answer_of
 from appliance.plan import Allocated, Plan
 from appliance.values import dataclass
 

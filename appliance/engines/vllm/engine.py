@@ -13,15 +13,16 @@ from appliance.engine_route import EngineRoute, ErrorRule
 from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
 from appliance.engines.gpu_work import gpu_work_of
 from appliance.engines.routes import LOAD_GAUGES
-from appliance.engines.vllm import compiled, endings, facts, last_start, log, progress, server
+from appliance.engines.vllm.api.client_errors import ERRORS
+from appliance.engines.vllm.api.routes import METRICS_PATH, ROUTES, parse_kv_use
 from appliance.engines.vllm.cache_config import confirmed, query_cache_config, query_metrics
-from appliance.engines.vllm.caches import Caches
-from appliance.engines.vllm.client_errors import ERRORS
-from appliance.engines.vllm.planning.launch import VllmLaunch
+from appliance.engines.vllm.load_observed import has_filled_a_step, query_work
+from appliance.engines.vllm.planning.arguments.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
-from appliance.engines.vllm.ready import health, one_token
-from appliance.engines.vllm.routes import METRICS_PATH, ROUTES, parse_kv_use
-from appliance.engines.vllm.work_seen import has_filled_a_step, query_work
+from appliance.engines.vllm.process import endings, facts, log, server
+from appliance.engines.vllm.startup import compiled, last_start, progress
+from appliance.engines.vllm.startup.caches import Caches
+from appliance.engines.vllm.startup.ready import health, one_token
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Format
@@ -96,7 +97,7 @@ class Vllm(Engine):
         )
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
-        from appliance.engines.vllm.client import VllmClient  # here: no start needs an HTTP library
+        from appliance.engines.vllm.api.client import VllmClient  # here: no start needs an HTTP library
 
         return VllmClient(command, doing=doing)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.engines.engine import Install, KernelResult
-from appliance.engines.vllm import last_start
-from appliance.engines.vllm.caches import on_volume
-from appliance.engines.vllm.planning.launch import EAGER, compile_key, launch_of
-from appliance.engines.vllm.planning.variables import SOURCE as VARIABLES
+from appliance.engines.vllm.planning.arguments.launch import EAGER, compile_key, launch_of
+from appliance.engines.vllm.planning.arguments.variables import SOURCE as VARIABLES
+from appliance.engines.vllm.startup import last_start
+from appliance.engines.vllm.startup.caches import on_volume
 from appliance.plan import Plan
 
 # Choices of a plan, in the words of doctor.

@@ -11,8 +11,8 @@ import aiohttp
 
 from appliance.host.bench.figures import Sample
 from appliance.host.bench.stream import BrokenAnswerError, Piece, read_answer
-from appliance.host.endpoint import Endpoint, raise_if_refused
-from appliance.host.gateway import said_in
+from appliance.host.docker.endpoint import Endpoint, raise_if_refused
+from appliance.host.docker.http import said_in
 
 # Servers differ in how an answer's length is asked for: the first form that is not refused is kept. Without
 # `ignore_eos` a model may end early; how many tokens came is counted either way.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.host.bench.figures import Row
 from appliance.host.bench.measure import Doing, Workload
-from appliance.host.endpoint import Endpoint, choose_model, given_endpoint, local_endpoint, query_models
+from appliance.host.docker.endpoint import Endpoint, choose_model, given_endpoint, local_endpoint, query_models
 from appliance.settings import process_environment
 from appliance.values import dataclass
 
@@ -137,9 +137,9 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
 def _run_loop(endpoint: Endpoint, model: str, workload: Workload, timeout_s: float) -> _Measured:
     """What was measured is kept when something ends it in the middle."""
     # At the start of `--help` none of it is wanted, and it costs 0.3 s.
+    from appliance.console.terminal import Terminal
     from appliance.host.bench.client import connect
     from appliance.host.bench.measure import measure
-    from appliance.terminal import Terminal
 
     err = Terminal(stderr=True, highlight=False)
     rows: list[Row] = []
@@ -182,9 +182,9 @@ def _print(
     options: argparse.Namespace, endpoint: Endpoint, model: str, workload: Workload, rows: tuple[Row, ...]
 ) -> None:
     # At the start of `--help` none of it is wanted, and it costs 0.1 s.
+    from appliance.console.terminal import Terminal
     from appliance.host.bench.plot import plot
     from appliance.host.bench.show import document, notes, table
-    from appliance.terminal import Terminal
 
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if options.json:

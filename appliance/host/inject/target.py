@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.host.endpoint import Endpoint
+from appliance.host.docker.endpoint import Endpoint
 from appliance.values import dataclass
 
 

@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.errors import ConfigError, UsageError
-from appliance.host.endpoint import Endpoint, ServedModel, choose_model, given_endpoint, local_endpoint, query_models
+from appliance.host.docker.endpoint import (
+    Endpoint,
+    ServedModel,
+    choose_model,
+    given_endpoint,
+    local_endpoint,
+    query_models,
+)
 from appliance.host.inject.injection import (
     KEY_FILE,
     Injection,

@@ -11,7 +11,7 @@ from typing import Any
 
 from appliance.documents import load
 from appliance.errors import EngineNotReadyError
-from appliance.host.gateway import NoAnswerError, said, said_in
+from appliance.host.docker.http import NoAnswerError, said, said_in
 from appliance.values import dataclass
 
 ASK_S = 15.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import ConfigError
-from appliance.host.gateway import READY, Gateway, NoAnswerError, Reply, refusal
+from appliance.host.docker.http import READY, Gateway, NoAnswerError, Reply, refusal
 from appliance.host.provision.channel import check_models
 from appliance.values import dataclass
 

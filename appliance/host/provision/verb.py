@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from appliance.errors import ConfigError, EngineNotReadyError, FatalError, UsageError
-from appliance.host.endpoint import parse_url
-from appliance.host.gateway import Gateway, NoAnswerError
+from appliance.host.docker.endpoint import parse_url
+from appliance.host.docker.http import Gateway, NoAnswerError
 from appliance.host.provision.admin import SignedIn, sign_in
 from appliance.host.provision.api import Api, RefusedError
 from appliance.host.provision.channel import Wanted

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from appliance.errors import EngineNotReadyError
-from appliance.host.gateway import Gateway, NoAnswerError
+from appliance.host.docker.http import Gateway, NoAnswerError
 from appliance.host.provision.api import Api, RefusedError
 from appliance.host.provision.served import readiness
 

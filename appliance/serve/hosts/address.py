@@ -7,8 +7,8 @@ import ipaddress
 import socket
 import time
 
+from appliance.console.report import Report
 from appliance.errors import ConfigError
-from appliance.report import Report
 from appliance.serve.hosts.group import TICK_S
 from appliance.settings import Settings, parse_address
 

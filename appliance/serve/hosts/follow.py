@@ -12,11 +12,11 @@ from dataclasses import asdict, replace
 
 import aiohttp
 
+from appliance.console.progress import Phase
 from appliance.engines.engine import Node
 from appliance.errors import ConfigError
 from appliance.plan import Plan
 from appliance.profile.record import parse_plan
-from appliance.progress import Phase
 from appliance.race import first_of
 from appliance.serve.hosts.address import address_towards, is_loopback, leader_of, resolve
 from appliance.serve.hosts.group import LOST_S, TICK_S

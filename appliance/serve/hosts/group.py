@@ -7,8 +7,8 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
+from appliance.console.report import Report
 from appliance.engines.engine import Host
-from appliance.report import Report
 from appliance.serve.hosts.member import Member, Word, why_refused
 from appliance.values import dataclass
 

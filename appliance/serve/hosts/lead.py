@@ -8,12 +8,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from appliance.console.progress import Phase
+from appliance.console.report import Report
 from appliance.engines.engine import Node, Space
 from appliance.errors import EngineDiedError, EngineError, EngineNotReadyError, FatalError
 from appliance.plan import Plan
-from appliance.progress import Phase
 from appliance.race import first_of
-from appliance.report import Report
 from appliance.serve.hosts.address import free_port, own_address, resolve
 from appliance.serve.hosts.group import TICK_S, Failure, Group, RefusedError
 from appliance.serve.hosts.member import DOCUMENT, member_of, parse_member
@@ -44,7 +44,9 @@ class Leader:
         self.part = HostPart(documents={DOCUMENT: group.document}, actions={DOCUMENT: self._heard})
 
     def _heard(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        from appliance.gateway.api_error import ApiError  # here: a start of the engine does not wait for the gateway
+        from appliance.gateway.wire.api_error import (
+            ApiError,  # here: a start of the engine does not wait for the gateway
+        )
 
         try:
             return 200, asdict(self.group.heard(parse_member(body)))

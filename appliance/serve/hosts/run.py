@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from appliance.report import Report
+from appliance.console.report import Report
 from appliance.serve.gpus import cross_check_gpus
 from appliance.serve.hosts.follow import Follower
 from appliance.serve.hosts.lead import Leader

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from appliance.probe import Cpu, Gpu, GpuHolder, GpuProbe, Hardware, Memory, NumaNode, Speeds, Volume
-from appliance.probe.sysfs import parse_cpulist
+from appliance.probe.machine.sysfs import parse_cpulist
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent / "nvml" / "nvml.c"

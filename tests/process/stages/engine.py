@@ -14,10 +14,10 @@ import pytest
 from appliance.command import Command
 from appliance.engines.engine import Install
 from appliance.engines.llama.engine import Llama
-from appliance.engines.llama.facts import parse_variants
+from appliance.engines.llama.process.facts import parse_variants
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
-from appliance.tune.engine import Bench
+from appliance.tune.trials.engine import Bench
 
 COPIED = Path(__file__).parents[3] / ".make/engine"
 

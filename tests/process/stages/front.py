@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from appliance.report import Report
+from appliance.console.report import Report
 from appliance.serve.listen import open_gateway
 from appliance.serve.run import serve_model
 from appliance.serve.served_model import ServedModel, open_model

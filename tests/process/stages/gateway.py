@@ -23,16 +23,16 @@ from typing import Any
 import openai
 import uvloop
 
+from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute, ErrorRule
-from appliance.engines.llama.client_errors import ERRORS
-from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
+from appliance.engines.llama.api.client_errors import ERRORS
+from appliance.engines.llama.api.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
 from appliance.engines.routes import LOAD_GAUGES
 from appliance.gateway.app import create_app
-from appliance.gateway.auth import Keys
-from appliance.gateway.backend import Backend, ListedModel
-from appliance.gateway.connections import Limits
+from appliance.gateway.clients.auth import Keys
+from appliance.gateway.clients.connections import Limits
+from appliance.gateway.engine.backend import Backend, ListedModel
 from appliance.gateway.server import END_S, Gateway
-from appliance.progress import Phase, Progress
 
 FAKES = Path(__file__).parents[2] / "fakes"
 KEY = "sk-appliance-0123456789abcdef"

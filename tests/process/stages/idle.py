@@ -17,15 +17,15 @@ from typing import Any
 import openai
 
 from appliance.command import Command
-from appliance.engines.llama.endings import as_error
-from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
+from appliance.console.progress import Phase
+from appliance.console.report import Report
+from appliance.engines.llama.api.routes import DROPPED_HEADERS, ROUTES
+from appliance.engines.llama.process.endings import as_error
 from appliance.errors import FatalError
 from appliance.gateway.app import create_app
-from appliance.gateway.auth import Keys
-from appliance.gateway.backend import Backend
+from appliance.gateway.clients.auth import Keys
+from appliance.gateway.engine.backend import Backend
 from appliance.gateway.server import Gateway
-from appliance.progress import Phase
-from appliance.report import Report
 from appliance.serve.engine_host import EngineHost
 from appliance.serve.idle_tuner import IdleTuner
 from appliance.supervisor import Restart, Supervisor

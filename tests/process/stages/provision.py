@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.gateway.backend import ListedModel
+from appliance.console.progress import Phase
+from appliance.gateway.engine.backend import ListedModel
 from appliance.host.provision.secret import make_secrets
-from appliance.progress import Phase
 from tests.ports import free_port
 from tests.process.stages.gateway import KEY, Stage, on_stage
 

@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.process.facts import query_facts
 from appliance.image_facts import dump_facts
 from tests.builders import IMAGE
 from tests.process.stages.boot import Home, Serving

@@ -13,11 +13,11 @@ from typing import Any
 import aiohttp
 
 from appliance.engines.engine import Install
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.server import command
+from appliance.engines.llama.process.facts import query_facts
+from appliance.engines.llama.process.server import command
 from appliance.plan import Plan, with_launch
 from appliance.supervisor import Supervisor
-from appliance.tune.measure import TEXT
+from appliance.tune.trials.run_trial import TEXT
 from benchmarks.memory import planned_for
 from tests.process.stages.engine import find_engine
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from appliance.command import Command
-from appliance.engines.llama.log import is_error
+from appliance.engines.llama.process.log import is_error
 
 FAKE_ENGINE = Path(__file__).parents[2] / "fakes" / "fake_engine.py"
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from appliance.command import Command
-from appliance.engines.vllm.log import is_error, is_fatal, is_waiting
-from appliance.engines.vllm.ready import one_token
+from appliance.engines.vllm.process.log import is_error, is_fatal, is_waiting
+from appliance.engines.vllm.startup.ready import one_token
 
 FAKE_VLLM = Path(__file__).parents[2] / "fakes/fake_vllm.py"
 

@@ -10,7 +10,7 @@ import os
 import pytest
 
 from appliance.errors import EngineNotReadyError, VolumeError
-from appliance.lack import ERRNOS, Told, is_lack, outlast
+from appliance.system.lack import ERRNOS, Told, is_lack, outlast
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.host.inventory import recipes_here
+from appliance.host.docker.inventory import recipes_here
 from appliance.model_names import nearest, resolve, rungs_named
 
 RECIPES = recipes_here()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.progress import Phase
-from appliance.report import Report
+from appliance.console.progress import Phase
+from appliance.console.report import Report
 
 
 class Terminal(io.StringIO):
@@ -68,7 +68,7 @@ def test_a_phase_keeps_its_beginning_while_it_lasts() -> None:
 
 
 def test_what_a_module_logs_is_an_event_like_any_other() -> None:
-    stream, log = io.StringIO(), logging.getLogger("appliance.engines.vllm.caches")
+    stream, log = io.StringIO(), logging.getLogger("appliance.engines.vllm.startup.caches")
     with Report("json", stream).taking_logs():
         log.warning("removed %d files that a start left", 3)
         log.info("the first request was thrown away")

@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from appliance.report import Report
-from appliance.shown import beneath, quoted, shown, shown_streams
-from appliance.terminal import Terminal
+from appliance.console.report import Report
+from appliance.console.shown import beneath, quoted, shown, shown_streams
+from appliance.console.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
 NAME = "\x1b[31mX\x9b2J\x07\u202eY"
@@ -88,4 +88,4 @@ def test_no_console_of_rich_is_made_elsewhere() -> None:
     for path in (ROOT / "appliance").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Console"
-            assert not is_made, f"{path}: use appliance.terminal.Terminal"
+            assert not is_made, f"{path}: use appliance.console.terminal.Terminal"

@@ -17,8 +17,8 @@ from appliance.doctor.host import host_checks
 from appliance.doctor.parts import key_check, port_check, volume_check
 from appliance.doctor.show import as_json, show
 from appliance.engines.engine import Devices
-from appliance.engines.llama.devices import parse_devices, parse_kept
-from appliance.engines.llama.planning.cpu_variant import choose_kernels
+from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
+from appliance.engines.llama.process.devices import parse_devices, parse_kept
 from appliance.errors import ConfigError, CpuUnsupportedError, NoKernelError
 from appliance.plan import RuledOut
 from appliance.probe import CoreGroup, Gpu, GpuHolder, GpuProbe, Hardware

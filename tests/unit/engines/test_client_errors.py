@@ -8,7 +8,7 @@ import re
 import pytest
 
 from appliance.engines.engine import load
-from appliance.gateway.engine_errors import BODY_BYTES_MAX, EngineErrors, message_in
+from appliance.gateway.engine.engine_errors import BODY_BYTES_MAX, EngineErrors, message_in
 
 LOCAL_FILE = "Cannot load local files without `--allowed-local-media-path`."
 CASES = [

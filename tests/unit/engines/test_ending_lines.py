@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.endings import Rule, meaning
-from appliance.engines.llama import ending_rules as llama_rules
-from appliance.engines.llama import endings as llama
-from appliance.engines.llama import log as llama_log
-from appliance.engines.vllm import ending_rules as vllm_rules
-from appliance.engines.vllm import endings as vllm
-from appliance.engines.vllm import log as vllm_log
+from appliance.engines.llama.process import ending_rules as llama_rules
+from appliance.engines.llama.process import endings as llama
+from appliance.engines.llama.process import log as llama_log
+from appliance.engines.vllm.process import ending_rules as vllm_rules
+from appliance.engines.vllm.process import endings as vllm
+from appliance.engines.vllm.process import log as vllm_log
 from appliance.errors import EngineError, FatalError
 from appliance.supervisor import Crash
 from appliance.supervisor.log import Log

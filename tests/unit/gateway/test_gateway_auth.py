@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import ConfigError
-from appliance.gateway.auth import Keys, presented_keys
+from appliance.gateway.clients.auth import Keys, presented_keys
 
 
 def test_any_of_several_keys_is_accepted() -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError
 from appliance.gateway.app import create_app
-from appliance.gateway.backend import Backend
-from appliance.gateway.by_model import model_named_in, overall_progress
-from appliance.progress import Phase, Progress
+from appliance.gateway.engine.backend import Backend
+from appliance.gateway.routes.by_model import model_named_in, overall_progress
 
 
 def backend(name: str, phase: Phase = Phase.READY) -> Backend:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.gateway.events import EVENT_BYTES, ErrorWatch, data_of, is_named
+from appliance.gateway.wire.events import EVENT_BYTES, ErrorWatch, data_of, is_named
 
 TEXT = b'data: {"choices":[{"text":"data: {\\"error\\": 1}\\nevent: error\\n"}]}\n\n'
 UNNAMED = b'data: {"error": {"message": "gone", "code": 500}}\n\n'

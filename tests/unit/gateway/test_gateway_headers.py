@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.gateway.headers import to_client, to_engine
+from appliance.gateway.wire.headers import to_client, to_engine
 
 
 def test_what_reaches_the_engine() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute
-from appliance.engines.llama.routes import ROUTES
+from appliance.engines.llama.api.routes import ROUTES
 from appliance.gateway.app import create_app
-from appliance.gateway.backend import Backend, ListedModel
-from appliance.gateway.models import find
-from appliance.progress import Phase, Progress
+from appliance.gateway.engine.backend import Backend, ListedModel
+from appliance.gateway.routes.models import find
 
 CONTEXT, NATIVE = 32768, 131072
 QWEN = ListedModel(

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from appliance.gateway import api_error
-from appliance.progress import DOING, Phase, Progress
+from appliance.console.progress import DOING, Phase, Progress
+from appliance.gateway.wire import api_error
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -49,6 +49,8 @@ def test_an_event_in_the_words_of_either_sdk() -> None:
 
 
 def test_progress_can_be_kept_before_anything_heavy_is_imported() -> None:
-    program = "import sys, appliance.progress; print(*({'fastapi','uvicorn','aiohttp','asyncio'} & set(sys.modules)))"
+    program = (
+        "import sys, appliance.console.progress; print(*({'fastapi','uvicorn','aiohttp','asyncio'} & set(sys.modules)))"
+    )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == ""

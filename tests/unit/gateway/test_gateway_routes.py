@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engines.llama.routes import ROUTES
-from appliance.gateway.auth import OPEN_PATHS
+from appliance.engines.llama.api.routes import ROUTES
+from appliance.gateway.clients.auth import OPEN_PATHS
 
 
 def test_every_path_is_answered_by_one_route() -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.gateway import api_error
-from appliance.gateway.api_error import ApiError
-from appliance.gateway.hold import asks_for_stream, until_back
-from appliance.gateway.traffic import Traffic
-from appliance.progress import Phase, Progress
-from appliance.report import Report
+from appliance.console.progress import Phase, Progress
+from appliance.console.report import Report
+from appliance.gateway.clients.request_queue import asks_for_stream, until_back
+from appliance.gateway.clients.traffic import Traffic
+from appliance.gateway.wire import api_error
+from appliance.gateway.wire.api_error import ApiError
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

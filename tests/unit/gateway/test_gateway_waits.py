@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from appliance.gateway.events import has_content
-from appliance.gateway.upstream import HungError, Response
-from appliance.gateway.waits import Waits
+from appliance.gateway.engine.upstream import HungError, Response
+from appliance.gateway.engine.waits import Waits
+from appliance.gateway.wire.events import has_content
 
 
 class Clock:

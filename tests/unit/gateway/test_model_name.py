@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.gateway.model_name import with_model
+from appliance.gateway.wire.model_name import with_model
 
 JSON = b"application/json"
 FORM = b"multipart/form-data; boundary=b"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.gateway.traffic import RATE_S, Rate
+from appliance.gateway.clients.traffic import RATE_S, Rate
 
 
 @pytest.mark.parametrize("per_s", [1.0, 20.0, 500.0])

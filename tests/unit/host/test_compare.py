@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.host.compare import SpeedChange, labels_changed, plan_changed, speeds_changed
+from appliance.host.verbs.compare import SpeedChange, labels_changed, plan_changed, speeds_changed
 
 
 def status(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, EngineNotReadyError, UsageError
-from appliance.host.endpoint import (
+from appliance.host.docker.endpoint import (
     Endpoint,
     ServedModel,
     choose_model,
@@ -16,7 +16,7 @@ from appliance.host.endpoint import (
     raise_if_refused,
     read_key_file,
 )
-from appliance.host.gateway import said_in
+from appliance.host.docker.http import said_in
 
 BASE = "http://127.0.0.1:11435/v1"
 HERE = Endpoint(base=BASE)

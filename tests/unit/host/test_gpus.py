@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from appliance.errors import DriverTooOldError, FatalError, GpuUnusableError, NoKernelError, UsageError
-from appliance.host.gpus import HostGpu, Ways, check_image, parse_smi, request, runs_on, sms_of, ways
-from appliance.host.launch import GpuRequest
+from appliance.host.docker.gpus import HostGpu, Ways, check_image, parse_smi, request, runs_on, sms_of, ways
+from appliance.host.docker.launch import GpuRequest
 from appliance.run import Finished
 
 RTX = HostGpu(name="RTX 4090", driver="580.95.05", sm="89")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.host.endpoint import Endpoint
+from appliance.host.docker.endpoint import Endpoint
 from appliance.host.inject.change import edited
 from appliance.host.inject.formats import FORMATS
 from appliance.host.inject.target import Target

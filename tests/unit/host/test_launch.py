@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.host.launch import (
+from appliance.host.docker.launch import (
     DEFAULTS,
     GRACE_S,
     LABEL,

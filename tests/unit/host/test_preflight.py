@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from appliance.errors import FatalError
-from appliance.host import preflight
-from appliance.host.inventory import CLONE, load_inventory
-from appliance.host.preflight import (
+from appliance.host.docker.inventory import CLONE, load_inventory
+from appliance.host.start import preflight
+from appliance.host.start.preflight import (
     Docker,
     docker_findings,
     model_findings,

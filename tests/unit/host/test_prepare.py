@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from appliance.errors import ConfigError, UsageError
-from appliance.host.launch import Bind
-from appliance.host.prepare import is_open_to_all, user, variables
-from appliance.host.weights import Weights
+from appliance.host.docker.launch import Bind
+from appliance.host.start.model_argument import Weights
+from appliance.host.start.prepare import is_open_to_all, user, variables
 from tests.unit.host.test_launch import LAUNCH
 
 RECIPE = Weights(called="qwen", name="qwen", setting=None, recipe="qwen")

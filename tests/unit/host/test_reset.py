@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.host.start import is_of_model
+from appliance.host.start.start import is_of_model
 from tests.unit.host.test_launch import LAUNCH
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, ModelUnreadableError, UsageError
-from appliance.host.inventory import recipes_here
-from appliance.host.launch import Bind
-from appliance.host.weights import understand
+from appliance.host.docker.inventory import recipes_here
+from appliance.host.docker.launch import Bind
+from appliance.host.start.model_argument import understand
 from appliance.reference import parse_reference
 
 

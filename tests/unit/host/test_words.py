@@ -12,10 +12,10 @@ from docker.errors import DockerException
 from rich.console import Console
 from urllib3.exceptions import ProtocolError
 
-from appliance.host.daemon import explained
-from appliance.host.follow import Lines, duration, fetching
-from appliance.host.gateway import Gateway
-from appliance.host.log_lines import lines, sentence
+from appliance.host.docker.daemon import explained
+from appliance.host.docker.http import Gateway
+from appliance.host.docker.log_lines import lines, sentence
+from appliance.host.start.follow import Lines, duration, fetching
 
 
 def wrapped(error: OSError) -> DockerException:

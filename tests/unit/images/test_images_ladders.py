@@ -9,8 +9,8 @@ import pytest
 
 from appliance.image_facts import Rung
 from appliance.model import read_model
-from appliance.model.quantize import size_bytes, tensor_type
-from appliance.model.tensors import tensors
+from appliance.model.shapes.quantize import size_bytes, tensor_type
+from appliance.model.shapes.tensors import tensors
 from images import recipe
 from images.recipe import ModelRow, RecipeRow, RungRow, ShapeRow
 from images.rows import PROJECT

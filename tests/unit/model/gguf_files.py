@@ -13,7 +13,7 @@ import pytest
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import read_model
-from appliance.model.gguf import Skipped, read_gguf
+from appliance.model.formats.gguf import Skipped, read_gguf
 
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 LLAMA = {

@@ -11,10 +11,10 @@ import gguf
 import pytest
 
 from appliance.model import Model, read_model
-from appliance.model.described import describe_model, describe_shape, near_quantization, requantized
-from appliance.model.ggml_types import GGML_TYPES
-from appliance.model.gguf import read_gguf
-from appliance.model.quantize import BASES
+from appliance.model.formats.ggml_types import GGML_TYPES
+from appliance.model.formats.gguf import read_gguf
+from appliance.model.shapes.described import describe_model, describe_shape, near_quantization, requantized
+from appliance.model.shapes.quantize import BASES
 from tests.builders import some
 from tests.shapes import PUBLISHED, SMALL, Shape, write_gguf
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import read_model
-from appliance.model.ggml_types import GGML_TYPES
-from appliance.model.gguf import read_gguf
+from appliance.model.formats.ggml_types import GGML_TYPES
+from appliance.model.formats.gguf import read_gguf
 from tests.builders import examples
 from tests.unit.model.gguf_files import (
     F32,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
 from appliance.model import Model, check_match, only_model, read_adapter, read_model, read_projector
-from appliance.model.find import find_projectors
+from appliance.model.files.find import find_projectors
 from tests.shapes import SMALL, write_gguf
 from tests.shapes.beside import write_adapter, write_projector
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.model import read_draft, read_model
-from appliance.model.draft import FIRST_COMPARED, SIZES_APART, Vocabulary, read_vocabulary, why_different
-from appliance.model.gguf import read_gguf, read_texts
+from appliance.model.attachments.draft import FIRST_COMPARED, SIZES_APART, Vocabulary, read_vocabulary, why_different
+from appliance.model.formats.gguf import read_gguf, read_texts
 from tests.unit.model.gguf_files import LLAMA, write_model
 
 WORDS = tuple(f"token{number}".encode() for number in range(300))

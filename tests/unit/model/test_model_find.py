@@ -9,8 +9,8 @@ import pytest
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
 from appliance.model import digest, find_model, list_models, plain_name, resolve_model
-from appliance.model.digest import SAMPLE_BYTES, SAMPLES
-from appliance.model.find import find_projector, is_folder_model
+from appliance.model.files.find import find_projector, is_folder_model
+from appliance.model.formats.digest import SAMPLE_BYTES, SAMPLES
 
 
 @pytest.fixture

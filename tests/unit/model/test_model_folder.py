@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import Model, digest, read_model
-from appliance.model.folder import read_folder
+from appliance.model.architecture.folder import read_folder
 from tests.builders import examples
 from tests.shapes.beside import write_projector
 from tests.unit.model.gguf_files import write_model

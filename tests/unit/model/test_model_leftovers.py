@@ -9,8 +9,8 @@ import pytest
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
 from appliance.model import only_model, read_model, resolve_model, why_nothing
-from appliance.model.gguf import read_gguf
-from appliance.model.leftovers import piece_of
+from appliance.model.files.leftovers import piece_of
+from appliance.model.formats.gguf import read_gguf
 from tests.shapes import SMALL, write_gguf
 from tests.unit.model.gguf_files import write_model
 

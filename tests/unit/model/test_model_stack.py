@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import Model, read_model
-from appliance.model.architectures import ARCHITECTURES
-from appliance.model.facts import parse_facts
-from appliance.model.gguf import Gguf, Tensor
+from appliance.model.architecture.architectures import ARCHITECTURES
+from appliance.model.architecture.facts import parse_facts
+from appliance.model.formats.gguf import Gguf, Tensor
 from tests.builders import examples
 from tests.shapes import PUBLISHED, SMALL, write_gguf
 from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, last_layer, write_model

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import read_model
-from appliance.model.safetensors import (
+from appliance.model.formats.safetensors import (
     HEADER_LIMIT_BYTES,
     INDEX,
     JSON_LIMIT_BYTES,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.probe.cgroup import (
+from appliance.probe.machine.cgroup import (
     Limits,
     parse_cfs_quota,
     parse_cpu_max,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.documents import read
-from appliance.probe.conditions import Conditions, GpuConditions, conditions
-from appliance.probe.hardware import Gpu, GpuHolder, GpuProbe
-from appliance.probe.load import GpuLoad, GpuLoads, GpuProcess, LoadSample
+from appliance.probe.load.conditions import Conditions, GpuConditions, conditions
+from appliance.probe.load.load import GpuLoad, GpuLoads, GpuProcess, LoadSample
+from appliance.probe.machine.hardware import Gpu, GpuHolder, GpuProbe
 from tests.fakes.machines import gpus_of
 
 START = LoadSample(time_s=100, cpus=4, busy_s=1000, steal_s=10, own_s=50)

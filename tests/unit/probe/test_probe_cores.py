@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from appliance.probe import CoreGroup
-from appliance.probe.cores import CAPACITY, CLOCK, IDENTITY, PERFORMANCE, query_core_groups, query_cores
-from appliance.probe.host import query_cpu
+from appliance.probe.machine.cores import CAPACITY, CLOCK, IDENTITY, PERFORMANCE, query_core_groups, query_cores
+from appliance.probe.machine.host import query_cpu
 from tests.unit.probe.machine import put
 
 CPU = "/sys/devices/system/cpu/cpu{}/{}"

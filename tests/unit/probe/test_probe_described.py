@@ -14,7 +14,7 @@ from appliance.doctor.bundle import bundle
 from appliance.doctor.examine import examine
 from appliance.errors import ConfigError
 from appliance.probe import GpuSpeed, Speeds, as_document
-from appliance.probe.described import MAX_BYTES, parse_machine, read_machine
+from appliance.probe.machine.described import MAX_BYTES, parse_machine, read_machine
 from appliance.settings import resolve_settings
 from tests.golden.machines import MACHINES
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.probe.driver import CUDA, NVML, PLACES, Found, find, reaching
+from appliance.probe.gpu.driver import CUDA, NVML, PLACES, Found, find, reaching
 from tests.unit.probe.machine import put
 
 VOLUME = Path("/data")
@@ -146,7 +146,7 @@ AS_A_STRANGER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from appliance.probe.driver import CUDA, find, reaching
+from appliance.probe.gpu.driver import CUDA, find, reaching
 os.setgroups([])
 os.setgid(0)
 os.setuid(65533)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.probe import Gpu, GpuHolder, GpuProbe, Hardware, Memory
-from appliance.probe.holders import held_mib, own_pids, parse_resident, who_holds
+from appliance.probe.load.holders import held_mib, own_pids, parse_resident, who_holds
 from tests.fakes.machines import hardware_of
 from tests.unit.probe.machine import put
 

@@ -24,7 +24,7 @@ from appliance.probe import (
     fingerprint,
     gpu_uuids,
 )
-from appliance.probe.host import (
+from appliance.probe.machine.host import (
     parse_cpuinfo,
     parse_meminfo,
     query_cpu,
@@ -33,7 +33,7 @@ from appliance.probe.host import (
     query_numa_node,
     query_volume,
 )
-from appliance.probe.sysfs import parse_cpulist
+from appliance.probe.machine.sysfs import parse_cpulist
 from tests.unit.probe.machine import MIB, put
 
 CPUINFO = """processor\t: 0

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.probe.counters import TICKS_PER_S, parse_cpu_times, query_load
-from appliance.probe.hardware import GpuProbe
-from appliance.probe.load import GpuLoad, GpuLoads, GpuProcess, only_known, parse_answer, parse_gpu_loads
-from appliance.probe.processes import query_tree
+from appliance.probe.load.counters import TICKS_PER_S, parse_cpu_times, query_load
+from appliance.probe.load.load import GpuLoad, GpuLoads, GpuProcess, only_known, parse_answer, parse_gpu_loads
+from appliance.probe.load.processes import query_tree
+from appliance.probe.machine.hardware import GpuProbe
 from appliance.run import Finished
 from tests.fakes.machines import gpus_of
 
@@ -73,7 +73,7 @@ def test_our_own_work_is_that_of_our_tree_and_of_those_that_have_ended() -> None
 
 HIDDEN = """
 import os, subprocess
-from appliance.probe.counters import query_load
+from appliance.probe.load.counters import query_load
 theirs = subprocess.Popen(["sleep", "60"])
 os.setgid(65534), os.setuid(65534)
 ours = subprocess.Popen(["sh", "-c", "echo; sleep 60"], stdout=subprocess.PIPE)

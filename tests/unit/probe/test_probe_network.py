@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.probe.network import has_own_network, is_loopback, why_unreachable
+from appliance.probe.machine.network import has_own_network, is_loopback, why_unreachable
 from tests.unit.probe.machine import fake_network
 
 HOST = {"lo": (1, 1), "eth0": (4, 4)}

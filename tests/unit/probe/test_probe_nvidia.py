@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.probe import Gpu, GpuProbe
-from appliance.probe.nvidia import is_gpu_requested, only_visible, parse_nvidia_report, query_gpus
+from appliance.probe.gpu.nvidia import is_gpu_requested, only_visible, parse_nvidia_report, query_gpus
 from tests.unit.probe.machine import put
 
 CARD = {"index": 0, "name": "NVIDIA A100", "uuid": "GPU-aaaa", "sm": "80"}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.probe import GpuProbe
-from appliance.probe.smi import SmiGpu, SmiReport, disagreements, parse_smi
+from appliance.probe.gpu.smi import SmiGpu, SmiReport, disagreements, parse_smi
 from tests.builders import card
 from tests.fakes.machines import CARDS
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from appliance.errors import VolumeError
 from appliance.probe import GpuProbe, GpuSpeed, Speeds
-from appliance.probe.measure import Measured, describe, find_cudart, parse_report
-from appliance.probe.speeds import load_speeds, parse_speeds, save_speeds, speeds_path, why_unreadable
+from appliance.probe.bandwidth.measure import Measured, describe, find_cudart, parse_report
+from appliance.probe.bandwidth.speeds import load_speeds, parse_speeds, save_speeds, speeds_path, why_unreadable
 from tests.builders import card, machine
 
 GPU = card(name="Test", uuid="GPU-1", sm="90")

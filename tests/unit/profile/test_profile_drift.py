@@ -21,9 +21,9 @@ from appliance.profile.drift import (
     DriftState,
     baseline_of,
 )
-from appliance.tune.curve import Point
-from appliance.tune.measure import DECODE_TOKENS
-from appliance.tune.measurement import Measurement
+from appliance.tune.figures.curve import Point
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.trials.run_trial import DECODE_TOKENS
 from tests.builders import measured, profile
 
 DEPTH = 512

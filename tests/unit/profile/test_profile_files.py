@@ -10,7 +10,7 @@ from appliance.errors import VolumeError
 from appliance.profile.files import MAX_BYTES, ProfileFiles
 from appliance.profile.marks import Marks, ProfileStatus
 from appliance.profile.unfinished import UnfinishedTunings
-from appliance.tune.partial import Partial
+from appliance.tune.checkpoint import Partial
 from tests.builders import PARTIAL, key
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.plan import Plan
 from appliance.profile import Picked, Profile, pick, wants_more
-from appliance.tune.curve import Point
-from appliance.tune.measurement import Measurement
+from appliance.tune.figures.curve import Point
+from appliance.tune.figures.measurement import Measurement
 from tests.builders import examples, profile
 from tests.unit.engines.llama.planning.test_plan_gpus import shape, space, with_gpus
 from tests.unit.engines.llama.planning.test_plan_space import LAPTOP, laptop_plans, with_host

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from appliance.errors import VolumeError
 from appliance.plan import Plan
-from appliance.probe.conditions import Conditions
+from appliance.probe.load.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
 from appliance.profile.partial import dump_partial, parse_partial
 from appliance.profile.record import SCHEMA
-from appliance.tune.curve import Point
-from appliance.tune.measurement import Measurement
-from appliance.tune.partial import DraftTrial, Partial, SlotsTrial
-from appliance.tune.perplexity import ScoredChunk
-from appliance.tune.slots import Concurrency, Job
+from appliance.tune.checkpoint import DraftTrial, Partial, SlotsTrial
+from appliance.tune.figures.curve import Point
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.perplexity import ScoredChunk
+from appliance.tune.figures.slots import Concurrency, Job
+from appliance.tune.figures.workload import CHAT, CODING_AGENT, LONG_DOCUMENT
 from appliance.tune.speculate import Answer, Tried
-from appliance.tune.workload import CHAT, CODING_AGENT, LONG_DOCUMENT
 from tests.builders import BUSY, CARD, PARTIAL, QUIET, examples, key, measured, profile, some
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.plan import with_launch
 from appliance.profile import Profile, ProfileStore, dump_profile, speeds_document, speeds_of
 from appliance.profile.record import SCHEMA

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import FatalError
-from appliance.model import Model, projector, read_model, read_projector
+from appliance.model import Model, read_model, read_projector
+from appliance.model.attachments import projector
 from appliance.serve.beside import TEMPLATE_LIMIT_BYTES, sizes_beside, with_beside
 from appliance.settings import resolve_settings
 from tests.shapes import SMALL, write_gguf

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from appliance.gateway.upstream import Response
-from appliance.gateway.upstream_pool import UpstreamPool
-from appliance.gateway.waits import Waits
+from appliance.gateway.engine.upstream import Response
+from appliance.gateway.engine.upstream_pool import UpstreamPool
+from appliance.gateway.engine.waits import Waits
 from appliance.plan import Costs
 from appliance.serve.demand import PATIENCE_S, EngineDemand
 from appliance.serve.served_model import ServedModel

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from appliance.errors import EngineDiedError, EngineGpuMemoryError, FatalError, VolumeError
-from appliance.gateway.traffic import Traffic
+from appliance.gateway.clients.traffic import Traffic
 from appliance.plan import Plan
 from appliance.probe import Gpu, GpuHolder, GpuProbe
 from appliance.profile import ProfileStore
@@ -106,8 +106,8 @@ class Stage:
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(memory_watch, "LOOK_EVERY_S", 0.01)
     stage = Stage(tmp_path)
-    monkeypatch.setattr("appliance.probe.nvidia.query_gpus", stage.query_gpus)
-    monkeypatch.setattr("appliance.probe.processes.query_tree", lambda _: stage.tree)
+    monkeypatch.setattr("appliance.probe.gpu.nvidia.query_gpus", stage.query_gpus)
+    monkeypatch.setattr("appliance.probe.load.processes.query_tree", lambda _: stage.tree)
     return stage
 
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from appliance.console.report import Report
 from appliance.errors import ConfigError
-from appliance.report import Report
 from appliance.serve.hosts.address import address_towards, leader_of, own_address
 from appliance.serve.hosts.follow import ANSWER_S, Follower, Silence
 from appliance.serve.hosts.group import LOST_S, TICK_S, TOKENS_MAX, Group, RefusedError

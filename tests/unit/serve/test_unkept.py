@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from appliance.console.report import Report
 from appliance.errors import VolumeError
 from appliance.profile import ProfileStore
-from appliance.report import Report
 from appliance.serve.unkept import Unkept
 from tests.process.stages.supervisor import eventually
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.plan import SpeculationGoal
-from appliance.tune.acceptance import (
+from appliance.tune.figures.acceptance import (
     NOISE,
     NOISE_OF_A_KIND,
     SpeculationResult,
@@ -164,7 +164,7 @@ def test_going_round_is_seen_wherever_it_begins(cycle: list[int], before: list[i
 
 @pytest.mark.parametrize("read", [lambda text: text.split(), lambda text: list(text)], ids=["words", "letters"])
 def test_text_that_people_wrote_does_not_go_round(read: Callable[[str], list[str]]) -> None:
-    text = Path("appliance/tune/text.txt").read_text()
+    text = Path("appliance/tune/trials/text.txt").read_text()
     numbers = {word: number for number, word in enumerate(sorted(set(read(text))))}
     assert not is_looping([numbers[word] for word in read(text)])
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.llama.planning.batch import UBATCHES_GPU
-from appliance.tune.measure import now
-from appliance.tune.workload import CHAT
+from appliance.engines.llama.planning.placement.batch import UBATCHES_GPU
+from appliance.tune.figures.workload import CHAT
+from appliance.tune.trials.run_trial import now
 from benchmarks.tuner import courses
 from benchmarks.tuner_machines import CASES, EFFECTS, Case, Machine
 from benchmarks.tuner_table import LEAST_NOISE, Recorded, load, noise_floor

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.tune.curve import Curve, Point
+from appliance.tune.figures.curve import Curve, Point
 
 KNEE = {32: 14.5, 512: 17.7, 1024: 25.6, 2048: 55.5, 4096: 94.0}  # ms by depth, seen on a CPU
 

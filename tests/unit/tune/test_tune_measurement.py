@@ -12,13 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.engine import Completion
-from appliance.engines.llama.client import parse_completion
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.api.client import parse_completion
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
 from appliance.plan import with_launch
 from appliance.settings import resolve_settings
-from appliance.tune.candidates import (
+from appliance.tune.figures.curve import LONGER, NOISE, Point
+from appliance.tune.figures.measurement import Measurement, curve_of, noise_of, scored, tie_break
+from appliance.tune.figures.modes import choose
+from appliance.tune.figures.workload import CHAT, only
+from appliance.tune.search.candidates import (
     EMPTY,
     candidates,
     deep_depth,
@@ -28,8 +32,8 @@ from appliance.tune.candidates import (
     within,
     work_depth,
 )
-from appliance.tune.curve import LONGER, NOISE, Point
-from appliance.tune.measure import (
+from appliance.tune.search.search import OutOfMemory, Trial
+from appliance.tune.trials.run_trial import (
     AT_LEAST_S,
     DECODE_TOKENS,
     FEWEST_TOKENS,
@@ -41,10 +45,6 @@ from appliance.tune.measure import (
     points_of,
     tokens_within,
 )
-from appliance.tune.measurement import Measurement, curve_of, noise_of, scored, tie_break
-from appliance.tune.modes import choose
-from appliance.tune.search import OutOfMemory, Trial
-from appliance.tune.workload import CHAT, only
 from tests.builders import BUSY, ENGINE, IMAGE, QUIET, SMALL, machine
 
 SPACE = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.plan import SPEED_KEPT, speed_kept
-from appliance.tune.curve import Curve, Point
-from appliance.tune.modes import (
+from appliance.tune.figures.curve import Curve, Point
+from appliance.tune.figures.modes import (
     Mode,
     Scored,
     choose,
@@ -18,7 +18,7 @@ from appliance.tune.modes import (
     readable_context,
     wanted_context,
 )
-from appliance.tune.workload import CHAT, cost_s, only, parse_mix, scaled_mix
+from appliance.tune.figures.workload import CHAT, cost_s, only, parse_mix, scaled_mix
 
 CHATS = only(CHAT)
 

@@ -13,9 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from appliance.engines.engine import ChunkSpec, Install
-from appliance.engines.llama.facts import parse_flags
-from appliance.engines.llama.perplexity import Perplexity, Table, arguments
-from appliance.engines.llama.planning.kv_types import (
+from appliance.engines.llama.planning.memory.kv_types import (
     BELOW_Q8,
     MIXED,
     TRUSTED,
@@ -24,9 +22,11 @@ from appliance.engines.llama.planning.kv_types import (
     worth_checking,
 )
 from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.process.facts import parse_flags
+from appliance.engines.llama.process.perplexity import Perplexity, Table, arguments
 from appliance.plan import KvCheck, Plan
 from appliance.settings import Settings, resolve_settings
-from appliance.tune.perplexity import (
+from appliance.tune.figures.perplexity import (
     CHUNKS_MIN,
     LIMIT,
     ScoredChunk,
@@ -37,7 +37,7 @@ from appliance.tune.perplexity import (
     perplexity,
     t_975,
 )
-from appliance.tune.quality import TEXT
+from appliance.tune.trials.kv_quality import TEXT
 from tests.builders import ENGINE, IMAGE, LARGE, SMALL, machine
 
 EXTENT = ChunkSpec(chunk_tokens=512, chunks=24)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.tune.refit import Job, Late, Observation, Term, cholesky, fit, inverse, prior, solve
+from appliance.tune.search.refit import Job, Late, Observation, Term, cholesky, fit, inverse, prior, solve
 
 PRIORS = {"gpu": 0.4, "cpu": 0.4, "fixed": 0.4, "knob": 0.1}
 

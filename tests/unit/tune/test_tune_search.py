@@ -16,14 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import appliance.tune
-from appliance.engines.llama.planning.launch import KNOB_EFFECTS
+from appliance.engines.llama.planning.arguments.launch import KNOB_EFFECTS
 from appliance.engines.llama.planning.space import Space
 from appliance.plan import PREDICTED, Costs, KnobEffect
 from appliance.settings import resolve_settings
-from appliance.tune.candidates import candidates
-from appliance.tune.curve import Point
-from appliance.tune.refit import fit
-from appliance.tune.search import (
+from appliance.tune.figures.curve import Point
+from appliance.tune.figures.workload import CHAT, EXCESS_WEIGHT, Mix, only
+from appliance.tune.search.candidates import candidates
+from appliance.tune.search.cost_terms import PRIORS, Candidate, Effects, Need, decode_terms, mean_job, prefill_terms
+from appliance.tune.search.refit import fit
+from appliance.tune.search.search import (
     Ask,
     Effort,
     OutOfMemory,
@@ -34,8 +36,6 @@ from appliance.tune.search import (
     is_next_to,
     normal_cdf,
 )
-from appliance.tune.terms import PRIORS, Candidate, Effects, Need, decode_terms, mean_job, prefill_terms
-from appliance.tune.workload import CHAT, EXCESS_WEIGHT, Mix, only
 from tests.builders import ENGINE, IMAGE, LARGE, examples, machine
 
 THREADS, UBATCHES, LAYERS = (2, 4, 8), (128, 512, 2048), (0, 4, 8, 12)

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.client import parse_completion
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.api.client import parse_completion
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.settings import resolve_settings
-from appliance.tune.concurrency import job_of
-from appliance.tune.slots import Concurrency, Job, choose, counts, with_slots
-from appliance.tune.workload import CHAT, CODING_AGENT, Workload
+from appliance.tune.figures.slots import Concurrency, Job, choose, counts, with_slots
+from appliance.tune.figures.workload import CHAT, CODING_AGENT, Workload
+from appliance.tune.trials.concurrency import job_of
 from tests.builders import ENGINE, IMAGE, SMALL, machine
 
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.placement.batch import LONG_PROMPTS
 from appliance.plan import with_launch
 from appliance.profile import speeds_document, speeds_of
-from appliance.tune.curve import Curve, Point
-from appliance.tune.measurement import Measurement
-from appliance.tune.speeds import measured_speeds, predicted_speeds, speeds_on
-from appliance.tune.workload import CHAT, CODING_AGENT, WORKLOADS, Mix, only, parse_mix, scaled
+from appliance.tune.figures.curve import Curve, Point
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.speeds import measured_speeds, predicted_speeds, speeds_on
+from appliance.tune.figures.workload import CHAT, CODING_AGENT, WORKLOADS, Mix, only, parse_mix, scaled
 from tests.builders import SPACE, measured, profile
 from tests.unit.engines.llama.planning.test_plan_space import laptop_plans
 

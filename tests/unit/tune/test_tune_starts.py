@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from appliance.plan import Compilation
-from appliance.tune.search import Ask, Effort, Search, Trial
-from appliance.tune.starts import Start, Starts
+from appliance.tune.figures.load_times import Start, Starts
+from appliance.tune.search.search import Ask, Effort, Search, Trial
 from tests.unit.tune.test_tune_search import EFFORT, Box, candidate, searching
 
 COLD, OTHER, WARM = (

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.tune.curve import Curve, Point
-from appliance.tune.workload import (
+from appliance.tune.figures.curve import Curve, Point
+from appliance.tune.figures.workload import (
     CHAT,
     CODING_AGENT,
     EXCESS_WEIGHT,

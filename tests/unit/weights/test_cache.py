@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from appliance.reference import parse_reference
-from appliance.weights.cache import RepoFolder, find, keep_ref, link_snapshot, make_folders, read_ref
-from appliance.weights.locks import if_free, locked
-from appliance.weights.stores import lookup
-from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo
+from appliance.weights.cache.download_set import Wanted, WantedFile, folder_of_repo
+from appliance.weights.cache.hub_layout import RepoFolder, find, keep_ref, link_snapshot, make_folders, read_ref
+from appliance.weights.download.locks import if_free, locked
+from appliance.weights.stores.stores import lookup
 
 REPO = "org/Tiny-GGUF"
 COMMIT = "1" * 40

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.model import list_models, plain_name, resolve_model
-from appliance.model.find import find_model
-from appliance.model.hub_cache import find_cached, list_cached
+from appliance.model.files.find import find_model
+from appliance.model.files.hub_cache import find_cached, list_cached
 from tests.unit.weights.cache_files import OTHER_COMMIT, put_cached
 
 

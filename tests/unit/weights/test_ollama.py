@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.weights.ollama import MANIFEST_BYTES, OllamaModel, is_store, list_ollama, parse_name
+from appliance.weights.stores.ollama import MANIFEST_BYTES, OllamaModel, is_store, list_ollama, parse_name
 from tests.unit.weights.cache_files import layer, put_blob, put_manifest, put_ollama
 
 LIBRARY = "registry.ollama.ai", "library"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.errors import ConfigError
-from appliance.weights.quants import GgufSet, folder_files, gguf_sets, label_of, pick, projector_of
+from appliance.weights.cache.quants import GgufSet, folder_files, gguf_sets, label_of, pick, projector_of
 
 FILES = [
     "README.md",

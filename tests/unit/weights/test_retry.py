@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import DownloadError
-from appliance.weights.meter import FetchProgress, Meter
-from appliance.weights.retry import LONGEST_WAIT_S, UNREACHED_S, Patience, Transient, parse_retry_after
+from appliance.weights.download.meter import FetchProgress, Meter
+from appliance.weights.download.retry import LONGEST_WAIT_S, UNREACHED_S, Patience, Transient, parse_retry_after
 from appliance.weights.show import Lines
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import VolumeError
-from appliance.weights.cache import RepoFolder
-from appliance.weights.locks import locked
-from appliance.weights.room import KEPT_S, bytes_missing, check_room, drop_orphans
-from appliance.weights.wanted import WantedFile
+from appliance.weights.cache.download_set import WantedFile
+from appliance.weights.cache.hub_layout import RepoFolder
+from appliance.weights.download.disk_space import KEPT_S, bytes_missing, check_room, drop_orphans
+from appliance.weights.download.locks import locked
 
 KEYS = [letter * 64 for letter in "abcdef"]
 

@@ -15,7 +15,7 @@ from appliance.reference import refuse_artifact
 from appliance.serve.inputs import read_draft_model
 from appliance.serve.which import Located, which_model
 from appliance.settings import HubSettings, Settings, resolve_settings
-from appliance.weights.stores import (
+from appliance.weights.stores.stores import (
     Store,
     StoredModel,
     Tool,

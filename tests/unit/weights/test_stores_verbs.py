@@ -18,9 +18,9 @@ from appliance.__main__ import main
 from appliance.image_facts import Recipe, RecipeFile, Rung, dump_recipe
 from appliance.values import dataclass
 from appliance.volume import hold_files
-from appliance.weights import transfer
+from appliance.weights.cache.size import as_size
 from appliance.weights.show import Counted
-from appliance.weights.size import as_size
+from appliance.weights.stores import transfer
 from tests.mounts import tmpfs
 from tests.unit.model.gguf_files import write_model
 from tests.unit.weights.cache_files import OTHER_COMMIT, put_cached, put_ollama

@@ -9,7 +9,20 @@ from dataclasses import replace
 from functools import partial
 
 from appliance.engines.llama.planning import reasons
-from appliance.engines.llama.planning.batch import (
+from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
+from appliance.engines.llama.planning.arguments.passthrough_options import extra_choices, extras_of
+from appliance.engines.llama.planning.host_memory import caches, host_memory, load_mode_of, spare_beside, unified_mib
+from appliance.engines.llama.planning.inputs import MIN_CONTEXT, PlanInputs, is_read_whole, least_cache, offered_kinds
+from appliance.engines.llama.planning.memory.flash import converted_layers
+from appliance.engines.llama.planning.memory.kv_types import is_fast_pair
+from appliance.engines.llama.planning.memory.memory import (
+    host_overhead_mib,
+    padded,
+)
+from appliance.engines.llama.planning.memory.rope import rope_for, served_context
+from appliance.engines.llama.planning.memory.slots import choices as slot_choices
+from appliance.engines.llama.planning.memory.slots import idle_slots_stay
+from appliance.engines.llama.planning.placement.batch import (
     BATCH,
     PINNED,
     predicted_speed,
@@ -17,23 +30,16 @@ from appliance.engines.llama.planning.batch import (
     with_batch,
     with_smaller,
 )
-from appliance.engines.llama.planning.context import BY_CONTEXT, Aim, ContextPlan, ContextRequest, choose_context
-from appliance.engines.llama.planning.extras import extra_choices, extras_of
-from appliance.engines.llama.planning.flash import converted_layers
-from appliance.engines.llama.planning.host import caches, host_memory, load_mode_of, spare_beside, unified_mib
-from appliance.engines.llama.planning.inputs import MIN_CONTEXT, PlanInputs, is_read_whole, least_cache, offered_kinds
-from appliance.engines.llama.planning.job_time import placement_costs
-from appliance.engines.llama.planning.kv_types import is_fast_pair
-from appliance.engines.llama.planning.launch import LlamaLaunch
-from appliance.engines.llama.planning.memory import (
-    host_overhead_mib,
-    padded,
+from appliance.engines.llama.planning.placement.context import (
+    BY_CONTEXT,
+    Aim,
+    ContextPlan,
+    ContextRequest,
+    choose_context,
 )
-from appliance.engines.llama.planning.placement import PlacementJob
+from appliance.engines.llama.planning.placement.job_time import placement_costs
+from appliance.engines.llama.planning.placement.placement import PlacementJob
 from appliance.engines.llama.planning.refusal import refusal
-from appliance.engines.llama.planning.rope import rope_for, served_context
-from appliance.engines.llama.planning.slots import choices as slot_choices
-from appliance.engines.llama.planning.slots import idle_slots_stay
 from appliance.engines.llama.planning.threads import threads_of
 from appliance.image_facts import ImageFacts
 from appliance.model import plain_name

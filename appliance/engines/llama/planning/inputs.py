@@ -7,18 +7,17 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 
-from appliance.engines.llama.planning import assumptions
-from appliance.engines.llama.planning.batch import (
-    PINNED,
-)
-from appliance.engines.llama.planning.beside import with_adapters
-from appliance.engines.llama.planning.cpu_variant import choose_kernels
-from appliance.engines.llama.planning.devices import usable_devices
-from appliance.engines.llama.planning.engine_args import check_engine_args
-from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
-from appliance.engines.llama.planning.kv_types import kv_candidates
-from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
-from appliance.engines.llama.planning.memory import (
+from appliance.engines.llama.planning.arguments.engine_args import check_engine_args
+from appliance.engines.llama.planning.arguments.numa import check_numa
+from appliance.engines.llama.planning.hardware import assumptions
+from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
+from appliance.engines.llama.planning.hardware.devices import usable_devices
+from appliance.engines.llama.planning.hardware.observed_limits import NO_LIMITS, Limits
+from appliance.engines.llama.planning.hardware.rates import cpu_rates
+from appliance.engines.llama.planning.memory.attachments import with_adapters
+from appliance.engines.llama.planning.memory.flash import EXACT_TYPES, why_no_kernel
+from appliance.engines.llama.planning.memory.kv_types import kv_candidates
+from appliance.engines.llama.planning.memory.memory import (
     UBATCH,
     Copies,
     can_keep,
@@ -28,11 +27,12 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
-from appliance.engines.llama.planning.numa import check_numa
-from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
-from appliance.engines.llama.planning.rates import cpu_rates
-from appliance.engines.llama.planning.rope import check_context
-from appliance.engines.llama.planning.slots import NO_ROOM
+from appliance.engines.llama.planning.memory.rope import check_context
+from appliance.engines.llama.planning.memory.slots import NO_ROOM
+from appliance.engines.llama.planning.placement.batch import (
+    PINNED,
+)
+from appliance.engines.llama.planning.placement.placement import PlacementJob, Resources, place
 from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.engines.llama.planning.threads import (
     parts_of,

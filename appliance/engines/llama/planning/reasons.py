@@ -6,11 +6,18 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from appliance.engines.llama.planning.context import AS_WHOLE, GOOD_CONTEXT, HALF_FULL, NO_FIT, NOTICED, ContextPlan
-from appliance.engines.llama.planning.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, weights_mib
-from appliance.engines.llama.planning.placement import Placed, Resources
-from appliance.engines.llama.planning.rope import in_words, rope_for
-from appliance.engines.llama.planning.tensor_mode import TENSOR
+from appliance.engines.llama.planning.memory.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, weights_mib
+from appliance.engines.llama.planning.memory.rope import in_words, rope_for
+from appliance.engines.llama.planning.placement.context import (
+    AS_WHOLE,
+    GOOD_CONTEXT,
+    HALF_FULL,
+    NO_FIT,
+    NOTICED,
+    ContextPlan,
+)
+from appliance.engines.llama.planning.placement.placement import Placed, Resources
+from appliance.engines.llama.planning.placement.tensor_mode import TENSOR
 from appliance.errors import printable
 from appliance.model import Model
 from appliance.plan import READABLE_TOKENS_PER_S, Device, GpuAllocation, KvCheck, Memory, Placement, Speed

@@ -8,12 +8,12 @@ from functools import partial
 
 from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.inputs import MIN_CONTEXT, SPARE_SHARE, PlanInputs, least_cache
-from appliance.engines.llama.planning.memory import (
+from appliance.engines.llama.planning.memory.memory import (
     host_overhead_mib,
     padded,
     weights_mib,
 )
-from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
+from appliance.engines.llama.planning.placement.placement import PlacementJob, Resources, place
 from appliance.errors import ModelDoesNotFitError
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from appliance.engines.gpus import device_id
+from appliance.engines.llama.planning.hardware.observed_limits import Limits
 from appliance.engines.llama.planning.inputs import SPARE_SHARE
-from appliance.engines.llama.planning.limits import Limits
 from appliance.plan import Plan, Shortage
 from appliance.probe import Hardware
 from appliance.values import dataclass

@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
-from appliance.engines.llama.planning.batch import PINNED, SMALLER
-from appliance.engines.llama.planning.context import AS_WHOLE, NO_FIT, ContextPlan, choose_context, enough_of
+from appliance.engines.llama.planning.arguments.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.llama.planning.decide import aim_of, context_for, predicted, wanted_context
+from appliance.engines.llama.planning.expert_cache import modelled
+from appliance.engines.llama.planning.hardware.observed_limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.inputs import (
     PlanInputs,
     check,
@@ -18,19 +19,18 @@ from appliance.engines.llama.planning.inputs import (
     plan_inputs,
     with_less,
 )
-from appliance.engines.llama.planning.job_time import placement_costs
-from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
-from appliance.engines.llama.planning.launch import KNOB_EFFECTS, launch_of
-from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
-from appliance.engines.llama.planning.memory import padded
-from appliance.engines.llama.planning.mixture import modelled
-from appliance.engines.llama.planning.now import plan_now
-from appliance.engines.llama.planning.placement import Placed, place
-from appliance.engines.llama.planning.roofline import with_threads
+from appliance.engines.llama.planning.memory.kv_types import unjudged, worth_checking
+from appliance.engines.llama.planning.memory.memory import padded
+from appliance.engines.llama.planning.placement.batch import PINNED, SMALLER
+from appliance.engines.llama.planning.placement.context import AS_WHOLE, NO_FIT, ContextPlan, choose_context, enough_of
+from appliance.engines.llama.planning.placement.job_time import placement_costs
+from appliance.engines.llama.planning.placement.placement import Placed, place
+from appliance.engines.llama.planning.placement.roofline import with_threads
+from appliance.engines.llama.planning.placement.tensor_mode import CLEARLY, TENSOR, TRUSTED, pairs
+from appliance.engines.llama.planning.placement.tensor_placement import place_same
+from appliance.engines.llama.planning.replan import plan_now
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
-from appliance.engines.llama.planning.tensor_mode import CLEARLY, TENSOR, TRUSTED, pairs
-from appliance.engines.llama.planning.tensor_placement import place_same
 from appliance.engines.llama.planning.variations import Variations, tensor_placements, where, with_thread_count
 from appliance.errors import ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts

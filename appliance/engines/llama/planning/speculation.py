@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import (
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.memory import (
     MIB,
     Copies,
     can_keep,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from appliance.engines.llama.planning import reasons
-from appliance.engines.llama.planning.job_time import speed_of
-from appliance.engines.llama.planning.launch import NUMA_MODES
-from appliance.engines.llama.planning.numa import MASK_FLAG, Numa, numa_modes
-from appliance.engines.llama.planning.placement import Placed
-from appliance.engines.llama.planning.rates import EVEN_PARTS, PARTS, CpuRates
-from appliance.engines.llama.planning.roofline import DEPTH, with_threads
+from appliance.engines.llama.planning.arguments.launch import NUMA_MODES
+from appliance.engines.llama.planning.arguments.numa import MASK_FLAG, Numa, numa_modes
+from appliance.engines.llama.planning.hardware.rates import EVEN_PARTS, PARTS, CpuRates
+from appliance.engines.llama.planning.placement.job_time import speed_of
+from appliance.engines.llama.planning.placement.placement import Placed
+from appliance.engines.llama.planning.placement.roofline import DEPTH, with_threads
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.plan import CHAT_TOKENS_IN, Costs, Placement

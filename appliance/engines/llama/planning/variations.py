@@ -8,21 +8,21 @@ from dataclasses import replace
 from functools import cached_property
 
 from appliance.engines.llama.planning import reasons
-from appliance.engines.llama.planning.batch import BATCH, UBATCHES_GPU, predicted_speed
-from appliance.engines.llama.planning.context import ContextPlan
-from appliance.engines.llama.planning.host import host_memory
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.arguments.numa import Numa, numa_modes
+from appliance.engines.llama.planning.host_memory import host_memory
 from appliance.engines.llama.planning.inputs import (
     PlanInputs,
     offered_kinds,
     usual_ubatch,
 )
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import UBATCH, padded
-from appliance.engines.llama.planning.now import with_caches
-from appliance.engines.llama.planning.numa import Numa, numa_modes
-from appliance.engines.llama.planning.placement import Placed, place
-from appliance.engines.llama.planning.tensor_mode import TENSOR, teams
-from appliance.engines.llama.planning.tensor_placement import cards_of, place_tensors
+from appliance.engines.llama.planning.memory.memory import UBATCH, padded
+from appliance.engines.llama.planning.placement.batch import BATCH, UBATCHES_GPU, predicted_speed
+from appliance.engines.llama.planning.placement.context import ContextPlan
+from appliance.engines.llama.planning.placement.placement import Placed, place
+from appliance.engines.llama.planning.placement.tensor_mode import TENSOR, teams
+from appliance.engines.llama.planning.placement.tensor_placement import cards_of, place_tensors
+from appliance.engines.llama.planning.replan import with_caches
 from appliance.engines.llama.planning.threads import cpus_of, thread_counts
 from appliance.plan import (
     CONTEXT_STEP,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from appliance.engines.gpus import device_id
+from appliance.engines.vllm.planning.arguments.launch import VllmLaunch, compile_key
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import free_mib
-from appliance.engines.vllm.planning.launch import VllmLaunch, compile_key
-from appliance.engines.vllm.planning.memory import MIB, context_mib
-from appliance.engines.vllm.planning.parallel import are_linked
+from appliance.engines.vllm.planning.memory.memory import MIB, context_mib
+from appliance.engines.vllm.planning.memory.parallel import are_linked
 from appliance.engines.vllm.planning.reasons import choices_of
 from appliance.engines.vllm.planning.speed import costs_of, speed_of
 from appliance.model import plain_name

@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 from functools import cached_property
 
-from appliance.engines.vllm.planning import assumptions as assumed
 from appliance.engines.vllm.planning.inputs import Facts, total_mib
-from appliance.engines.vllm.planning.kv import KvLayout
-from appliance.engines.vllm.planning.memory import MIB, RankMemory, Reserve, kv_bytes_at, utilization
-from appliance.engines.vllm.planning.parallel import are_uneven
-from appliance.engines.vllm.planning.seen import beyond_estimate, corrected, is_decided, resized
+from appliance.engines.vllm.planning.memory import assumptions as assumed
+from appliance.engines.vllm.planning.memory.kv import KvLayout
+from appliance.engines.vllm.planning.memory.memory import MIB, RankMemory, Reserve, kv_bytes_at, utilization
+from appliance.engines.vllm.planning.memory.parallel import are_uneven
+from appliance.engines.vllm.planning.observed_memory import beyond_estimate, corrected, is_decided, resized
 from appliance.engines.vllm.planning.stages import (
     Option,
     Stage,

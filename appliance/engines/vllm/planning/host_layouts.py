@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.engines.vllm.planning.inputs import Facts, free_mib
-from appliance.engines.vllm.planning.memory import Layout, ends_mib
-from appliance.engines.vllm.planning.parallel import choose_cards, staged, tensor_sizes
+from appliance.engines.vllm.planning.memory.memory import Layout, ends_mib
+from appliance.engines.vllm.planning.memory.parallel import choose_cards, staged, tensor_sizes
 from appliance.engines.vllm.planning.stages import room_on
 from appliance.errors import ConfigError
 from appliance.probe import Gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.engines.engine import Inputs
-from appliance.engines.vllm.planning.parallel import shm_needed_mib
+from appliance.engines.vllm.planning.memory.parallel import shm_needed_mib
 from appliance.errors import ConfigError
 from appliance.probe import Gpu
 

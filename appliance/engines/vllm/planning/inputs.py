@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from appliance.engines.engine import Inputs
 from appliance.engines.gpus import asked_for, judged
-from appliance.engines.vllm.chips import Chip, chip_of
-from appliance.engines.vllm.parsers import Parsers, parsers_of
-from appliance.engines.vllm.planning.engine_args import Pins, read_pins
+from appliance.engines.vllm.api.parsers import Parsers, parsers_of
+from appliance.engines.vllm.planning.arguments.engine_args import Pins, read_pins
+from appliance.engines.vllm.planning.arguments.variables import own_variables
 from appliance.engines.vllm.planning.hosts import hosts_of, shm_of
-from appliance.engines.vllm.planning.kv_types import choose_kv_types
-from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
-from appliance.engines.vllm.planning.precision import (
+from appliance.engines.vllm.planning.model.chips import Chip, chip_of
+from appliance.engines.vllm.planning.model.kv_types import choose_kv_types
+from appliance.engines.vllm.planning.model.precision import (
     attention_choice,
     check_attention,
     check_method,
@@ -22,9 +22,9 @@ from appliance.engines.vllm.planning.precision import (
     quantization_choice,
     tokenizer_choice,
 )
-from appliance.engines.vllm.planning.rope import overrides_for, unused_reach, wanted_context
-from appliance.engines.vllm.planning.shape import Kind, Shape, shape_of
-from appliance.engines.vllm.planning.variables import own_variables
+from appliance.engines.vllm.planning.model.rope import overrides_for, unused_reach, wanted_context
+from appliance.engines.vllm.planning.model.shape import Kind, Shape, shape_of
+from appliance.engines.vllm.planning.observed_limits import NO_LIMITS, Limits
 from appliance.errors import ConfigError, GpuUnusableError
 from appliance.image_facts import ImageFacts
 from appliance.plan import Choice, Speculation

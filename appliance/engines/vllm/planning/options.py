@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from appliance.engines.vllm.planning.arguments.launch import EAGER
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.host_layouts import placed_over_hosts
 from appliance.engines.vllm.planning.hosts import shm_needed_of_host_mib
 from appliance.engines.vllm.planning.inputs import Facts, total_mib
-from appliance.engines.vllm.planning.launch import EAGER
-from appliance.engines.vllm.planning.memory import MIB, Batch, Layout, activation_mib, ends_mib
-from appliance.engines.vllm.planning.parallel import (
+from appliance.engines.vllm.planning.memory.memory import MIB, Batch, Layout, activation_mib, ends_mib
+from appliance.engines.vllm.planning.memory.parallel import (
     choose_cards,
     layouts,
     shm_of_workers_mib,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from appliance.engines.vllm.planning.arguments.launch import EAGER
+from appliance.engines.vllm.planning.arguments.variables import variable_choices
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.hosts import shm_needed_of_host_mib
 from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
-from appliance.engines.vllm.planning.kv import NULL_BLOCKS, kv_heads_of_rank
-from appliance.engines.vllm.planning.launch import EAGER
-from appliance.engines.vllm.planning.memory import MIB
-from appliance.engines.vllm.planning.options import has_shared_memory
-from appliance.engines.vllm.planning.parallel import (
+from appliance.engines.vllm.planning.memory.kv import NULL_BLOCKS, kv_heads_of_rank
+from appliance.engines.vllm.planning.memory.memory import MIB
+from appliance.engines.vllm.planning.memory.parallel import (
     RANKS_MAX,
     are_linked,
     are_uneven,
@@ -19,11 +19,11 @@ from appliance.engines.vllm.planning.parallel import (
     tensor_sizes,
     why_not_tensor,
 )
-from appliance.engines.vllm.planning.rope import rope_words
-from appliance.engines.vllm.planning.seen import is_decided
-from appliance.engines.vllm.planning.shape import Shape
+from appliance.engines.vllm.planning.model.rope import rope_words
+from appliance.engines.vllm.planning.model.shape import Shape
+from appliance.engines.vllm.planning.observed_memory import is_decided
+from appliance.engines.vllm.planning.options import has_shared_memory
 from appliance.engines.vllm.planning.speculation import offers_of
-from appliance.engines.vllm.planning.variables import variable_choices
 from appliance.plan.choice import Choice
 
 

@@ -10,12 +10,12 @@ from functools import cached_property, partial
 from appliance.engines import engine as doors
 from appliance.engines.engine import Inputs, Reduced
 from appliance.engines.gpus import device_id
+from appliance.engines.vllm.planning.arguments.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.vllm.planning.decide import plan_of
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import Facts, read_facts, total_mib
-from appliance.engines.vllm.planning.launch import KNOB_EFFECTS, launch_of
-from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
-from appliance.engines.vllm.planning.memory import MIB, Layout
+from appliance.engines.vllm.planning.memory.memory import MIB, Layout
+from appliance.engines.vllm.planning.observed_limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.options import around, choose
 from appliance.engines.vllm.planning.speculation import (
     UNMEASURED,

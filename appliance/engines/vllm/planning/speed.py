@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from appliance.engines.vllm.planning import assumptions as assumed
+from appliance.engines.vllm.planning.arguments.launch import EAGER
 from appliance.engines.vllm.planning.estimate import Estimate
-from appliance.engines.vllm.planning.kv import KvRequest, token_bytes
-from appliance.engines.vllm.planning.launch import EAGER
-from appliance.engines.vllm.planning.parallel import are_linked
-from appliance.engines.vllm.planning.shape import Shape, dtype_bytes
+from appliance.engines.vllm.planning.memory import assumptions as assumed
+from appliance.engines.vllm.planning.memory.kv import KvRequest, token_bytes
+from appliance.engines.vllm.planning.memory.parallel import are_linked
+from appliance.engines.vllm.planning.model.shape import Shape, dtype_bytes
 from appliance.engines.vllm.planning.stages import Option
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Speed
 from appliance.probe import Gpu

@@ -7,10 +7,10 @@ All workers are given one utilization, or one number of bytes, and have as many 
 from __future__ import annotations
 
 from appliance.engines.gpus import device_id
+from appliance.engines.vllm.planning.arguments.launch import EAGER
 from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
-from appliance.engines.vllm.planning.kv import KvLayout, KvRequest, layout_of
-from appliance.engines.vllm.planning.launch import EAGER
-from appliance.engines.vllm.planning.memory import (
+from appliance.engines.vllm.planning.memory.kv import KvLayout, KvRequest, layout_of
+from appliance.engines.vllm.planning.memory.memory import (
     Batch,
     Layout,
     RankMemory,

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.endings import as_error, shortage_of
-from appliance.engines.llama.log import is_error
+from appliance.engines.llama.process.endings import as_error, shortage_of
+from appliance.engines.llama.process.log import is_error
 from appliance.errors import EngineDiedError, EngineError, EngineHostMemoryError, EngineNotReadyError, FatalError
 from appliance.plan import Shortage
 from appliance.supervisor import Crash

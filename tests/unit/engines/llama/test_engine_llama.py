@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.engine import Install
-from appliance.engines.llama.facts import (
+from appliance.engines.llama.planning.arguments.loader_check import Projection
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.process.facts import (
     parse_facts,
     parse_flags,
     parse_kv_pairs,
@@ -16,10 +18,8 @@ from appliance.engines.llama.facts import (
     parse_split_modes,
     query_facts,
 )
-from appliance.engines.llama.fit import parse_projection, query_projections
-from appliance.engines.llama.planning.refine import Projection
-from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import (
+from appliance.engines.llama.process.fit import parse_projection, query_projections
+from appliance.engines.llama.process.server import (
     arguments,
     command,
     environment,

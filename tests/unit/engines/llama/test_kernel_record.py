@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.kernel_record import Checked, KernelStore, Record
-from appliance.engines.llama.kernels import (
+from appliance.engines.llama.kernels.kernel_record import Checked, KernelStore, Record
+from appliance.engines.llama.kernels.kernels import (
     Asked,
     asked_of,
     gpu_pattern,
@@ -17,7 +17,7 @@ from appliance.engines.llama.kernels import (
     parse_reports,
     query_kernels,
 )
-from appliance.probe.host import parse_stepping
+from appliance.probe.machine.host import parse_stepping
 from tests.builders import machine
 
 CPU = replace(machine().cpu, vendor="GenuineIntel", stepping="6.85.7")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.llama.routes import ROUTES, SLOTS_PATH, parse_kv_use, parse_work
+from appliance.engines.llama.api.routes import ROUTES, SLOTS_PATH, parse_kv_use, parse_work
 
 
 def slot(tokens: int | None, *, is_processing: bool = True) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.__main__ import main
 from appliance.engines.engine import Install
-from appliance.engines.vllm import facts as vllm_facts
+from appliance.engines.vllm.process import facts as vllm_facts
 from appliance.errors import ConfigError, EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts, dump_facts, parse_engine_facts
 from appliance.serve.inputs import load_engine

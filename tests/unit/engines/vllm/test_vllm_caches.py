@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.vllm.caches import Caches, has_key, on_volume, prune, remove_since
+from appliance.engines.vllm.startup.caches import Caches, has_key, on_volume, prune, remove_since
 
 OLD = 1000.0
 

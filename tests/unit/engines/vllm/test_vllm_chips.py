@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.vllm.chips import chip_of
+from appliance.engines.vllm.planning.model.chips import chip_of
 from appliance.image_facts import AttentionBackend, parse_engine_facts
 
 FACTS = parse_engine_facts((Path(__file__).parents[3] / "data/vllm/facts-0.33-cu130.json").read_text("utf-8"))

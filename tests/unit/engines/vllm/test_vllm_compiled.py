@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from appliance.engines.engine import Install
-from appliance.engines.vllm.compiled import NAME, USUAL_S, Compiled, load
 from appliance.engines.vllm.engine import ENGINE
-from appliance.engines.vllm.last_start import load as load_last
-from appliance.engines.vllm.planning.launch import compile_key, launch_of
+from appliance.engines.vllm.planning.arguments.launch import compile_key, launch_of
+from appliance.engines.vllm.startup.compiled import NAME, USUAL_S, Compiled, load
+from appliance.engines.vllm.startup.last_start import load as load_last
 from appliance.plan import Compilation, Plan
-from appliance.tune.candidates import candidates
-from appliance.tune.curve import Point
-from appliance.tune.search import Ask, Effort, Search, Trial
-from appliance.tune.workload import CHAT, only
+from appliance.tune.figures.curve import Point
+from appliance.tune.figures.workload import CHAT, only
+from appliance.tune.search.candidates import candidates
+from appliance.tune.search.search import Ask, Effort, Search, Trial
 from tests.golden.vllm_plans import engine_facts
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, best, space
 from tests.unit.engines.vllm.test_vllm_progress import AOT_HIT, AOT_MISS, COLD, WARM

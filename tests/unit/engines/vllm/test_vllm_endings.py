@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.endings import as_error, cause_of, shortage_of
-from appliance.engines.vllm.log import is_error, is_worth_showing, parse_line
+from appliance.engines.vllm.process.endings import as_error, cause_of, shortage_of
+from appliance.engines.vllm.process.log import is_error, is_worth_showing, parse_line
 from appliance.errors import EngineDiedError, EngineError, EngineHostMemoryError, EngineNotReadyError
 from appliance.plan import Shortage
 from appliance.supervisor import Crash

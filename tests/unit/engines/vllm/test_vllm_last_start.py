@@ -10,8 +10,8 @@ import pytest
 
 from appliance.engines.engine import Install
 from appliance.engines.vllm.engine import ENGINE
-from appliance.engines.vllm.last_start import NAME, LastStart, keep, last_start, load
-from appliance.engines.vllm.planning.launch import compile_key, compile_parts
+from appliance.engines.vllm.planning.arguments.launch import compile_key, compile_parts
+from appliance.engines.vllm.startup.last_start import NAME, LastStart, keep, last_start, load
 from appliance.plan import with_launch
 from tests.golden.vllm_plans import engine_facts
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, TURINGS, best

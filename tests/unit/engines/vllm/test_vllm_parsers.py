@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.parsers import Parsers, parsers_of, rows
+from appliance.engines.vllm.api.parsers import Parsers, parsers_of, rows
 from appliance.engines.vllm.planning.space import Space
 from appliance.image_facts import EngineFacts, parse_engine_facts
 from appliance.model import Model
-from appliance.model.facts import CALLS_TOOLS, REASONS
+from appliance.model.architecture.facts import CALLS_TOOLS, REASONS
 from appliance.plan import Plan
 from appliance.serve.beside import with_beside
 from appliance.settings import resolve_settings

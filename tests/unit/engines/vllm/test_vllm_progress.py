@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.log import is_error, is_fatal, is_waiting, is_worth_showing
-from appliance.engines.vllm.progress import CompileCache, Stage, compile_cache, parse_allocated, step_of
+from appliance.engines.vllm.process.log import is_error, is_fatal, is_waiting, is_worth_showing
+from appliance.engines.vllm.startup.progress import CompileCache, Stage, compile_cache, parse_allocated, step_of
 
 LOG = (Path(__file__).parents[3] / "data/vllm/start-0.32-cpu.log").read_text(encoding="utf-8").splitlines()
 # Of GPUs, from the formats of 0.33.0: compilation/backends.py, decorators.py, v1/worker/gpu_model_runner.py.

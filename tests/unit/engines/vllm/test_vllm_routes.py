@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.engines.vllm.api.routes import METRICS_PATH, ROUTES, parse_kv_use
 from appliance.engines.vllm.engine import ENGINE
-from appliance.engines.vllm.routes import METRICS_PATH, ROUTES, parse_kv_use
 
 # As 0.32.0 wrote it.
 METRICS = """\

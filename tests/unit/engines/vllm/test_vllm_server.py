@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from appliance.engines.engine import Install
-from appliance.engines.vllm import server
-from appliance.engines.vllm.planning.launch import compile_key
+from appliance.engines.vllm.planning.arguments.launch import compile_key
+from appliance.engines.vllm.process import server
 from appliance.errors import EngineArgumentsError
 from appliance.plan import Plan, with_launch
-from appliance.tune.slots import Concurrency, Job, choose, with_slots
-from appliance.tune.workload import Workload
+from appliance.tune.figures.slots import Concurrency, Job, choose, with_slots
+from appliance.tune.figures.workload import Workload
 from images.engines import ENGINES
 from tests.golden.vllm_plans import SOCKET, arguments, engine_facts
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, TURINGS, best, cards, space

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engines.vllm.work_seen import has_filled_a_step, parse_work
+from appliance.engines.vllm.load_observed import has_filled_a_step, parse_work
 from appliance.plan import with_launch
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, best, launch
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from appliance.engines.llama.facts import parse_variants
-from appliance.engines.llama.planning.cpu_variant import choose_kernels, runnable_variants
+from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels, runnable_variants
 from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.process.facts import parse_variants
 from appliance.errors import ConfigError, CpuUnsupportedError, EngineArgumentsError
 from appliance.image_facts import CpuVariant, dump_facts, parse_engine_facts
 from appliance.plan import Plan, RuledOut, with_measured
@@ -23,7 +23,7 @@ from tests.builders import DIGEST, IMAGE, SMALL, facts, machine, with_variants
 from tests.random_machines import gpu, with_gpus
 
 ROOT = Path(__file__).parents[5]
-TABLE = yaml.safe_load((ROOT / "appliance/engines/llama/cpu_variants.yaml").read_text())
+TABLE = yaml.safe_load((ROOT / "appliance/engines/llama/process/cpu_variants.yaml").read_text())
 CMAKE = (ROOT / "tests/data/llama-cpu-variants.cmake").read_text()
 AUTO = resolve_settings({}, {})
 HASWELL = ("avx", "avx2", "bmi2", "f16c", "fma", "sse4_2")
@@ -142,7 +142,7 @@ def test_arm_has_variants_of_its_own() -> None:
 
 
 def test_facts_of_a_build_name_the_variants_that_are_there() -> None:
-    table = (ROOT / "appliance/engines/llama/cpu_variants.yaml").read_text()
+    table = (ROOT / "appliance/engines/llama/process/cpu_variants.yaml").read_text()
     names = ("libggml-cpu-zen4.so", "libggml-cuda.so", "libggml-cpu-x64.so")
     assert [variant.name for variant in parse_variants(names, table)] == ["x64", "zen4"]
     with pytest.raises(EngineArgumentsError, match="need: rocketlake"):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.cuda_context import PUBLISHED, context_mib, held_back_mib
-from appliance.engines.llama.planning.devices import usable_devices
+from appliance.engines.llama.planning.hardware.cuda_context import PUBLISHED, context_mib, held_back_mib
+from appliance.engines.llama.planning.hardware.devices import usable_devices
 from appliance.probe import Gpu
 from tests.builders import facts
 from tests.golden.machines import MACHINES

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.llama.planning.flash import why_no_kernel
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import compute_mib
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.flash import why_no_kernel
+from appliance.engines.llama.planning.memory.memory import compute_mib
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ConfigError
 from appliance.model import Model
-from appliance.model.stack import LayerKind
+from appliance.model.architecture.stack import LayerKind
 from appliance.plan import Costs, Plan
 from appliance.settings import resolve_settings
 from tests.builders import facts, model

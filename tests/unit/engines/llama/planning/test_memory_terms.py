@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import KV_BYTES, MIB, cells, layers_of, weights_mib
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.memory import KV_BYTES, MIB, cells, layers_of, weights_mib
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model

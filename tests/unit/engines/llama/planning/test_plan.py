@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.kv_types import BELOW_Q8, TRUSTED
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import KV_BYTES, compute_mib, kv_bytes_per_token, kv_mib, output_mib
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.kv_types import BELOW_Q8, TRUSTED
+from appliance.engines.llama.planning.memory.memory import KV_BYTES, compute_mib, kv_bytes_per_token, kv_mib, output_mib
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import arguments
+from appliance.engines.llama.process.server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.model import Model
 from appliance.plan import Plan, as_document, explain, k_and_v, with_launch, with_measured

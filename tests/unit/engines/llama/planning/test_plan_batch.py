@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS
-from appliance.engines.llama.planning.job_time import job_ms
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import padded
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.memory import padded
+from appliance.engines.llama.planning.placement.batch import LONG_PROMPTS
+from appliance.engines.llama.planning.placement.job_time import job_ms
 from appliance.engines.llama.planning.space import Space
 from appliance.model import Model
 from appliance.plan import Plan

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.planning.batch import CONTEXT_KEPT
-from appliance.engines.llama.planning.context import HOST_KV_MIB, MORE_THAN_A_SLIVER
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import UBATCH
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.memory import UBATCH
+from appliance.engines.llama.planning.placement.batch import CONTEXT_KEPT
+from appliance.engines.llama.planning.placement.context import HOST_KV_MIB, MORE_THAN_A_SLIVER
 from appliance.engines.llama.planning.space import Space
 from appliance.model import Model, read_model
 from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT, Plan

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.engines.llama.planning.memory import MIB, copies, growth_of
-from appliance.engines.llama.server import parse_allocated
+from appliance.engines.llama.planning.memory.memory import MIB, copies, growth_of
+from appliance.engines.llama.process.server import parse_allocated
 from appliance.model import Matrices, Model
 from tests.builders import SMALL, with_variants
 

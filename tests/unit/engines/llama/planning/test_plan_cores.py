@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.rates import EVEN_PARTS, PARTS, CpuRates, cpu_rates
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.hardware.rates import EVEN_PARTS, PARTS, CpuRates, cpu_rates
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import arguments
+from appliance.engines.llama.process.server import arguments
 from appliance.plan import Plan
 from appliance.probe import CoreGroup, Hardware
-from appliance.probe.described import parse_machine
+from appliance.probe.machine.described import parse_machine
 from appliance.settings import resolve_settings
 from tests.builders import facts_for, model
 from tests.golden.machines import MACHINES

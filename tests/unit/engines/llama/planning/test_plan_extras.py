@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama import server
-from appliance.engines.llama.planning.engine_args import OWNED, UNOFFERED, owner_of
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import MIB
-from appliance.engines.llama.planning.refine import Projection, refine
+from appliance.engines.llama.planning.arguments.engine_args import OWNED, UNOFFERED, owner_of
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.arguments.loader_check import Projection, refine
+from appliance.engines.llama.planning.memory.memory import MIB
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import arguments
+from appliance.engines.llama.process import server
+from appliance.engines.llama.process.server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.model import Adapter, Model, Projector, read_model
 from appliance.plan import Plan

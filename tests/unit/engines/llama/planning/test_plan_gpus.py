@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import MIB
-from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
-from appliance.engines.llama.planning.refine import Projection, refine
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.arguments.loader_check import Projection, refine
+from appliance.engines.llama.planning.memory.memory import MIB
+from appliance.engines.llama.planning.placement.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.fit import projection_arguments
-from appliance.engines.llama.planning.kv_types import MIXED, unjudged
-from appliance.engines.llama.planning.memory import kv_mib
+from appliance.engines.llama.planning.memory.kv_types import MIXED, unjudged
+from appliance.engines.llama.planning.memory.memory import kv_mib
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import arguments
+from appliance.engines.llama.process.fit import projection_arguments
+from appliance.engines.llama.process.server import arguments
 from appliance.errors import ConfigError
 from appliance.plan import KvCheck, Plan, k_and_v
 from appliance.settings import resolve_settings

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import UBATCH
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.memory import UBATCH
 from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, Plan
 from tests.builders import some
 from tests.golden import letters, matrix

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.numa import cpu_mask, usable_nodes
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.arguments.numa import cpu_mask, usable_nodes
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import arguments
+from appliance.engines.llama.process.server import arguments
 from appliance.errors import ConfigError
 from appliance.plan import Plan
 from appliance.probe import GpuProbe, Hardware

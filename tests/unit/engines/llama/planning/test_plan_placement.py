@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.memory import (
+from appliance.engines.llama.planning.memory.memory import (
     MIB,
     cells,
     compute_mib,
@@ -18,8 +18,8 @@ from appliance.engines.llama.planning.memory import (
     mask_bytes,
     output_mib,
 )
-from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
-from appliance.engines.llama.planning.roofline import DEPTH, HOP, Roofline
+from appliance.engines.llama.planning.placement.placement import PlacementJob, Resources, place
+from appliance.engines.llama.planning.placement.roofline import DEPTH, HOP, Roofline
 from appliance.model import Layer, Model
 from appliance.plan import Device
 from tests.builders import LARGE

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.rope import Rope
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.rope import Rope
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import rope_arguments
+from appliance.engines.llama.process.server import rope_arguments
 from appliance.errors import ConfigError
 from appliance.model import Model, RopeScaling, read_model
 from appliance.plan import Plan

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.limits import NO_LIMITS
+from appliance.engines.llama.planning.hardware.observed_limits import NO_LIMITS
 from appliance.engines.llama.planning.shortage import missing
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import kv_mib, layers_of
-from appliance.engines.llama.planning.slots import conversation_mib
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.memory import kv_mib, layers_of
+from appliance.engines.llama.planning.memory.slots import conversation_mib
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import arguments
+from appliance.engines.llama.process.server import arguments
 from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model
 from appliance.plan import Choice, Plan

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS
+from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.inputs import SPARE_SHARE
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import MIB
-from appliance.engines.llama.planning.roofline import DEPTH
+from appliance.engines.llama.planning.memory.memory import MIB
+from appliance.engines.llama.planning.placement.batch import LONG_PROMPTS
+from appliance.engines.llama.planning.placement.roofline import DEPTH
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.memory import kv_mib, layers_of, weights_mib
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.memory.memory import kv_mib, layers_of, weights_mib
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import (
     CACHE_LEFT_MIB,
@@ -22,7 +22,7 @@ from appliance.engines.llama.planning.speculation import (
     kinds,
     still_applied,
 )
-from appliance.engines.llama.server import arguments, speculation_arguments
+from appliance.engines.llama.process.server import arguments, speculation_arguments
 from appliance.errors import ConfigError, EngineArgumentsError, ModelDoesNotFitError
 from appliance.model import Model
 from appliance.plan import KINDS, SIZES, UNMEASURED, Choice, GpuAllocation, Kind, Placement, Plan, as_document, summary

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.context import ContextPlan
-from appliance.engines.llama.planning.memory import MIB, kv_mib, layers_of
-from appliance.engines.llama.planning.placement import PlacementJob, Resources
+from appliance.engines.llama.planning.memory.memory import MIB, kv_mib, layers_of
+from appliance.engines.llama.planning.placement.context import ContextPlan
+from appliance.engines.llama.planning.placement.placement import PlacementJob, Resources
+from appliance.engines.llama.planning.placement.tensor_mode import exchanged, teams, why_not
+from appliance.engines.llama.planning.placement.tensor_placement import place_tensors
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.tensor_mode import exchanged, teams, why_not
-from appliance.engines.llama.planning.tensor_placement import place_tensors
-from appliance.engines.llama.server import placement_arguments
+from appliance.engines.llama.process.server import placement_arguments
 from appliance.image_facts import EngineFacts
 from appliance.model import Model, unread_projector
 from appliance.plan import Device, Placement, Plan

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from appliance.engines.engine import Host, Install, Node
-from appliance.engines.vllm import server
 from appliance.engines.vllm.planning.space import Space
+from appliance.engines.vllm.process import server
 from appliance.errors import ConfigError
 from appliance.plan import Plan
 from appliance.probe import Gpu

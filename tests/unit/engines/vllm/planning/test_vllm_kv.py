@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.planning.kv import KvLayout, KvRequest, kv_heads_of_rank, layout_of, token_bytes
-from appliance.engines.vllm.planning.shape import Kind, LinearState, Shape, shape_of
+from appliance.engines.vllm.planning.memory.kv import KvLayout, KvRequest, kv_heads_of_rank, layout_of, token_bytes
+from appliance.engines.vllm.planning.model.shape import Kind, LinearState, Shape, shape_of
 from tests.shapes.folders import folder_model
 
 GIB, MIB = 2**30, 2**20

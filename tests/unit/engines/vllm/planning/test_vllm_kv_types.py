@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.vllm.planning.quantization import quantization_of
+from appliance.engines.vllm.planning.model.quantization import quantization_of
 from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.model import Model
 from appliance.probe import Hardware

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.planning.engine_args import read_pins
-from appliance.engines.vllm.planning.launch import compile_key, compile_parts
-from appliance.engines.vllm.planning.memory import MIB, graph_sizes
-from appliance.engines.vllm.planning.parallel import layouts, split_layers
-from appliance.engines.vllm.planning.shape import shape_of
+from appliance.engines.vllm.planning.arguments.engine_args import read_pins
+from appliance.engines.vllm.planning.arguments.launch import compile_key, compile_parts
+from appliance.engines.vllm.planning.memory.memory import MIB, graph_sizes
+from appliance.engines.vllm.planning.memory.parallel import layouts, split_layers
+from appliance.engines.vllm.planning.model.shape import shape_of
 from appliance.engines.vllm.planning.space import Space
 from appliance.errors import (
     ConfigError,
@@ -182,7 +182,7 @@ def test_a_context_above_native_is_10_without_yarn() -> None:
 @given(st.integers(40961, 163840))
 def test_yarn_always_reaches_what_was_asked_for(context: int) -> None:
     """vLLM cuts `native x factor` off to whole tokens."""
-    from appliance.engines.vllm.planning.rope import overrides_for
+    from appliance.engines.vllm.planning.model.rope import overrides_for
     from appliance.settings import resolve_settings
 
     settings = resolve_settings({"ctx_size": str(context), "rope_scaling": "yarn"}, {})

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.chips import weights_kernel
-from appliance.engines.vllm.planning.parallel import tensor_sizes, why_not_tensor
-from appliance.engines.vllm.planning.quantization import LIMIT, Quantization, quantization_of
-from appliance.engines.vllm.planning.shape import Shape, shape_of
+from appliance.engines.vllm.planning.memory.parallel import tensor_sizes, why_not_tensor
+from appliance.engines.vllm.planning.model.chips import weights_kernel
+from appliance.engines.vllm.planning.model.quantization import LIMIT, Quantization, quantization_of
+from appliance.engines.vllm.planning.model.shape import Shape, shape_of
 from appliance.engines.vllm.planning.space import Space
 from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
 from appliance.image_facts import Quantization as QuantizationFacts

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.vllm.chips import scheme_chips
-from appliance.engines.vllm.planning.schemes import Scheme, schemes_of
+from appliance.engines.vllm.planning.model.chips import scheme_chips
+from appliance.engines.vllm.planning.model.schemes import Scheme, schemes_of
 from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
 from appliance.model import Model, read_model
 from appliance.plan import Plan

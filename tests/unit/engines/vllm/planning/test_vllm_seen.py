@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.planning.memory import MIB, Batch, Reserve, forward_mib, reserve_of
-from appliance.engines.vllm.planning.seen import resized
-from appliance.engines.vllm.planning.shape import shape_of
+from appliance.engines.vllm.planning.memory.memory import MIB, Batch, Reserve, forward_mib, reserve_of
+from appliance.engines.vllm.planning.model.shape import shape_of
+from appliance.engines.vllm.planning.observed_memory import resized
 from appliance.engines.vllm.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.plan import Allocated, CardPeak, MemoryPeak, Plan, Speculation, with_launch

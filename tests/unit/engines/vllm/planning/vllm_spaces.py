@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from appliance.engines.vllm.planning.launch import VllmLaunch, launch_of
+from appliance.engines.vllm.planning.arguments.launch import VllmLaunch, launch_of
 from appliance.engines.vllm.planning.space import Space
 from appliance.model import Model
 from appliance.plan import Plan

@@ -1,0 +1,86 @@
+"""What a start says: rich text on a terminal, JSON lines otherwise, and the phase that clients are shown.
+
+One event a line, as {"time", "level", "event", "message", …facts}; `event` is stable for scripts, `message` for people.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from appliance.console.progress import Phase, Progress
+
+_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+
+
+class Report:
+    """`form` is auto, text or json. `progress` is what /health/ready answers from."""
+
+    def __init__(self, form: str = "auto", stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._is_text = form == "text" or (form == "auto" and self._stream.isatty())
+        self.progress = Progress(phase=Phase.STARTING)
+        self.began = time.monotonic()
+
+    def info(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401 - anything that JSON knows
+        self._say("info", event, message, facts)
+
+    def warning(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401
+        self._say("warning", event, message, facts)
+
+    def error(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401
+        self._say("error", event, message, facts)
+
+    def phase(self, phase: Phase, message: str = "", **facts: Any) -> None:  # noqa: ANN401
+        """Kept for clients; `since` stays while the phase does."""
+        since = self.progress.since if phase is self.progress.phase else time.monotonic()
+        self.progress = Progress(phase=phase, message=message, since=since, facts=facts)
+
+    @contextmanager
+    def taking_logs(self) -> Iterator[Report]:
+        """What modules without a report of their own log, as events `log`: a line of text among the others would be
+        none for a script."""
+        logger, handler = logging.getLogger("appliance"), _LogHandler(self)
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            yield self
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+    def _say(self, level: str, event: str, message: str, facts: dict[str, Any]) -> None:
+        if self._is_text:
+            self._say_text(level, message)
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = {"time": now, "level": level, "event": event, "message": message, **facts}
+        print(json.dumps(row, default=str), file=self._stream, flush=True)
+
+    def _say_text(self, level: str, message: str) -> None:
+        # here, since a container without a terminal never needs it, and it costs 60 ms
+        from rich.text import Text
+
+        from appliance.console.terminal import Terminal
+
+        seconds = f"{time.monotonic() - self.began:6.1f} s  "
+        Terminal(file=self._stream, soft_wrap=True, highlight=False).print(
+            Text.assemble((seconds, "dim"), (message, _STYLES[level]))
+        )
+
+
+class _LogHandler(logging.Handler):
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say = self._report.info if record.levelno < logging.WARNING else self._report.warning
+        say("log", record.getMessage())

@@ -1,0 +1,103 @@
+"""The GPUs that a plan may use, fastest first, and why others are left out: pure."""
+
+from __future__ import annotations
+
+from appliance.engines.gpus import device_id, judged
+from appliance.engines.llama.planning.hardware import assumptions
+from appliance.engines.llama.planning.hardware.cuda_context import context_mib, held_back_mib
+from appliance.engines.llama.planning.hardware.gpu_throttling import handicaps
+from appliance.engines.llama.planning.hardware.observed_limits import NO_LIMITS, Limits
+from appliance.engines.llama.planning.hardware.rates import card_rates
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.plan import Device
+from appliance.probe import Gpu, Hardware
+
+
+def usable_devices(
+    hardware: Hardware,
+    image: ImageFacts,
+    engine: EngineFacts,
+    limits: Limits = NO_LIMITS,
+    *,
+    reserve_mib: float = 0.0,
+) -> tuple[tuple[Device, ...], tuple[str, ...]]:
+    """Fastest first, and in words those that cannot be used. None where the engine has no backend for them.
+    `reserve_mib` of each is left alone."""
+    if image.cuda is None and not any("cuda" in name for name in engine.backends):
+        return (), ()
+    devices: list[Device] = []
+    refused: list[str] = []
+    for gpu, why in judged(hardware, image):
+        if why:
+            refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
+        else:
+            devices.append(_device(gpu, hardware, limits, reserve_mib))
+    return tuple(sorted(devices, key=_rank)), tuple(refused)
+
+
+def _rank(device: Device) -> tuple[float | int | str, ...]:
+    """Of cards as fast as each other that with the faster link first, then that with more room: a card's slot decides
+    only between cards that are the same in all of it."""
+    return (-device.bandwidth_gb_s, -device.upload_gb_s, -device.free_mib, device.index, device.id)
+
+
+def _device(gpu: Gpu, hardware: Hardware, limits: Limits, reserve_mib: float) -> Device:
+    margin = reserve_mib + held_back_mib(gpu)
+    if gpu.is_unified:
+        free = limits.of_host(hardware.memory)
+    else:
+        free = min(float(gpu.vram_free_mib or 0), limits.of_gpu(device_id(gpu)))
+    measured = next((s for s in hardware.speeds.gpus if s.uuid == gpu.uuid), None) if hardware.speeds else None
+    memory = (measured.memory_gb_s if measured else None) or gpu.bandwidth_gb_s or assumptions.GPU_GB_S.value
+    pinned = (measured.pinned_gb_s if measured else None) or _link_gb_s(gpu)
+    pageable = (measured.pageable_gb_s if measured else None) or pinned * assumptions.PAGEABLE_SHARE.value
+    rates = card_rates(gpu, memory)
+    return Device(
+        id=device_id(gpu),
+        name=_name(gpu),
+        index=gpu.index,
+        free_mib=max(0.0, free - margin),
+        held_back_mib=margin,
+        context_mib=context_mib(gpu),
+        bandwidth_gb_s=rates.gb_s,
+        layer_us=rates.layer_us,
+        tflops=rates.tflops,
+        tflops_16=rates.tflops_16,
+        upload_gb_s=pageable,
+        pinned_gb_s=pinned,
+        peers=gpu.nvlink_peers,
+        is_slice=gpu.mig_profile is not None,
+        is_unified=gpu.is_unified,
+        note=_note(gpu),
+    )
+
+
+def _link_gb_s(gpu: Gpu) -> float:
+    """What the link can, not what it runs at now: a sleeping card steps down."""
+    generation = gpu.pcie_generation_max or gpu.pcie_generation
+    width = gpu.pcie_width or gpu.pcie_width_max  # a card in a narrow slot stays narrow
+    if generation not in assumptions.PCIE_GT_S or not width:
+        return assumptions.PCIE_GB_S.value
+    rate = assumptions.PCIE_GT_S[generation] * assumptions.PCIE_LANE_GB_S.value
+    return rate * width * assumptions.PCIE_SHARE.value
+
+
+def _note(gpu: Gpu) -> str:
+    notes = []
+    if gpu.holders:
+        held = ", ".join(
+            f"{h.name or 'a process'} ({h.pid})" + (f" {h.used_mib:,} MiB" if h.used_mib is not None else "")
+            for h in gpu.holders
+        )
+        notes.append(f"in use by {held}")
+    if gpu.display:
+        notes.append("a screen is attached")
+    notes += handicaps(gpu)
+    if gpu.bandwidth_gb_s is None:
+        notes.append(f"its bandwidth is unknown, taken as {assumptions.GPU_GB_S.value:g} GB/s")
+    return "; ".join(notes)
+
+
+def _name(gpu: Gpu) -> str:
+    name = gpu.name or "unnamed GPU"
+    return f"{name} slice {gpu.mig_profile}" if gpu.mig_profile and gpu.mig_profile not in name else name

@@ -1,0 +1,47 @@
+"""What holds a GPU back, and whether a prediction counts it: link, ECC, power. Pure."""
+
+from __future__ import annotations
+
+from appliance.engines.llama.planning.hardware.rates import counts_power
+from appliance.probe import Gpu
+
+FULL_WIDTH = 8  # lanes; fewer are named
+# PCIe of the cards of a compute capability and of those up to the next: data sheets of A100 and H100
+GENERATIONS = {0: 3, 80: 4, 90: 5}
+WIDE_BUS = 2048  # bits; memory with a bus as wide is HBM, whose ECC takes nothing
+
+
+def handicaps(gpu: Gpu) -> list[str]:
+    found = [_link(gpu), _generation(gpu), _ecc(gpu), _power(gpu)]
+    return [words for words in found if words]
+
+
+def _link(gpu: Gpu) -> str:
+    width, most = gpu.pcie_width, gpu.pcie_width_max
+    if width is None or gpu.is_unified:
+        return ""
+    if most is not None and width < most:
+        return f"its link has {width} of {most} lanes"
+    return f"its slot has {width} lane{'s' * (width > 1)}" if width < FULL_WIDTH else ""
+
+
+def _generation(gpu: Gpu) -> str:
+    """Of card and slot together: what it runs at now says nothing, since a sleeping card steps down."""
+    has = gpu.pcie_generation_max or gpu.pcie_generation
+    if has is None or gpu.sm is None or not gpu.sm.isdecimal() or gpu.is_unified:
+        return ""
+    most = GENERATIONS[max(sm for sm in GENERATIONS if sm <= int(gpu.sm))]
+    return f"its slot has PCIe {has}, and the card could use {most}" if has < most else ""
+
+
+def _ecc(gpu: Gpu) -> str:
+    is_felt = gpu.ecc and gpu.bus_bits is not None and gpu.bus_bits < WIDE_BUS
+    return "ECC is on: it takes part of the bandwidth, which is not in the prediction" if is_felt else ""
+
+
+def _power(gpu: Gpu) -> str:
+    limit, default = gpu.power_limit_w, gpu.power_limit_default_w
+    if limit is None or default is None or limit >= default:
+        return ""
+    counts = "prefill is predicted with it, decode without" if counts_power(gpu) else "which is not in the prediction"
+    return f"its power is capped at {limit:,.0f} of {default:,.0f} W: {counts}"

@@ -1,0 +1,96 @@
+"""How many requests run side by side, and what keeps a conversation while something else is asked. Pure.
+
+What the engine does, read in its tools/server/server-context.cpp and seen (tests/process/test_side_request.py):
+
+- A request goes to the free slot whose tokens are its beginning to more than `--slot-prompt-similarity` of its own
+  length, else to the one that is unused for longest. A slot that would lose more than half of what it holds is saved
+  to the prompt cache first, and the cache's best match is loaded.
+- With `--cache-idle-slots`, its default, every idle slot is saved and then cleared whenever a request begins. What the
+  cache cannot take is cleared all the same: a conversation longer than the cache is lost to every side request.
+- What comes back from the prompt cache needs room beside idle slots, which are cleared only after it: where two
+  conversations do not fit into the context together, the one that comes back is read anew. One slot has no neighbour.
+- Where requests run together and do not fit, idle slots are cleared unsaved; then all fail. The gateway
+  asks those again whose answer has not begun, one after the other (`../routes.py`, CROWDED).
+"""
+
+from __future__ import annotations
+
+from appliance.engines.llama.planning.memory.memory import checkpoint_mib, kv_mib, state_mib
+from appliance.model import Model
+from appliance.plan.choice import Choice
+from appliance.settings import Settings
+
+NO_ROOM = "memory, which has no room for more"
+
+
+def conversation_mib(model: Model, kv_type: str, tokens: int, *, ubatch: int, checkpoints: int | None) -> float:
+    """What the prompt cache needs for one conversation of so many tokens: its cells, states and checkpoints."""
+    copies = (checkpoints or 0) * checkpoint_mib(model, kv_type)
+    return kv_mib(model, kv_type, tokens, ubatch, 1) + state_mib(model, 1) + copies
+
+
+def choices(
+    settings: Settings, model: Model, context: int, *, cache_mib: float, needed_mib: float
+) -> tuple[Choice, ...]:
+    """`needed_mib` is of a conversation that fills the context, `cache_mib` what the prompt cache may take."""
+    return (_parallel(settings, model, context), *_idle(settings, context, cache_mib, needed_mib))
+
+
+def idle_slots_stay(settings: Settings, cache_mib: float, needed_mib: float) -> bool:
+    """Only a cache that takes the longest conversation may be what idle slots are cleared for."""
+    return settings.slots > 1 and cache_mib < needed_mib
+
+
+def _parallel(settings: Settings, model: Model, context: int) -> Choice:
+    count = settings.slots
+    what = "only states and sliding windows cost memory" if checkpoint_mib(model, "f16") else "they cost no memory"
+    beside = "a second request waits for the first"
+    if settings.users > 1:
+        beside = _share(settings, count, context)
+    elif count > 1:
+        beside = "a second request runs beside the first"
+    lost = (
+        "what another request costs a conversation: all of it if both do not fit into the context together, and what "
+        "lies behind a beginning that both share if that is more than half of it"
+    )
+    kept = "another request costs a conversation only what the prompt cache does not take, and each turn a copy to it"
+    asked = "asked for: " if settings.is_set("parallel") and settings.sources["parallel"] != NO_ROOM else ""
+    return Choice(
+        name="parallel",
+        value=str(count),
+        reason=f"{asked}slots share one context, so {what}; {beside}",
+        detail=lost if count > 1 else kept,
+        source=settings.slots_source,
+    )
+
+
+def _share(settings: Settings, count: int, context: int) -> str:
+    users = settings.users
+    if count > users:
+        served = f"{users} users at once and {count - users} beside them"
+    else:
+        served = f"{count} at once, of {users} users" if count < users else f"{users} users at once, none beside them"
+    each = context // min(users, count)
+    beyond = "and beyond that those wait that have not begun, and the others end"
+    return f"{served}; one alone has all {context:,} tokens, each has {each:,} when all run, {beyond}"
+
+
+def _idle(settings: Settings, context: int, cache_mib: float, needed_mib: float) -> tuple[Choice, ...]:
+    """Said only where something differs from the engine's default, or is lost."""
+    if cache_mib >= needed_mib:
+        return ()
+    held = int(context * cache_mib / needed_mib)
+    short = f"the prompt cache would take {held:,} of the context's {context:,} tokens"
+    if not idle_slots_stay(settings, cache_mib, needed_mib):
+        why = f"{short}; with one slot, what is longer is read anew after another request: --parallel 2 keeps it"
+        return (Choice(name="idle_slots", value="saved", reason=why, source="memory"),)
+    why = (
+        f"{short}, and what it cannot take would be lost to every side request; read anew are only conversations that "
+        f"do not fit into the context together, or whose slot is needed by the {_ordinal(settings.slots)} other one"
+    )
+    return (Choice(name="idle_slots", value="kept in the context", reason=why, source="memory"),)
+
+
+def _ordinal(number: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else endings.get(number % 10, 'th')}"

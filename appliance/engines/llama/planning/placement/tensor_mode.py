@@ -1,0 +1,134 @@
+"""Split mode tensor: each matrix is cut over the cards, which work at once and add up what they have twice a layer,
+after attention and after the feed-forward network. Pure.
+
+Facts are of the pinned source: src/llama-arch.cpp (`llm_arch_supports_sm_tensor`), src/llama-model.cpp (how tensors are
+cut), src/llama-context.cpp (it needs flash attention) and ggml/src/ggml-cuda/ggml-cuda.cu (`..._comm_init`: images are
+built without NCCL, so two cards exchange through pinned memory of the host, and more of them by a general copy in
+steps). NVLink serves neither. A quantized cache is not taken: it may fail an assertion there (llama.cpp#27116).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from appliance.engines.llama.planning.hardware.assumptions import Assumption
+from appliance.engines.llama.planning.memory.flash import EXACT_TYPES, why_no_kernel
+from appliance.model import Model
+from appliance.plan import Costs, Device
+
+TENSOR = "tensor"
+UNSUPPORTED = frozenset({
+    "grok", "mpt", "plamo2", "minicpm3", "gemma3n", "mamba", "mamba2", "jamba", "falcon-h1", "olmo2", "olmoe",
+    "deepseek2", "deepseek32", "hy_v4", "dots3note", "glm-dsa", "bitnet", "t5", "nemotron_h", "nemotron_h_moe",
+    "granitehybrid", "minimax-01", "minimax-m2", "minimax-m3", "mistral4", "kimi-linear", "bailingmoe3", "kimi-k3",
+    "glm5-next", "qwen3tts", "qwen4exp",
+    "hrm_text",  # allowed, and then each card holds all of it
+})  # fmt: skip
+# Those that ran so on CUDA in llama.cpp#19378 and #22299, and of which nobody reports an abort. Others aborted in some
+# build (#21876, #22268, #24309, #24440), so they are for measuring.
+TRUSTED = frozenset({"llama", "gpt-oss"})
+
+REDUCTIONS = 2  # sums over all cards in a layer
+ROWS = 256  # a feed-forward network is cut at multiples of this: lcm(128, values of a block)
+SLOWEST_LINK_GB_S = 2.0  # below it a prompt takes minutes: not worth measuring
+GOOD_LINK_GB_S = 10.0  # that a prediction may rely on: PCIe 3.0 x16, or 4.0 x8
+CLEARLY = 1.25  # times as fast, by the chat job: the mode is experimental, and its constants are three figures'
+# Each fits a time of the published tables with half of the weights read by each card and 43 us of kernels a layer.
+REDUCE_US = Assumption(
+    value=36.0,
+    source="two cards, one sum of a token: Gemma 4 31B Q4_K_M, two RTX 4090, 43.8 to 59.5 tok/s (llama.cpp#19378)",
+)
+STEP_US = Assumption(
+    value=63.0,
+    source="one step of the general copy: GLM 4.5 Air, two RTX 4090, 120.6 to 84.2 and 92.6 tok/s (llama.cpp#19378)",
+)
+PASSES = Assumption(
+    value=3.0, source="of a batch's sums in bf16 over the link: Gemma 4 31B, 2,846 tok/s of prefill there, 2,998 before"
+)
+
+
+def why_not(model: Model, split_modes: Sequence[str], kv_type: str = "f16") -> str | None:
+    """In words; None where the engine can do it, if there are cards for it."""
+    if TENSOR not in split_modes:
+        return "this engine has no such split mode"
+    if model.architecture in UNSUPPORTED or model.is_embedding_model:
+        return f"llama.cpp does not split {model.architecture} so"
+    if model.projector is not None:
+        return "a projector lies whole on one card, which has no room kept for it here"
+    if kv_type not in EXACT_TYPES:
+        return "it takes no quantized cache"
+    return why_no_kernel(model)
+
+
+def teams(devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
+    """The first two cards, the first three, and so on. Slices see no other, and unified memory is one card's."""
+    usable = _usable(devices)
+    for count in range(2, len(usable) + 1):
+        yield tuple(usable[:count])
+
+
+def pairs(devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
+    """All with good links, once of each kind: a faster card with a worse link must not rob a prediction of one."""
+    alike: set[object] = set()
+    for pair in itertools.combinations([d for d in _usable(devices) if d.pinned_gb_s >= GOOD_LINK_GB_S], 2):
+        figures = tuple((d.free_mib, d.bandwidth_gb_s, d.pinned_gb_s, d.layer_us, d.tflops) for d in pair)
+        if figures not in alike:
+            alike.add(figures)
+            yield pair
+
+
+def _usable(devices: Sequence[Device]) -> list[Device]:
+    return [d for d in devices if not d.is_slice and not d.is_unified and d.pinned_gb_s >= SLOWEST_LINK_GB_S]
+
+
+def parts_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
+    """How much of each matrix may go to each card: the same, or by bandwidth, or by memory."""
+    even = (1,) * len(devices)
+    sizes = [[d.bandwidth_gb_s for d in devices], [d.free_mib for d in devices]]
+    uneven = (tuple(max(1, round(100 * size / sum(each))) for size in each) for each in sizes if min(each) > 0)
+    return tuple(dict.fromkeys((even, *(parts for parts in uneven if len(set(parts)) > 1))))
+
+
+def shares_of(parts: Sequence[int]) -> tuple[float, ...]:
+    return tuple(part / sum(parts) for part in parts)
+
+
+def as_one_card(model: Model, devices: Sequence[Device], parts: Sequence[int]) -> Device:
+    """As fast as the slowest card with its part: whole heads, and whole blocks of the feed-forward network."""
+    rows = model.expert_length or model.feed_forward_length
+    units = [size for size in (max(model.kv_heads, default=0), rows // ROWS) if size]
+
+    def taken(share: float) -> float:
+        return max((min(1.0, -(-share * size // 1) / size) for size in units), default=share)
+
+    def together(rates: Sequence[float]) -> float:
+        return min(rate / taken(share) for rate, share in zip(rates, shares_of(parts), strict=True))
+
+    def multiplied(rates: Sequence[float | None]) -> float | None:
+        known = [rate for rate in rates if rate is not None]
+        return together(known) if len(known) == len(rates) else None
+
+    return replace(
+        devices[0],
+        bandwidth_gb_s=together([device.bandwidth_gb_s for device in devices]),
+        layer_us=max(device.layer_us for device in devices),
+        tflops=multiplied([device.tflops for device in devices]),
+        tflops_16=multiplied([device.tflops_16 for device in devices]),
+    )
+
+
+def exchanged(model: Model, devices: Sequence[Device], ubatch: int) -> Costs:
+    """What the sums of all layers cost beside the work."""
+    count = REDUCTIONS * sum(not layer.is_draft for layer in model.stack) or REDUCTIONS * model.layers
+    steps = (len(devices) - 1).bit_length()
+    is_pair = len(devices) == 2
+    each_us = REDUCE_US.value if is_pair else steps * STEP_US.value
+    link = min(device.pinned_gb_s for device in devices) * 1e6  # bytes a millisecond
+    passes = PASSES.value if is_pair else 2 * PASSES.value * steps  # the general copy moves f32
+    wide = 2 * model.embedding_length
+    return Costs(
+        fixed_ms=count * (each_us / 1000 + 2 * passes * wide / link),
+        gpu_prefill_ms=count * (each_us / 1000 / ubatch + passes * wide / link),
+    )

@@ -1,0 +1,125 @@
+"""EngineFacts of llama.cpp, from what its own binary prints: read once, while an image is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from appliance.errors import EngineArgumentsError, EngineLibraryError
+from appliance.image_facts import CpuVariant, EngineFacts
+from appliance.run import run
+
+BINARY = "llama-server"
+TIMEOUT_S = 30.0
+_VARIANTS = Path(__file__).with_name("cpu_variants.yaml")
+_CPU_BACKEND = re.compile(r"libggml-cpu-(.+)\.so")
+
+
+def query_facts(binary: Path, environment: Mapping[str, str] | None = None) -> EngineFacts:
+    """`environment` is the whole of the binary's. Raises EngineLibraryError when it does not run, EngineArgumentsError
+    when it says something unknown."""
+    backends = tuple(sorted(path.name for path in binary.parent.glob("libggml-*.so") if path.name != "libggml-base.so"))
+    around = environment or {}
+    said, usage = _said(binary, "--version", around), _said(binary, "--help", around)
+    return parse_facts(version=said, usage=usage, backends=backends)
+
+
+def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
+    """While an image is built. `kv_pairs` as `parse_kv_pairs` takes them."""
+    facts = query_facts(binary)
+    return replace(facts, kv_pairs=parse_kv_pairs(kv_pairs, facts.kv_types))
+
+
+def _said(binary: Path, flag: str, environment: Mapping[str, str]) -> str:
+    # Without our LD_LIBRARY_PATH, as when it serves: the loader would look there before it looks beside the binary.
+    done = run((str(binary), flag), timeout_s=TIMEOUT_S, environment=environment)
+    if done.returncode != 0:
+        message = f"engine does not answer {flag}: {binary}: exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+        raise EngineLibraryError(message, hint="run ldd on it: a library is missing, or the CPU is too old")
+    return done.stdout + done.stderr
+
+
+def parse_facts(*, version: str, usage: str, backends: tuple[str, ...] = ()) -> EngineFacts:
+    """`version` as `version: 0.5.0-dev (build 11312, commit 0c1e57098)`, `usage` as --help prints it."""
+    said = re.search(r"version: (\S+) \(build (\d+), commit (\S+)\)", version)
+    if not said:
+        message = f"engine names no version: {version.strip()[:200]!r}"
+        raise EngineArgumentsError(message, hint="expected `version: X (build N, commit C)`")
+    return EngineFacts(
+        version=said[1],
+        build=int(said[2]),
+        commit=said[3],
+        flags=parse_flags(usage),
+        kv_types=parse_kv_types(usage),
+        backends=backends,
+        split_modes=parse_split_modes(usage),
+        cpu_variants=parse_variants(backends, _VARIANTS.read_text(encoding="utf-8")) if backends else (),
+    )
+
+
+def parse_variants(backends: Iterable[str], table: str) -> tuple[CpuVariant, ...]:
+    """Of `libggml-cpu-haswell.so` and its like, the fastest last; `table` is cpu_variants.yaml.
+
+    Raises EngineArgumentsError for a file of which the table tells nothing: it would be served by nobody.
+    """
+    there = {found[1] for name in backends if (found := _CPU_BACKEND.fullmatch(name))}
+    known = _variants_in(table)
+    if unknown := sorted(there - known.keys()):
+        message = f"nobody knows what these CPU variants of the engine need: {', '.join(unknown)}"
+        raise EngineArgumentsError(message, hint=f"add them to {_VARIANTS.name}, from the engine's CMakeLists.txt")
+    return tuple(CpuVariant(name=name, isa=isa) for name, isa in known.items() if name in there)
+
+
+@cache
+def _variants_in(table: str) -> Mapping[str, tuple[str, ...]]:
+    """The instructions of each."""
+    import yaml  # here: an image's build needs it, and it costs every start 20 ms
+
+    return {
+        name: tuple(flag for feature in features for flag in rows["features"][feature])
+        for rows in yaml.safe_load(table).values()
+        for name, features in rows["variants"].items()
+    }
+
+
+def parse_flags(usage: str) -> tuple[str, ...]:
+    """Every spelling at the head of a help entry: `-fit,  --fit [on|off]   whether to …` gives -fit and --fit."""
+    flags: set[str] = set()
+    for line in usage.splitlines():
+        if not line.startswith("-") or line.startswith("-----"):
+            continue
+        head = re.split(r"\s{2,}(?![\s-])", line, maxsplit=1)[0]
+        flags.update(re.findall(r"(?:^|[\s,])(--?[A-Za-z][A-Za-z0-9.-]*)", head))
+    if not flags:
+        message = "engine's --help lists no flags"
+        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama/process/facts.py")
+    return tuple(sorted(flags))
+
+
+def parse_kv_types(usage: str) -> tuple[str, ...]:
+    found = re.search(r"--cache-type-k.*?allowed values:\s*(.*?)\n\s*\(default", usage, re.S)
+    if not found:
+        message = "engine's --help lists no KV cache types"
+        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama/process/facts.py")
+    return tuple(word.strip() for word in found[1].replace("\n", " ").split(",") if word.strip())
+
+
+def parse_kv_pairs(text: str, kv_types: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """`q8_0-q8_0;q8_0-q4_0`, K first; raises EngineArgumentsError for a type that the engine does not offer."""
+    pairs: list[tuple[str, str]] = []
+    for word in filter(None, text.split(";")):
+        k, _, v = word.partition("-")
+        if k not in kv_types or v not in kv_types:
+            message = f"engine has no such pair of KV types: {word}, given by --kv-pairs"
+            raise EngineArgumentsError(message, hint=f"its --help lists {', '.join(kv_types)}")
+        pairs.append((k, v))
+    return tuple(pairs)
+
+
+def parse_split_modes(usage: str) -> tuple[str, ...]:
+    """From `--split-mode {none,layer,row,tensor}`; nothing where an engine has no such flag."""
+    found = re.search(r"--split-mode \{([a-z,]+)\}", usage)
+    return tuple(found[1].split(",")) if found else ()

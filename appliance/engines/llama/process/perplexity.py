@@ -1,0 +1,98 @@
+"""llama-perplexity: Plan -> Command, and how well the model foretold a text, piece by piece. Its flags live here.
+
+Without a base of log-probabilities: that file takes two bytes for each word of the vocabulary and token of text, 2.5 GB
+for 8,000 tokens of a vocabulary of 152,000, and keeps them rounded and cut off at 16 nats. Its table of means is enough
+to pair two runs over the same text.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+from appliance.engines.engine import ChunkSpec, Ending, Install
+from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.process.endings import as_error
+from appliance.engines.llama.process.server import command_of_job, placement_arguments, rope_arguments
+from appliance.errors import FatalError
+from appliance.image_facts import EngineFacts
+from appliance.plan import Plan, k_and_v
+
+BINARY = "llama-perplexity"
+
+
+def arguments(plan: Plan, facts: EngineFacts, text: Path, chunk_spec: ChunkSpec) -> tuple[str, ...]:
+    """Everything that the outcome may depend on is the plan's, but for a context of one piece."""
+    launch = launch_of(plan)
+    words = {
+        "--model": plan.model_path,
+        "--file": text,
+        "--chunks": chunk_spec.chunks,
+        "--ppl-output-type": 1,  # a line a piece, with the mean in nats
+        "--fit": "off",
+        "--ctx-size": chunk_spec.chunk_tokens,
+        "--batch-size": chunk_spec.chunk_tokens,  # one piece at a time, and so one line for each
+        "--ubatch-size": min(launch.ubatch, chunk_spec.chunk_tokens),
+        "--cache-type-k": k_and_v(plan.kv_type)[0],
+        "--cache-type-v": k_and_v(plan.kv_type)[1],
+        "--flash-attn": "on" if launch.flash_attention else "off",
+        "--threads": launch.threads,
+        "--threads-batch": launch.threads_batch,
+        "--load-mode": launch.load_mode,
+        "--log-colors": "off",
+    }
+    flags = [str(word) for flag, value in words.items() for word in (flag, value)]
+    return (
+        *flags,
+        *rope_arguments(plan, facts),
+        *placement_arguments(plan, facts),
+        "--no-warmup",
+        "--offline",
+        "--log-prefix",
+    )
+
+
+# `LOG("%8d  %.4lf  %4lf  %4lf\n", i*n_ctx, exp(nll/count), av, av2)`: av is the mean of all pieces so far.
+_NUMBER = r"(-?\d+\.\d+|-?nan|-?inf)"
+_ROW = re.compile(rf" *(\d+) +{_NUMBER} +{_NUMBER} +{_NUMBER}")
+_PIECES = re.compile(r"calculating perplexity over (\d+) chunks, n_ctx=(\d+)")
+
+
+class Table:
+    """The mean of each piece out of the running means, line by line: six decimals, so that of 100 pieces the last is
+    within 0.0001. What is no number comes as nan; a row that is out of its order ends the table."""
+
+    def __init__(self) -> None:
+        self.chunks: int | None = None  # that the program said it would read
+        self._step = 0
+        self._sums = [0.0]
+
+    def add(self, line: str) -> None:
+        if found := _PIECES.search(line):
+            self.chunks, self._step = int(found[1]), int(found[2])
+        elif self._step and (row := _ROW.fullmatch(line.rstrip())) and int(row[1]) == self._step * self.rows:
+            self._sums.append(float(row[3]) * len(self._sums))
+
+    @property
+    def rows(self) -> int:
+        return len(self._sums) - 1
+
+    @property
+    def nll(self) -> tuple[float, ...]:
+        """Nats for each scored token, the mean of each piece."""
+        return tuple(after - before for before, after in pairwise(self._sums))
+
+
+class Perplexity(Table):
+    """One run of the program, and what its log says so far."""
+
+    name = BINARY
+
+    def __init__(self, plan: Plan, install: Install, chunk_spec: ChunkSpec, text: Path) -> None:
+        super().__init__()
+        argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, text, chunk_spec))
+        self.command = command_of_job(argv, plan, install)
+
+    def as_error(self, ending: Ending) -> FatalError:
+        return as_error(ending, name=BINARY)

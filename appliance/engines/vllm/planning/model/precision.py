@@ -1,0 +1,203 @@
+"""Types of weights, kernels and backends, by compute capability: chosen with the reason, or refused with what there is
+instead. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from appliance.engines.vllm.planning.arguments.engine_args import Pins
+from appliance.engines.vllm.planning.model.chips import Chip, methods_for, scheme_chips, weights_kernel
+from appliance.engines.vllm.planning.model.schemes import Scheme
+from appliance.engines.vllm.planning.model.shape import Shape
+from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
+from appliance.image_facts import AttentionBackend, EngineFacts
+from appliance.model import Model
+from appliance.plan.choice import Choice
+
+# Our words for what the engine calls by its type, and back.
+ENGINE_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+OUR_TYPES = {value: name for name, value in ENGINE_TYPES.items()}
+_DTYPES = {"half": "float16", "float": "float32", **{name: name for name in OUR_TYPES}}
+
+
+def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
+    """Raises ConfigError (10) for bfloat16 on a chip without it, and for a type that the quantization has not."""
+    asked = pins.dtype if pins.dtype != "auto" else None
+    if asked is not None:
+        found = _DTYPES.get(asked)
+        if found is None or (found == "bfloat16" and not chip.has_bfloat16):
+            why = f"{chip.name} computes no bfloat16, which begins with SM 80" if found else "no such type"
+            message = f"setting engine_arg asks for a type that cannot be used: '{asked}' ({pins.source}): {why}"
+            raise ConfigError(message, hint="use --dtype float16, or leave it out")
+        if (only := _only_types(shape, chip)) and found not in only:
+            message = (
+                f"setting engine_arg asks for a type that {shape.quantization.name} has not: '{asked}' ({pins.source})"
+            )
+            raise ConfigError(message, hint=f"use --dtype {only[0]}, or leave it out")
+        return found, Choice(name="dtype", value=found, reason="asked for", source=pins.source)
+    if (only := _only_types(shape, chip)) and shape.dtype not in only:
+        why = f"the model is {shape.dtype}, and {shape.quantization.name} is computed in {only[0]} alone"
+        return only[0], Choice(name="dtype", value=only[0], reason=why, source="model")
+    if shape.dtype == "float16" or (shape.dtype == "bfloat16" and chip.has_bfloat16):
+        return shape.dtype, Choice(name="dtype", value=shape.dtype, reason="the model's own", source="model")
+    why = f"the model is {shape.dtype}"
+    if shape.dtype == "bfloat16":
+        why += f", which {chip.name} does not compute (SM 80 and newer do): weights are converted while they load"
+    else:
+        why += "; 16 bits are half the memory"
+    return chip.dtype, Choice(name="dtype", value=chip.dtype, reason=why, source="probe")
+
+
+def _only_types(shape: Shape, chip: Chip) -> tuple[str, ...]:
+    """Of activations, that a quantization allows on a GPU; none if it allows both of 16 bits."""
+    method = shape.quantization.name
+    found = weights_kernel(method, chip.sm) if method and chip.sm is not None else None
+    return found.dtypes if found and chip.has_bfloat16 else ()
+
+
+def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
+    """Raises ModelUnreadableError (30) for weights, or scales of a cache, in no way that the engine knows."""
+    if shape.quantization.kv_problem:
+        message = f"model cannot be used: {model.path / 'config.json'}: vLLM ends over its kv_cache_scheme: "
+        message += shape.quantization.kv_problem
+        raise ModelUnreadableError(message, hint="take another quantization of it, or one without kv_cache_scheme")
+    known = [each.name for each in engine.quantizations]
+    method = shape.quantization.name
+    if method is None:
+        return
+    if known and method not in known:
+        _refuse_method(model, method, engine, known)
+    problem = next((each.problem for each in _of_linear(shape) if each.problem), None)
+    if problem is not None:
+        message = f"model cannot be used: {model.path / 'config.json'}: vLLM ends over its quantization: {problem}"
+        raise ModelUnreadableError(message, hint="take another quantization of it, or the model in 16 bits")
+
+
+def check_tokenizer(model: Model, pins: Pins) -> None:
+    """Raises ModelUnreadableError (30) for a folder without any tokenizer: vLLM ends over it after its imports. Also
+    online it looks for none elsewhere: a path is no name of a repository."""
+    if model.tokenizer_files or "--skip-tokenizer-init" in pins.passed:
+        return
+    message = (
+        f"model cannot be used: {model.path}: it has no tokenizer: no tokenizer.json, tokenizer.model, vocab.json, "
+        "vocab.txt, tekken.json or tokenizer_config.json"
+    )
+    raise ModelUnreadableError(
+        message, hint="fetch the whole folder again: its copy was interrupted, or left files out"
+    )
+
+
+def tokenizer_choice(model: Model) -> Choice | None:
+    """What is said of a folder that names a tokenizer and has no vocabulary for it: few need none."""
+    if set(model.tokenizer_files) != {"tokenizer_config.json"}:
+        return None
+    why = "no vocabulary lies beside it, as tokenizer.json: vLLM ends at its start unless this tokenizer needs none"
+    return Choice(name="tokenizer", value="tokenizer_config.json", reason=why, source="model", is_refusal=True)
+
+
+def _refuse_method(model: Model, method: str, engine: EngineFacts, known: Sequence[str]) -> NoReturn:
+    message = (
+        f"model cannot be used: {model.path / 'config.json'}: vLLM {engine.version} does not know its quantization "
+        f"method: {method!r}"
+    )
+    raise ModelUnreadableError(message, hint=f"take the model as one of {', '.join(sorted(known))}, or in 16 bits")
+
+
+def _of_linear(shape: Shape) -> Iterator[Scheme]:
+    """Schemes that some linear layer has: attention's, or the dense feed-forward's. Experts have kernels of their
+    own."""
+    stored = shape.quantization
+    names = ("self_attn", "attn", "q_proj", "o_proj"), *([] if shape.experts else [("mlp", "gate_proj", "down_proj")])
+    if any(stored.covers(*modules, layers=shape.layers) for modules in names):
+        yield from (each for each in stored.schemes if not each.is_of_experts)
+
+
+def quantization_choice(shape: Shape, chip: Chip, pins: Pins, sms: Sequence[int]) -> Choice | None:
+    """`sms` are those of all cards, `chip` the weakest of them. Raises NoKernelError (20) for weights that no kernel of
+    a card multiplies with."""
+    method = shape.quantization.name
+    if method is None:
+        return None
+    found = weights_kernel(method, chip.sm) if chip.sm is not None else None
+    rows, group = shape.quantization.rows, shape.quantization.group
+    group_words = f", blocks of {rows} × {group}" if rows else f", groups of {group}" if group else ""
+    if found is None or chip.sm is None:
+        why = f"nobody looked up which kernels vLLM has for it on {chip.name}: it says so at its start"
+        return Choice(name="quantization", value=method, reason=why + group_words, source="model")
+    if chip.sm < found.least_sm:
+        message = (
+            f"model's weights cannot be used on this GPU: {shape.title} is {method}, which needs SM {found.least_sm}, "
+            f"and this is {chip.name} ({found.source})"
+        )
+        raise NoKernelError(message, hint=f"take the model as one of {', '.join(methods_for(chip.sm))}, or in 16 bits")
+    schemes = tuple(dict.fromkeys(each.name for each in _of_linear(shape) if each.name))
+    for name in schemes:
+        _check_scheme(shape, name, pins, sms)
+    least = max((known.least_sm for name in schemes if (known := scheme_chips(name))), default=found.least_sm)
+    least = max(least, found.least_sm)
+    words = f" ({', '.join(schemes)})" if schemes else ""
+    why = f"kernels: {found.kernel}{group_words}{words}; it needs SM {least} and this is {chip.name}"
+    return Choice(name="quantization", value=method, reason=why, source="model", detail=found.source)
+
+
+def _check_scheme(shape: Shape, name: str, pins: Pins, sms: Sequence[int]) -> None:
+    known = scheme_chips(name)
+    if known is None or (stranger := next((sm for sm in sms if not known.runs_on(sm)), None)) is None:
+        return
+    if known.unless and known.unless in " ".join(pins.passed).replace("=", " "):
+        return
+    message = (
+        f"model's weights cannot be used on this GPU: {shape.title} is {shape.quantization.name} of the scheme {name}, "
+        f"which vLLM computes on {known.describe()}, and this is SM {stranger} ({known.source})"
+    )
+    others = [each for each in methods_for(stranger) if each != shape.quantization.name]
+    hint = f"take the model as one of {', '.join(others)}, or in 16 bits"
+    other_way = f'; --engine-arg "{known.unless}" takes other kernels, which nobody tried' if known.unless else ""
+    raise NoKernelError(message, hint=hint + other_way)
+
+
+def check_attention(shape: Shape, chip: Chip, pins: Pins, engine: EngineFacts) -> None:
+    """Raises ConfigError (10) for a backend that this GPU or this model cannot have."""
+    asked = pins.attention_backend
+    if asked is None or chip.sm is None or not engine.attention:  # on a CPU none may be asked for
+        return
+    found = {each.name: _computes(each, chip.sm, is_mla="mla" in shape.kinds) for each in engine.attention}
+    if not found.get(asked.upper()):
+        what = f"is not for this model on {chip.name}" if asked.upper() in found else "this engine has not"
+        message = f"setting engine_arg holds an attention backend that {what}: '{asked[:40]}' ({pins.source})"
+        raise ConfigError(message, hint=f"one of {', '.join(chip.backends)}, or leave it out")
+
+
+def _computes(backend: AttentionBackend, sm: int, *, is_mla: bool) -> bool:
+    return (backend.sms is None or str(sm) in backend.sms) and backend.is_mla in (None, is_mla)
+
+
+def attention_choice(chip: Chip, kv_type: str, pins: Pins) -> tuple[str | None, Choice]:
+    """A flag only where there is a reason: one that was asked for, or a chip where all but one are passed over."""
+    usual = chip.kv_types.get(ENGINE_TYPES.get(kv_type, kv_type), chip.backends[0])
+    if pins.attention_backend:
+        found = pins.attention_backend
+        return found, Choice(name="attention", value=found, reason="asked for", source=pins.source)
+    if chip.passed_over:
+        passed = "; ".join(f"{name} is passed over: {why}" for name, why in chip.passed_over.items())
+        why = f"the only one on {chip.name}, which is no error; {passed}"
+        return usual, Choice(name="attention", value=usual, reason=why, source="probe", detail=chip.source)
+    why = f"first of {', '.join(chip.backends)} on {chip.name} that reads a {kv_type} cache, in vLLM's own order"
+    return None, Choice(name="attention", value=usual, reason=why, source="probe", detail=chip.source)
+
+
+def gdn_choice(shape: Shape, chip: Chip, pins: Pins) -> tuple[str | None, Choice | None]:
+    """Kernels of linear attention. FlashInfer's are compiled at the first request, which then waits for them."""
+    if shape.linear is None:
+        return None, None
+    if pins.gdn_backend:
+        asked = Choice(name="linear_attention", value=pins.gdn_backend, reason="asked for", source=pins.source)
+        return pins.gdn_backend, asked
+    if chip.gdn == "flashinfer":
+        why = "FlashInfer's kernels would be compiled at the first request; Triton's come with the image's cache"
+        return "triton", Choice(name="linear_attention", value="triton", reason=why, source="default")
+    why = "no kernels of their own below SM 90: Triton's, compiled at the first request, which takes longer once"
+    if chip.sm is None:
+        why = "the CPU build's own kernels"
+    return None, Choice(name="linear_attention", value=chip.gdn, reason=why, source="probe", detail=chip.source)

@@ -1,0 +1,254 @@
+"""A small HTTP/1.1 client: one request on one new connection to a unix socket, the answer as it arrives.
+
+httptools parses, which uvicorn brings anyway. A general client costs a quarter of a second to import, and the first
+token would wait for it (`benchmarks/start.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import httptools
+
+from appliance.system.lack import is_lack, tell
+
+CONNECT_S = 10.0  # a socket here answers at once; on a machine with a load of 30 this program itself waited for 2 s
+# Read ahead of a slow client up to here; then the engine has to wait, as it would with that client itself.
+BUFFER_BYTES = 256 * 2**10
+# 64 MiB written in one piece would stop every other stream meanwhile.
+PIECE_BYTES = 64 * 2**10
+
+
+class UnreachableError(Exception):
+    """No connection came about: the request was not sent."""
+
+
+class LackError(UnreachableError):
+    """The gateway itself lacks a descriptor or memory for the connection."""
+
+
+class BrokenError(Exception):
+    """The connection ended before the answer was whole, or what came is no HTTP."""
+
+
+class HungError(BrokenError):
+    """The engine hangs and is about to be killed."""
+
+
+class Response(asyncio.Protocol):
+    """One answer. `status` and `headers` are there once `request` gave it away; names as the engine spelt them.
+    `on_body` is told of each piece of the body of an answer that is no error, as it comes."""
+
+    def __init__(self, method: str, on_body: Callable[[bytes], None] | None = None) -> None:
+        self.method = method
+        self._on_body = on_body
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._chunks: list[bytes] = []
+        self._buffered = 0
+        self._is_paused = False
+        self._has_head = False
+        self._is_whole = False
+        self._broken: BrokenError | None = None
+        self._moved = asyncio.Event()  # something came, or nothing more will
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first of that name, which is given in lower case."""
+        return next((value for key, value in self.headers if key.lower() == name), None)
+
+    @property
+    def content_length(self) -> int | None:
+        """None where the body is framed in another way."""
+        value = self.header(b"content-length")
+        is_chunked = self.header(b"transfer-encoding") is not None
+        return int(value) if value is not None and value.isdigit() and not is_chunked else None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether an event of ours can be put into it."""
+        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        return kind == b"text/event-stream" and self.header(b"content-encoding") is None
+
+    @property
+    def is_owed(self) -> bool:
+        """True while something of it is for the engine to send: not once nothing more will come, nor while its reader
+        is slow."""
+        return not (self._is_whole or self._is_paused or self.is_broken)
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken is not None
+
+    def give_up(self, why: str) -> None:
+        """Whoever reads it gets a HungError after what has come so far."""
+        self._break(HungError(why))
+        self._writable.set()
+        self._moved.set()
+
+    async def read(self) -> bytes:
+        """The whole body. Raises BrokenError."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Of the body, as they arrive. Raises BrokenError after the last one of a torn body."""
+        while True:
+            if self._chunks:
+                data = b"".join(self._chunks)
+                self._chunks.clear()
+                self._resume()
+                yield data
+                continue
+            if self._is_whole:
+                return
+            self._raise_if_broken()
+            await self._until_moved()
+
+    # What `request` does with it.
+
+    async def send(self, head: bytes, body: bytes) -> None:
+        """Returns when all is written, or the engine has answered before that."""
+        transport = self._connected()
+        transport.write(head)
+        view = memoryview(body)
+        for at in range(0, len(body), PIECE_BYTES):
+            await self._writable.wait()
+            if self._has_head or self._broken is not None:
+                return
+            transport.write(view[at : at + PIECE_BYTES])
+
+    async def until_head(self) -> None:
+        while not self._has_head:
+            self._raise_if_broken()
+            await self._until_moved()
+
+    def close(self) -> None:
+        self._connected().abort()
+
+    # asyncio's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._break(BrokenError("it wants another protocol"))
+        except httptools.HttpParserError as error:
+            self._break(BrokenError(f"it sent what is no HTTP: {error}"))
+        if self._buffered > BUFFER_BYTES and not self._is_paused:
+            self._is_paused = True
+            self._connected().pause_reading()
+        self._moved.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        is_framed = self.content_length is not None or self.header(b"transfer-encoding") is not None
+        if self._has_head and not is_framed and error is None:
+            self._is_whole = True
+        if not self._is_whole:
+            self._break(BrokenError("the connection ended"))
+        self._writable.set()
+        self._moved.set()
+
+    # httptools' side.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self.headers.clear()  # 100 Continue: the answer itself follows
+            return
+        self.status = status
+        self._has_head = True
+        if self.method == "HEAD":
+            self._is_whole = True  # its Content-Length speaks of a body that does not come
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+        self._buffered += len(body)
+        if self._on_body is not None and self.status < 400:
+            self._on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._has_head:
+            self._is_whole = True
+
+    def _resume(self) -> None:
+        self._buffered = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._connected().resume_reading()
+
+    async def _until_moved(self) -> None:
+        self._moved.clear()
+        await self._moved.wait()
+
+    def _break(self, error: BrokenError) -> None:
+        self._broken = self._broken or error
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _connected(self) -> asyncio.Transport:
+        if self._transport is None:
+            message = "there is no connection yet"
+            raise RuntimeError(message)
+        return self._transport
+
+
+@asynccontextmanager
+async def request(
+    socket_path: Path,
+    method: str,
+    target: str,
+    headers: Sequence[tuple[bytes, bytes]],
+    body: bytes,
+    response: Response | None = None,
+) -> AsyncIterator[Response]:
+    """The answer, of which the headers are there; the connection is closed at the end of the block. `response` is who
+    takes it, a new one without.
+
+    No total limit: the prefill of a long prompt is minutes without a byte. Raises UnreachableError, BrokenError.
+    """
+    loop, taker = asyncio.get_running_loop(), response or Response(method)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, response = await loop.create_unix_connection(lambda: taker, str(socket_path))
+    except (OSError, TimeoutError) as error:
+        # EAGAIN of connect(2) is about the engine: as many connections wait for it as may.
+        if is_lack(error) and not isinstance(error, BlockingIOError):
+            tell("reaching the engine", error)
+            raise LackError from error
+        raise UnreachableError(f"{socket_path}: {error}") from error  # noqa: EM102 - for a log, not for a client
+    try:
+        await response.send(_head(method, target, headers, body), body)
+        await response.until_head()
+        yield response
+    finally:
+        response.close()
+
+
+def _head(method: str, target: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:
+    lines = [f"{method} {target} HTTP/1.1".encode("latin-1"), b"host: engine", b"connection: close"]
+    if body or method == "POST":
+        lines.append(b"content-length: %d" % len(body))
+    # No line of its own for whoever smuggles a line break into a value.
+    lines += [name + b": " + value for name, value in headers if b"\n" not in value and b"\r" not in value]
+    return b"\r\n".join(lines) + b"\r\n\r\n"

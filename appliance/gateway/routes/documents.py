@@ -1,0 +1,76 @@
+"""What is shown of the appliance, as bare ASGI: a status is asked for as soon as it serves, and waits for no import."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qs
+
+from appliance.gateway.engine.backend import Backend, Document
+from appliance.gateway.routes.forward import ResponseWriter
+from appliance.gateway.routes.models import Endpoint
+from appliance.gateway.wire.api_error import ApiError, unknown_model
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from appliance.gateway.routes.metrics import Metrics
+
+T = TypeVar("T")
+_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+def path_of(name: str) -> str:
+    return f"/appliance/v1/{name}"
+
+
+def document_routes(metrics: Metrics, backends: Sequence[Backend]) -> dict[str, Endpoint]:
+    """GET alone; names that are also an action are not among them."""
+    actions = {name for backend in backends for name in backend.actions}
+    names = {name for backend in backends for name in backend.documents} - actions
+    each = {name: documents_of(name, backends) for name in sorted(names)}
+    return {"/metrics": _scrape(metrics, backends), **{path_of(name): _endpoint(found) for name, found in each.items()}}
+
+
+def documents_of(name: str, backends: Sequence[Backend]) -> dict[str, Document]:
+    return {backend.name: backend.documents[name] for backend in backends if name in backend.documents}
+
+
+def shown(documents: Mapping[str, Document], model: str | None) -> dict[str, Any]:
+    """By the name of the model, which a request gives as `?model=` where there are several; all without one."""
+    if len(documents) > 1 and model is None:
+        return {"models": {name: document() for name, document in documents.items()}}
+    return of_model(documents, model)()
+
+
+def of_model(each: Mapping[str, T], model: str | None) -> T:
+    """Raises ApiError where it is not said, or not known, which of several is meant."""
+    if len(each) == 1:
+        return next(iter(each.values()))
+    if model is None:
+        message = "several models are served: say which with ?model=NAME"
+        raise ApiError(400, "model_required", message)
+    if model not in each:
+        raise unknown_model(model, each)
+    return each[model]
+
+
+def _endpoint(documents: Mapping[str, Document]) -> Endpoint:
+    async def answer(scope: Scope, _receive: Receive, send: Send) -> None:
+        asked = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True).get("model", [None])
+        await ResponseWriter(send, "openai").document(shown(documents, asked[-1]))
+
+    return answer
+
+
+def _scrape(metrics: Metrics, backends: Sequence[Backend]) -> Endpoint:
+    async def answer(_scope: Scope, _receive: Receive, send: Send) -> None:
+        told = (backend.kv_use for backend in backends if backend.kv_use and backend.progress().is_ready)
+        await asyncio.gather(*(each.refresh() for each in told))
+        body = metrics.text()
+        headers = [(b"content-type", _TEXT), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return answer

@@ -1,0 +1,87 @@
+"""Our own routes that do something, with FastAPI, and the answer to paths that nobody knows.
+
+None of them is modelled, none is documented by FastAPI. Imported when one of them is asked for, not before: what is
+only shown is in documents.py, and waits for none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from appliance.gateway.engine.backend import Action, Backend, Document
+from appliance.gateway.routes.documents import documents_of, of_model, path_of, shown
+from appliance.gateway.wire.api_error import ApiError, body_too_large, dialect_of, internal_error
+
+BODY_MOST_BYTES = 2**20
+
+
+def create_own_app(backends: Sequence[Backend]) -> FastAPI:
+    routes = []
+    for name in dict.fromkeys(name for backend in backends for name in backend.actions):
+        documents = documents_of(name, backends)
+        actions = {backend.name: backend.actions[name] for backend in backends if name in backend.actions}
+        methods = ["GET", "POST"] if documents else ["POST"]
+        routes.append(Route(path_of(name), _endpoint(documents, actions), methods=methods))
+    return FastAPI(
+        openapi_url=None,
+        redirect_slashes=False,
+        routes=list[BaseRoute](routes),
+        exception_handlers={ApiError: _on_refusal, HTTPException: _on_http_error, Exception: _on_bug},
+        # Off, whatever OTEL_* variables the container was given: prompts and keys are nobody else's business.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
+
+
+def _endpoint(documents: Mapping[str, Document], actions: Mapping[str, Action]) -> Callable[[Request], Any]:
+    async def answer(request: Request) -> Response:
+        model = request.query_params.get("model")
+        if request.method == "POST":
+            status, found = of_model(actions, model)(await _body(request))
+            return JSONResponse(found, status_code=status)
+        return JSONResponse(shown(documents, model))
+
+    return answer
+
+
+async def _body(request: Request) -> bytes:
+    found = b""
+    try:
+        async for piece in request.stream():
+            found += piece
+            if len(found) > BODY_MOST_BYTES:
+                raise body_too_large(BODY_MOST_BYTES)
+    except ClientDisconnect as error:
+        raise ApiError(400, "incomplete_request", "the client left before its body had come") from error
+    return found
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router. No `Allow` of CORS, no list of what else there is."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    phrase = HTTPStatus(status).phrase
+    detail = f"{phrase.lower()}: {request.method} {request.url.path[:200]}"
+    api_error = ApiError(status, phrase.lower().replace(" ", "_"), detail)
+    return _refused(request, api_error, getattr(error, "headers", None) or {})
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    return _refused(request, error if isinstance(error, ApiError) else internal_error())
+
+
+async def _on_bug(request: Request, _error: Exception) -> Response:
+    """The client gets no traceback; the server logs it."""
+    return _refused(request, internal_error())
+
+
+def _refused(request: Request, error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+    headers = {**headers, "x-appliance-error": error.code}
+    return JSONResponse(error.document(dialect_of(request.url.path)), status_code=error.status, headers=headers)

@@ -1,0 +1,208 @@
+"""Every error that is ours and not the engine's, in the shape of the client's API, and a header that says who speaks.
+
+The body has the keys that OpenAI's errors have and no more, or Anthropic's and the code, so the source stands in
+`x-appliance-error`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from appliance.console.progress import Phase, Progress
+from appliance.engine_route import Dialect, ErrorRule
+
+if TYPE_CHECKING:
+    from starlette.types import Send
+
+RETRY_SOON_S = 2
+RETRY_LATER_S = 10
+RETRY_MOST_S = 600
+ANTHROPIC = "/v1/messages"
+# Anthropic's words for a kind of error, by status (https://docs.anthropic.com/en/api/errors); beyond: `api_error`.
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def dialect_of(path: str) -> Dialect:
+    """The API whose clients ask for this path, known or not."""
+    return "anthropic" if path == ANTHROPIC or path.startswith((f"{ANTHROPIC}/", f"{ANTHROPIC}?")) else "openai"
+
+
+class ApiError(Exception):
+    """Raised where a request cannot go on; `detail` is the sentence for the client and holds nothing secret."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        *,
+        kind: str = "invalid_request_error",
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.kind = kind
+        self.headers = headers
+
+    def document(self, dialect: Dialect = "openai") -> dict[str, Any]:
+        if dialect == "anthropic":
+            default = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = _ANTHROPIC_KINDS.get(self.status, default)
+            return {"type": "error", "error": {"type": kind, "message": self.detail, "code": self.code}}
+        return {"error": {"message": self.detail, "type": self.kind, "param": None, "code": self.code}}
+
+    def body(self, dialect: Dialect = "openai") -> bytes:
+        return _compact(self.document(dialect))
+
+    def event(self, dialect: Dialect) -> bytes:
+        """One server-sent event. Anthropic's SDK passes over events that are not named `error`."""
+        name = b"event: error\n" if dialect == "anthropic" else b""
+        return name + b"data: " + _compact(self.document(dialect)) + b"\n\n"
+
+    async def send(self, send: Send, dialect: Dialect = "openai") -> None:
+        """The whole response; nothing may have been sent before."""
+        body = self.body(dialect)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-appliance-error", self.code.encode()),
+            *self.headers,
+        ]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def invalid_key() -> ApiError:
+    return ApiError(
+        401,
+        "invalid_api_key",
+        "a valid API key is required: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`; "
+        "`docker exec NAME appliance key` shows it",
+        headers=((b"www-authenticate", b"Bearer"),),
+    )
+
+
+def unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    return ApiError(404, "model_not_found", f"the model `{name[:200]}` does not exist: {_named(known)}")
+
+
+def no_model(known: Iterable[str]) -> ApiError:
+    return ApiError(400, "model_required", f"the request names no model in a JSON field `model`: {_named(known)}")
+
+
+def _named(models: Iterable[str]) -> str:
+    return f"here are {', '.join(f'`{name}`' for name in models)}"
+
+
+def body_too_large(limit_bytes: int) -> ApiError:
+    return ApiError(413, "request_too_large", f"the request body is over the limit of {limit_bytes // 2**20} MiB")
+
+
+def header_too_large(limit_bytes: int) -> ApiError:
+    detail = f"the request's header is over the limit of {limit_bytes // 2**10} KiB"
+    return ApiError(431, "header_too_large", detail)
+
+
+def too_slow() -> ApiError:
+    return ApiError(408, "request_timeout", "the request did not come in time: send its header and body without pauses")
+
+
+def too_busy() -> ApiError:
+    detail = "too many requests run at the same time; try again in a moment"
+    return ApiError(503, "too_many_requests", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
+def lacking() -> ApiError:
+    """Of this program or its machine; the log says what."""
+    detail = "the appliance has no open files, memory or processes left for this request; try again in a moment"
+    return ApiError(503, "out_of_resources", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "internal_error", "the gateway failed on this request", kind="server_error")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "shutting_down", "the appliance is stopping", kind="service_unavailable")
+
+
+def engine_died(status: int, detail: str) -> ApiError:
+    """502 when it left in the middle of a request, 503 when it could not be reached at all."""
+    return ApiError(status, "engine_died", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
+def context_full() -> ApiError:
+    """For requests that may be answered alone."""
+    detail = "requests that run at the same time do not fit into the model's context together; try again in a moment"
+    return ApiError(503, "context_full", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
+def crowds_itself() -> ApiError:
+    """For one request of several prompts or answers, which nobody else disturbed."""
+    detail = (
+        "the prompts or answers of this request do not fit into the model's context together; ask for them one by one"
+    )
+    return ApiError(400, "context_length_exceeded", detail)
+
+
+def by_rule(rule: ErrorRule, groups: Mapping[str, str]) -> ApiError:
+    """`groups` fill the rule's sentence."""
+    detail = rule.detail.format_map(groups)
+    if rule.status < 500:
+        return ApiError(rule.status, rule.code, detail)
+    return ApiError(rule.status, rule.code, detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
+def of_engine(status: int, body: bytes) -> ApiError:
+    """The engine's own error, for a client that can only be told by an event: the status went out before."""
+    try:
+        error = json.loads(body)["error"]
+        message, kind, code = str(error["message"]), str(error["type"]), str(error.get("code", status))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        detail = f"the engine answered with status {status} and without a stream"
+        return ApiError(502, "engine_died", detail, kind="service_unavailable")
+    return ApiError(status, code, message, kind=kind)
+
+
+def without_words(status: int) -> ApiError:
+    """For an engine's error that has no body."""
+    detail = f"the engine refused this request with status {status} and gave no reason"
+    return ApiError(status, "engine_refused", detail, kind="server_error" if status >= 500 else "invalid_request_error")
+
+
+def not_ready(progress: Progress) -> ApiError:
+    if progress.phase is Phase.STOPPING:
+        return shutting_down()
+    if progress.phase is Phase.FAILED:
+        # No Retry-After: nothing is under way that would make waiting worth it.
+        return ApiError(503, "engine_died", progress.sentence(), kind="service_unavailable")
+    headers = (_retry(_wait_s(progress)),)
+    return ApiError(503, "model_loading", progress.sentence(), kind="service_unavailable", headers=headers)
+
+
+def _wait_s(progress: Progress) -> int:
+    """When it is worth asking again: a client that is told an hour may as well ask every ten minutes."""
+    if progress.seconds_left is not None:
+        return math.ceil(min(max(progress.seconds_left, RETRY_SOON_S), RETRY_MOST_S))
+    return RETRY_LATER_S if progress.phase in (Phase.TUNING, Phase.FETCHING) else RETRY_SOON_S
+
+
+def _retry(seconds: int) -> tuple[bytes, bytes]:
+    return b"retry-after", str(seconds).encode()
+
+
+def _compact(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()

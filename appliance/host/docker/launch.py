@@ -1,0 +1,160 @@
+"""How a container is started, as data: the options for Docker and the docker line that does the same. Pure.
+
+Hardened as compose/appliance.yaml is; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from appliance.documents import load, read
+from appliance.host.docker.ports import PORT
+from appliance.values import dataclass
+
+DATA = "/data"
+GRACE_S = 45
+RETRIES = 5
+RESTARTS = "on-failure"
+LABEL = "io.appliance.host"  # on all that the host command starts; its value is the launch itself
+PREFIX = "appliance-"
+SHM_SIZE = "4g"  # a limit and no reservation: an engine of several processes has its queues there, Docker gives 64 MiB
+BEFORE = "-before"  # after the name: what an upgrade replaced
+DEFAULTS = {"APPLIANCE_DRAIN_S": "30"}  # as compose: running streams get half a minute, the grace leaves the rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bind:
+    """A file or folder of this machine, read-only in the container."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuRequest:
+    """`driver` is Docker's: "nvidia" with indices or UUIDs, none of them means all; or "cdi" with names of devices."""
+
+    driver: str
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """All that it takes to start the same container again. No secret is in it: it is kept as a label."""
+
+    name: str
+    image: str
+    model: str  # as the user called it
+    settings: dict[str, str]  # APPLIANCE_* variables
+    passed: tuple[str, ...]  # variables that are passed by name: their values are not kept
+    binds: tuple[Bind, ...]
+    volume: str
+    bind: str
+    port: int
+    user: str
+    gpus: GpuRequest | None
+    restarts: bool
+
+    @property
+    def short_name(self) -> str:
+        return self.name.removeprefix(PREFIX)
+
+    def as_label(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def parse_label(text: str) -> Launch:
+    """Raises ValueError for what is none."""
+    return read(Launch, load(text))
+
+
+def container_name(word: str) -> str:
+    """As Docker allows it, from whatever a model is called."""
+    slug = re.sub(r"[^a-z0-9_.-]+", "-", word.lower()).strip("-._")
+    return PREFIX + (slug or "model")
+
+
+def environment(launch: Launch, here: Mapping[str, str]) -> dict[str, str]:
+    return {**launch.settings, **{name: here[name] for name in launch.passed if name in here}}
+
+
+def create_options(launch: Launch, here: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For docker-py's create_container, and for its create_host_config. `here`: the environment of this process."""
+    container = {
+        "image": launch.image,
+        "name": launch.name,
+        "user": launch.user,
+        "environment": environment(launch, here),
+        "labels": {LABEL: launch.as_label()},
+        "ports": [PORT],
+        "stop_timeout": GRACE_S,
+    }
+    host: dict[str, Any] = {
+        "read_only": True,
+        "tmpfs": {"/tmp": ""},  # noqa: S108
+        "shm_size": SHM_SIZE,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "port_bindings": {PORT: (launch.bind, launch.port)},
+        "binds": [f"{launch.volume}:{DATA}"],
+        "mounts": [_mount(each) for each in launch.binds],
+    }
+    if launch.restarts:
+        host["restart_policy"] = {"Name": RESTARTS, "MaximumRetryCount": RETRIES}
+    if launch.gpus:
+        host["device_requests"] = [_device_request(launch.gpus)]
+    return container, host
+
+
+def _mount(bind: Bind) -> dict[str, Any]:
+    return {"Type": "bind", "Source": bind.source, "Target": bind.target, "ReadOnly": True}
+
+
+def _device_request(gpus: GpuRequest) -> dict[str, Any]:
+    if gpus.driver == "cdi":
+        return {"Driver": "cdi", "Count": 0, "DeviceIDs": list(gpus.devices), "Capabilities": [], "Options": {}}
+    count = 0 if gpus.devices else -1
+    ids = list(gpus.devices)
+    return {"Driver": "", "Count": count, "DeviceIDs": ids, "Capabilities": [["gpu"]], "Options": {}}
+
+
+def command_line(launch: Launch) -> tuple[str, ...]:
+    """The docker line that starts the same container, but for the label; values of `passed` are not in it."""
+    words = ["docker", "run", "--detach", "--name", launch.name, "--pull", "never", "--read-only", "--tmpfs", "/tmp"]  # noqa: S108
+    words += ["--shm-size", SHM_SIZE, "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true"]
+    words += ["--user", launch.user, "--stop-timeout", str(GRACE_S)]
+    if launch.restarts:
+        words += ["--restart", f"{RESTARTS}:{RETRIES}"]
+    if launch.gpus:
+        words += _gpu_words(launch.gpus)
+    for name, value in launch.settings.items():
+        words += ["--env", f"{name}={value}"]
+    for name in launch.passed:
+        words += ["--env", name]
+    words += ["--publish", f"{_in_address(launch.bind)}:{launch.port}:{PORT}", "--volume", f"{launch.volume}:{DATA}"]
+    for bind in launch.binds:
+        words += ["--mount", f"type=bind,{_field('source', bind.source)},{_field('target', bind.target)},readonly"]
+    return (*words, launch.image)
+
+
+def _gpu_words(gpus: GpuRequest) -> list[str]:
+    if gpus.driver == "cdi":
+        return [word for device in gpus.devices for word in ("--device", device)]
+    return ["--gpus", _quoted(f"device={','.join(gpus.devices)}") if gpus.devices else "all"]
+
+
+def _field(name: str, value: str) -> str:
+    """Docker reads these as a row of CSV."""
+    return _quoted(f"{name}={value}")
+
+
+def _quoted(field: str) -> str:
+    return '"' + field.replace('"', '""') + '"' if any(mark in field for mark in ',"\n') else field
+
+
+def _in_address(bind: str) -> str:
+    return f"[{bind}]" if ":" in bind else bind

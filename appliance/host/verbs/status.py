@@ -1,0 +1,200 @@
+"""`appliance status`: what one appliance does now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from docker.api import APIClient
+
+from appliance.console.shown import beneath
+from appliance.errors import ConfigError, FatalError
+from appliance.host.docker import containers
+from appliance.host.docker.containers import Found
+from appliance.host.docker.daemon import connected
+from appliance.host.docker.http import READY, Gateway, NoAnswerError
+from appliance.settings import process_environment
+from appliance.values import dataclass
+
+WATCH_S = 1.0
+CLEAR = "\x1b[H\x1b[J"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    containers.add_name(parser)
+    parser.add_argument("--json", action="store_true", help="for scripts; with --watch one line each time")
+    parser.add_argument("--watch", "-w", action="store_true", help=f"again every {WATCH_S:g} s, until Ctrl-C")
+
+
+def run(options: argparse.Namespace) -> int:
+    with connected(process_environment()) as client:
+        while True:
+            found = containers.choose(containers.all_of_ours(client), containers.name_in(options))
+            status = query_status(client, found)
+            if options.watch and sys.stdout.isatty():
+                print(CLEAR, end="", file=beneath(sys.stdout))
+            indent = None if options.watch else 1
+            print(json.dumps(asdict(status), indent=indent) if options.json else as_text(status), flush=True)
+            if not options.watch:
+                return status.exit_code
+            time.sleep(WATCH_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """None is what is not known, or not known yet. `allocated_mib` is all that the engine allocated, VRAM included."""
+
+    name: str
+    container: str
+    state: str
+    exit_code: int
+    phase: str | None
+    message: str | None
+    model: str
+    endpoint: str | None
+    mode: str | None
+    context: int | None
+    chosen: str | None
+    speed: str | None
+    predicted_speed: str | None
+    stale: str | None  # why the speeds no longer hold, as far as is known
+    tokens_per_s: float | None
+    requests: int | None
+    vram_mib: float | None
+    allocated_mib: float | None
+    tuning: str | None
+    fetch: dict[str, Any] | None
+    uptime_s: float | None
+    restarts: int | None
+    image: str
+    cell: str | None
+    version: str | None
+
+    def speed_words(self) -> str:
+        if self.speed:
+            return f"{self.speed}; no longer: {self.stale}" if self.stale else self.speed
+        return f"predicted: {self.predicted_speed}" if self.predicted_speed else "not measured"
+
+
+def query_status(client: APIClient, found: Found) -> Status:
+    """From Docker, and from the appliance where it answers."""
+    state = containers.state(client, found.id)
+    is_running = state["Status"] == "running"
+    gateway = containers.gateway(client, found) if is_running and found.address else None
+    told, health = _ask(gateway) if gateway else ({}, {})
+    gauges = _gauges(gateway) if gateway and told else {}
+    requests = gauges.get("appliance_requests_in_flight")
+    allocated = told.get("allocated") or {}
+    devices = allocated.get("devices")
+    parts = [allocated[name] for name in ("model", "kv", "compute", "output", "recurrent") if name in allocated]
+    return Status(
+        name=found.short_name,
+        container=found.name,
+        state=state["Status"],
+        exit_code=0 if is_running else int(state["ExitCode"]) or 1,
+        phase=told.get("phase") or health.get("phase") or ("starting" if is_running else None),
+        message=told.get("message") or health.get("message") or (None if is_running else found.words),
+        model=told.get("model") or found.model,
+        endpoint=gateway.url if gateway else None,
+        mode=told.get("mode"),
+        context=told.get("context"),
+        chosen=told.get("chosen"),
+        speed=told.get("speed"),
+        predicted_speed=told.get("predicted_speed"),
+        stale=(told.get("standing") or {}).get("stale"),
+        tokens_per_s=gauges.get("appliance_stream_events_per_second"),
+        requests=None if requests is None else int(requests),
+        vram_mib=sum(mib for _, mib in devices) if devices is not None else None,
+        allocated_mib=sum(parts) if parts else None,
+        tuning=told.get("tuning"),
+        fetch=told.get("fetch"),
+        uptime_s=_seconds_since(state["StartedAt"]) if is_running else None,
+        restarts=told.get("engine_restarts"),
+        image=found.image,
+        cell=found.labels.get(containers.CELL),
+        version=told.get("version"),
+    )
+
+
+def _ask(gateway: Gateway) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The document of the status, and of readiness where there is none: before the key is made, or while stopping."""
+    try:
+        return gateway.document("status"), {}
+    except NoAnswerError:
+        return {}, {}
+    except ConfigError:
+        raise
+    except FatalError as error:
+        try:
+            return {}, {"message": error.message, **gateway.get(READY).document}
+        except NoAnswerError:
+            return {}, {"message": error.message}
+
+
+def _gauges(gateway: Gateway) -> dict[str, float]:
+    """None where it ended a moment ago: its status is known, and told."""
+    try:
+        return gateway.gauges()
+    except NoAnswerError:
+        return {}
+
+
+def _seconds_since(time_in_words: str) -> float:
+    """Docker's times have nanoseconds, which datetime does not read."""
+    whole = datetime.fromisoformat(time_in_words[:19]).replace(tzinfo=UTC)
+    return max(0.0, time.time() - whole.timestamp())
+
+
+def as_text(status: Status) -> str:
+    from appliance.host.start.follow import duration, fetching  # here: --json starts without rich, which costs 50 ms
+
+    rows = {
+        "name": status.name,
+        "model": status.model,
+        "phase": status.phase if status.phase == "ready" else f"{status.phase or status.state}: {status.message}",
+        "fetched": fetching(status.fetch) if status.fetch else "",
+        "now": _now(status),
+        "speed": status.speed_words() if status.chosen else "",
+        "chosen": status.chosen or "",
+        "mode": f"{status.mode}, context {status.context or 0:,}" if status.mode else "",
+        "memory": _memory(status),
+        "tuning": status.tuning or "",
+        "uptime": duration(status.uptime_s) if status.uptime_s is not None else "",
+        "restarts": f"{status.restarts} of the engine" if status.restarts else "",
+        "endpoint": status.endpoint or "",
+        "image": f"{status.image}{f', version {status.version}' if status.version else ''}",
+    }
+    return "\n".join(f"{label:<9} {value}" for label, value in rows.items() if value)
+
+
+def _now(status: Status) -> str:
+    if status.tokens_per_s is None:
+        return ""
+    at_work = f", {status.requests} at work" if status.requests else ""
+    return f"{status.tokens_per_s:.1f} tok/s{at_work}"
+
+
+def _memory(status: Status) -> str:
+    if status.allocated_mib is None:
+        return ""
+    vram = f"{status.vram_mib:,.0f} MiB of VRAM, " if status.vram_mib else "no VRAM, "
+    return f"{vram}{status.allocated_mib - (status.vram_mib or 0):,.0f} MiB of host memory"
+
+
+def as_line(status: Status, *, is_terminal: bool, measurements: int = 0) -> str:
+    """For somebody who watches: into a log goes only what does not change all the time."""
+    words = [status.message or status.phase or status.state]
+    if status.tuning == "waiting":
+        words.append("measuring begins when nobody asks")
+    elif status.tuning == "measuring":
+        words.append(f"measuring: {measurements} measurements so far")
+    elif status.speed:
+        words.append(status.speed)
+    if is_terminal and status.tokens_per_s is not None:
+        words.append(_now(status))
+    return "; ".join(words)

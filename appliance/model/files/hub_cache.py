@@ -1,0 +1,233 @@
+"""Models in the layout of huggingface_hub's cache: `models--org--name/snapshots/<commit>/file -> ../../blobs/<hash>`.
+
+As read in huggingface_hub 2.4.0: utils/_cache_manager.py (how it scans), file_download.py (`.incomplete`, `.locks`),
+utils/_shared_blobs.py (a blob may be a link to `blobs/<2 hex>/<hash>` of the whole cache).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from appliance.image_facts import is_projector
+from appliance.model.files.entries import ENTRIES_LIMIT, unreadable
+from appliance.model.formats.parts import PART, PARTS_LIMIT
+from appliance.system.disk import read_file
+from appliance.values import dataclass
+
+PREFIX = "models--"
+INCOMPLETE = ".incomplete"
+_DEPTH = 3  # folders inside a repository; published ones have one, named after the quantization
+_REFERENCE_LIMIT = 512
+_REF_BYTES = 256
+_OF_URL = re.compile(r"url/[^/]+/[0-9a-f]{12}")  # models--url--<host>--<beginning of the URL's sha256>
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedModel:
+    """A GGUF file, of a split one the first part, or a snapshot that is a folder of safetensors (`file` is empty)."""
+
+    repo: str  # org/name
+    file: str  # inside the repository, with "/"
+    path: Path
+    problem: str | None = None  # why it cannot be used; None: it is whole
+
+    @property
+    def name(self) -> str:
+        """As it is asked for; what came from a URL by its file alone."""
+        if _OF_URL.fullmatch(self.repo):
+            return self.file
+        return f"{self.repo}/{self.file}" if self.file else self.repo
+
+
+def is_repo(folder: Path) -> bool:
+    return folder.name.startswith(PREFIX)
+
+
+def repo_of(folder: Path) -> str:
+    """`org/name` of models--org--name; as the hub's own scan reads it."""
+    return folder.name.removeprefix(PREFIX).replace("--", "/")
+
+
+def list_cached(folder: Path, revision: str = "", budget: Iterator[int] | None = None) -> tuple[CachedModel, ...]:
+    """Models of one repository's folder, sorted. Where snapshots differ: of refs/main, else of the newest with a whole
+    one. `revision` is a branch, a tag, or the beginning of a commit; `budget` has as many numbers as files and folders
+    may be looked at. Raises ModelUnreadableError for a folder that may not be read."""
+    found: dict[str, CachedModel] = {}
+    budget = budget or iter(range(ENTRIES_LIMIT))
+    for snapshot in _snapshots(folder, revision, budget):
+        for model in _of_snapshot(folder, snapshot, budget):
+            if model.file not in found or (found[model.file].problem and not model.problem):
+                found[model.file] = model
+    return tuple(found[file] for file in sorted(found))
+
+
+def find_cached(reference: str, cache: Path) -> tuple[CachedModel, ...]:
+    """What `org/name`, `org/name:QUANT`, `org/name@revision`, `org/name/file` or a URL means in this cache: of one
+    name the whole ones, or those that are not, with the reason."""
+    parsed = _parse(reference)
+    if parsed is None:
+        return ()
+    repo, revision, quant, file = parsed
+    models = [model for folder in _folders(cache, repo) for model in list_cached(folder, revision)]
+    named = [model for model in models if is_meant(model.file, quant, file)]
+    whole = tuple(model for model in named if not model.problem)
+    return whole or tuple(named)
+
+
+def _parse(reference: str) -> tuple[str, str, str, str] | None:
+    """Folder's name without the prefix, revision, quantization and file; None for what is no reference."""
+    if len(reference) > _REFERENCE_LIMIT or not reference.isprintable():
+        return None
+    if reference.startswith(("https://", "http://")):
+        return f"url--*--{hashlib.sha256(reference.encode()).hexdigest()[:12]}", "", "", ""
+    parts = reference.split("/")
+    if not all(parts) or any(part in (".", "..") for part in parts):
+        return None
+    count = min(len(parts), 2)
+    name, _, quant = parts[count - 1].partition(":")
+    name, _, revision = name.partition("@")
+    return "--".join([*parts[: count - 1], name]), revision, quant, "/".join(parts[2:])
+
+
+def _folders(cache: Path, repo: str) -> list[Path]:
+    """Names of repositories are the same in upper and lower case for the hub."""
+    if "*" in repo:
+        return list(cache.glob(PREFIX + repo))
+    wanted = (PREFIX + repo).casefold()
+    return [folder for folder in cache.glob(f"{PREFIX}*") if folder.name.casefold() == wanted]
+
+
+def is_meant(own: str, quant: str, file: str) -> bool:
+    """Whether a file of a repository is the one with that quantization and that name; empty words mean any."""
+    own, wanted = own.casefold(), file.casefold()
+    if wanted and wanted not in (own, own.removesuffix(".gguf"), PART.sub("", own), PART.sub(".gguf", own)):
+        return False
+    return not quant or re.search(rf"(?:^|[-._/]){re.escape(quant.casefold())}(?:[-./]|$)", own) is not None
+
+
+def _snapshots(folder: Path, revision: str, budget: Iterator[int]) -> list[Path]:
+    """What refs/main names first, then the newest."""
+    snapshots = [path for path in _scan(folder / "snapshots", budget) if _is_folder(path)]
+    if revision:
+        commit = read_ref(folder, revision)
+        snapshots = [path for path in snapshots if path.name == commit or path.name.startswith(revision)]
+    main = read_ref(folder, "main")
+    return sorted(snapshots, key=lambda path: (path.name != main, -_modified_ns(path), path.name))
+
+
+def read_ref(folder: Path, name: str) -> str:
+    """The commit that a branch or tag stood at when it was fetched; empty where nothing says so."""
+    try:
+        return read_file(folder / "refs" / name, _REF_BYTES).decode("ascii", "replace").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _of_snapshot(folder: Path, snapshot: Path, budget: Iterator[int]) -> Iterator[CachedModel]:
+    names = {path.relative_to(snapshot).as_posix(): path for path in _files(snapshot, _DEPTH, budget)}
+    repo, cache = repo_of(folder), os.path.realpath(folder.parent)
+    if "config.json" in names and any(name.endswith(".safetensors") and "/" not in name for name in names):
+        yield CachedModel(repo=repo, file="", path=snapshot, problem=_why_folder_unusable(names, cache))
+    for name, path in names.items():
+        part = PART.search(name)
+        if not name.lower().endswith(".gguf") or is_projector(path.name):
+            continue
+        if not part:
+            yield CachedModel(repo=repo, file=name, path=path, problem=why_unusable(path, cache))
+        elif int(part[1]) == 1 or not _has_earlier(names, name, part):
+            yield CachedModel(repo=repo, file=name, path=path, problem=_why_parts_unusable(names, name, part, cache))
+
+
+def _has_earlier(names: dict[str, Path], name: str, part: re.Match[str]) -> bool:
+    """Whether an earlier part speaks for the model."""
+    stem, suffix = name[: part.start()], name[-len(".gguf") :]
+    numbers = range(1, min(int(part[1]), PARTS_LIMIT))
+    return any(f"{stem}-{number:05}-of-{part[2]}{suffix}" in names for number in numbers)
+
+
+def _why_parts_unusable(names: dict[str, Path], name: str, part: re.Match[str], cache: str) -> str | None:
+    count, stem, suffix = int(part[2]), name[: part.start()], name[-len(".gguf") :]
+    if not 1 <= count <= PARTS_LIMIT:
+        return f"its name says that it is one of {count} parts"
+    for number in range(1, count + 1):
+        other = f"{stem}-{number:05}-of-{part[2]}{suffix}"
+        if other not in names:
+            return f"part {number} of {count} is missing"
+        if problem := why_unusable(names[other], cache):
+            return f"part {number} of {count}: {problem}"
+    return None
+
+
+def _why_folder_unusable(names: dict[str, Path], cache: str) -> str | None:
+    for name, path in names.items():
+        if name.endswith((".safetensors", ".json")) and (problem := why_unusable(path, cache)):
+            return f"{path.name}: {problem}"
+    missing = missing_shard(names)
+    return f"{missing} is missing" if missing else None
+
+
+def missing_shard(names: Collection[str]) -> str:
+    """The first that the names of the others announce; empty where there is none."""
+    first = (found for name in names if (found := _SHARD.search(name)) and int(found[1]) == 1)
+    missing = (_missing_beside(names, shard) for shard in first)
+    return next(filter(None, missing), "")
+
+
+def _missing_beside(names: Collection[str], shard: re.Match[str]) -> str:
+    stem = shard.string[: shard.start()]
+    numbers = range(1, min(int(shard[2]), PARTS_LIMIT) + 1)
+    shards = (f"{stem}-{number:05}-of-{shard[2]}.safetensors" for number in numbers)
+    return next((other for other in shards if other not in names), "")
+
+
+def why_unusable(path: Path, root: str) -> str | None:
+    """Of a file that may be a link: None when it leads to a file below `root`, a real path. What may not be looked at
+    counts as there: opening it says why."""
+    try:
+        target = os.path.realpath(path, strict=True)
+    except PermissionError:
+        return None
+    except OSError:
+        return "its blob is missing" if path.is_symlink() else "it is gone"
+    if not Path(target).is_relative_to(root):
+        return "it links out of its folder"
+    if target.endswith(INCOMPLETE):
+        return "it was not fetched to its end"
+    return None if os.path.isfile(target) else "it is no file"  # noqa: PTH113 - the real path is a string
+
+
+def _files(folder: Path, depth: int, budget: Iterator[int]) -> Iterator[Path]:
+    for path in _scan(folder, budget):
+        if _is_folder(path):
+            if depth:
+                yield from _files(path, depth - 1, budget)
+        else:
+            yield path
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - pathlib's raises for what may not be looked at
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0  # it was just removed
+
+
+def _scan(folder: Path, budget: Iterator[int]) -> list[Path]:
+    """Without hidden ones, sorted; none of a folder that is not there."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [Path(entry.path) for _, entry in zip(budget, entries, strict=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return sorted(path for path in found if not path.name.startswith("."))

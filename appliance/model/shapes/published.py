@@ -1,0 +1,69 @@
+"""Shapes of published models by name, read from shapes.yaml beside this: what can be planned before it is fetched."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from appliance.errors import ConfigError, printable
+from appliance.model.architecture.facts import Model
+from appliance.model.shapes.described import describe_shape, near_quantization
+from appliance.model.shapes.shape import Shape, as_shape
+from appliance.values import dataclass
+
+HERE = Path(__file__).parent
+USUAL = "Q4_K_M"  # where nobody says which; gpt-oss is published as MXFP4
+_OWN = {"gpt-oss": "MXFP4"}  # by architecture: the quantization that it was trained in
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedShape:
+    """One shape and a quantization, as somebody named them: qwen3-30b-a3b@Q4_K_M."""
+
+    shape: Shape
+    quantization: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name}@{self.quantization}"
+
+    def describe(self, folder: Path) -> Model:
+        """The model that such a file in the folder would be."""
+        return describe_shape(self.shape, folder / f"{self.shape.name}-{self.quantization}.gguf", self.quantization)
+
+
+@cache
+def published() -> Mapping[str, Shape]:
+    import yaml  # here, since it costs 20 ms, and only a plan for a model that is nowhere needs it
+
+    rows = yaml.safe_load((HERE / "shapes.yaml").read_text(encoding="utf-8"))
+    return {name: as_shape(name, row) for name, row in rows.items()}
+
+
+def find_shape(request: str) -> PublishedShape | None:
+    """By name@quantization, or the name alone. None for what is called otherwise, as repositories and files are.
+
+    Raises ConfigError (10) for a name with a quantization where one of the two is unknown.
+    """
+    name, at, quantization = request.partition("@")
+    shape = None if "/" in name else published().get(name.casefold())
+    if shape is None:
+        if at and "/" not in request:
+            raise _unknown(request, name)
+        return None
+    if not at:
+        return PublishedShape(shape=shape, quantization=_OWN.get(shape.architecture, USUAL))
+    try:
+        near_quantization(quantization)
+    except ValueError as error:
+        message = f"model {printable(request)}: {printable(str(error))}"
+        raise ConfigError(message, hint=f"such as {shape.name}@{USUAL}, {shape.name}@Q8_0") from error
+    return PublishedShape(shape=shape, quantization=quantization.upper())
+
+
+def _unknown(request: str, name: str) -> ConfigError:
+    near = difflib.get_close_matches(name.casefold(), published(), 1)
+    message = f"no shape of a published model is called that: {printable(request)}"
+    return ConfigError(message, hint=f"perhaps you meant {near[0]}" if near else f"there are {', '.join(published())}")

@@ -1,0 +1,129 @@
+"""The child that watches GPUs: `python -m appliance.probe.load.gpu_load` samples until its input ends, then prints JSON.
+
+Clocks, reasons and utilization are of the moment, so what they were while something was measured has to be seen
+meanwhile. The first sample and the last are at rest: utilization is an average of up to a second, so it is waited for
+to fall. A line says when the first is done. When whoever started this dies, its input ends, and it does too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pynvml  # type: ignore[import-untyped]
+
+from appliance.probe.gpu.nvml import GPUS_MAX, fact, holders_of, is_cut, slices_of
+from appliance.probe.load.load import GpuLoad, GpuLoads, GpuProcess
+from appliance.probe.load.processes import query_tree
+
+EVERY_S = 0.5
+SAMPLES_MAX = 240  # two minutes; beyond that every second one is dropped and samples are taken half as often
+REST_S = 1.2  # the longest window that utilization is averaged over is a second
+REST_UTILIZATION = 2
+RUNNING_S = 1.0
+_SAMPLE_S = 0.1
+
+
+def watch(parent: int) -> GpuLoads:
+    """The report. `parent` heads the tree of processes that is ours."""
+    first = at_rest()
+    print("watching", flush=True)
+    samples: list[tuple[GpuLoad, ...]] = []
+    own_pids: set[int] = set()
+    every_s = EVERY_S
+    while not _is_over(every_s):
+        samples.append(tuple(query_loads()))
+        own_pids |= query_tree(parent).keys()
+        if len(samples) > SAMPLES_MAX:
+            samples, every_s = samples[1::2], every_s * 2
+    return GpuLoads(samples=(first, *samples, at_rest()), own_pids=tuple(sorted(own_pids)))
+
+
+def at_rest() -> tuple[GpuLoad, ...]:
+    """One sample whose `utilization` is the least of the next moments."""
+    deadline_s = time.monotonic() + REST_S
+    seen = tuple(query_loads())
+    while time.monotonic() < deadline_s and any((gpu.utilization or 0) > REST_UTILIZATION for gpu in seen):
+        time.sleep(_SAMPLE_S)
+        seen = tuple(_least(*pair) for pair in zip(seen, query_loads(), strict=True))
+    return seen
+
+
+def query_loads() -> Iterator[GpuLoad]:
+    """Every device. Raises NVMLError when not even the devices can be counted."""
+    for index in range(min(pynvml.nvmlDeviceGetCount(), GPUS_MAX)):
+        handle = fact(pynvml.nvmlDeviceGetHandleByIndex, index)
+        if handle is None:
+            yield GpuLoad(index=index)
+            continue
+        whole = _clocks(index, handle)
+        for device in slices_of(handle) if is_cut(handle) else (handle,):
+            yield _with_use(whole, device)
+
+
+def _clocks(index: int, handle: Any) -> GpuLoad:  # noqa: ANN401 - NVML's opaque pointer
+    reasons = fact(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    if reasons is None:  # its name before driver 535
+        reasons = fact(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    return GpuLoad(
+        index=index,
+        sm_clock_mhz=fact(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        sm_clock_max_mhz=fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        reasons=reasons,
+    )
+
+
+def _with_use(whole: GpuLoad, device: Any) -> GpuLoad:  # noqa: ANN401
+    rates = fact(pynvml.nvmlDeviceGetUtilizationRates, device)
+    holders = holders_of(device)
+    running = _running(device, [holder["pid"] for holder in holders])
+    return replace(
+        whole,
+        uuid=fact(pynvml.nvmlDeviceGetUUID, device),
+        utilization=None if rates is None else int(rates.gpu),
+        processes=tuple(GpuProcess(**holder, utilization=running.get(holder["pid"])) for holder in holders),
+    )
+
+
+def _running(device: Any, pids: list[int]) -> dict[int, int]:  # noqa: ANN401
+    """Per cent of the last second by pid; empty where the driver does not tell it, or tells of pids that are no
+    holder's, as when only one of its two lists is of this container's pids."""
+    since_us = int((time.time() - RUNNING_S) * 1e6)
+    try:
+        entries = pynvml.nvmlDeviceGetProcessUtilization(device, since_us)
+    except pynvml.NVMLError as error:
+        # "No entry" is an answer: none of them ran.
+        return dict.fromkeys(pids, 0) if error.value in (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND) else {}
+    newest = {entry.pid: min(100, entry.smUtil) for entry in sorted(entries, key=lambda entry: entry.timeStamp)}
+    return {pid: newest.get(pid, 0) for pid in pids} if newest.keys() & set(pids) else {}
+
+
+def _least(one: GpuLoad, other: GpuLoad) -> GpuLoad:
+    known = [gpu.utilization for gpu in (one, other) if gpu.utilization is not None]
+    return replace(other, utilization=min(known, default=None))
+
+
+def _is_over(wait_s: float) -> bool:
+    ready, _, _ = select.select([sys.stdin], [], [], wait_s)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
+
+
+def main() -> int:
+    parent = os.getppid()
+    try:
+        pynvml.nvmlInit()
+        report = watch(parent)
+    except pynvml.NVMLError as error:
+        report = GpuLoads(problem=f"NVML: {error}")
+    json.dump(asdict(report), sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

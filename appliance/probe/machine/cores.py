@@ -1,0 +1,134 @@
+"""Which cores are there, and how fast each is beside the fastest of the machine.
+
+`cpu_capacity` tells it on Arm, of 1024: instructions a cycle x highest clock (Linux, sched-capacity.rst); all have 1024
+where the kernel was told nothing. Intel's hybrids name their kinds by two PMUs, cpu_core and cpu_atom; `highest_perf`
+of ACPI counts both in one unit, and is the same for all on some (sched-ext/scx#1903). Then, and everywhere else, the
+highest clock stands in. `highest_perf` of AMD ranks equal cores, so it is not asked there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from appliance.probe.machine.hardware import CoreGroup
+from appliance.probe.machine.sysfs import first_bytes, parse_cpulist
+
+CPUS = "sys/devices/system/cpu"
+CAPACITY, PERFORMANCE, CLOCK = "cpu_capacity", "acpi_cppc/highest_perf", "cpufreq/cpuinfo_max_freq"
+IDENTITY = "regs/identification/midr_el1"  # of Arm: maker, part and revision
+_MOST: Mapping[str, int] = {CAPACITY: 1024, PERFORMANCE: 2**32 - 1, CLOCK: 10**8}
+# Cores of one kind differ by less: the best of a chip are allowed a higher clock.
+SAME_KIND = 0.9
+_MOST_CPUS = 4096  # that are read of a list; no kernel is built for more than 8,192
+
+Core = tuple[int, ...]  # its CPUs
+
+
+def query_cores(root: Path, affinity: Collection[int]) -> tuple[Core, ...] | None:
+    """The cores that have CPUs in `affinity`, with those; None when one of the CPUs does not say its siblings."""
+    folder = root / CPUS
+    cores: list[Core] = []
+    remaining = set(affinity)
+    while remaining:
+        cpu = min(remaining)
+        siblings = _siblings(folder / f"cpu{cpu}/topology")
+        if cpu not in siblings:
+            return None
+        cores.append(tuple(sorted(remaining & set(siblings))))
+        remaining -= set(siblings)
+    return tuple(cores) or None
+
+
+def query_core_groups(root: Path, cores: tuple[Core, ...]) -> tuple[tuple[CoreGroup, ...], str | None]:
+    """Groups of `cores`, the fastest first; none where nothing tells how fast they are. Why not, where something does
+    and is not to be believed."""
+    try:
+        speeds = _query_speeds(root, cores)
+    except ValueError as error:
+        return (), str(error)
+    if not speeds:
+        return (), None
+    return _grouped(root / CPUS, cores, speeds), None
+
+
+def _grouped(folder: Path, cores: tuple[Core, ...], speeds: Mapping[int, int]) -> tuple[CoreGroup, ...]:
+    fastest = max(speeds.values())
+    kinds: list[tuple[int, list[Core]]] = []
+    for core in sorted(cores, key=lambda core: (-speeds[core[0]], core)):
+        if not kinds or speeds[core[0]] < SAME_KIND * kinds[-1][0]:
+            kinds.append((speeds[core[0]], []))
+        kinds[-1][1].append(core)
+    return tuple(
+        CoreGroup(
+            capacity=max(0.001, round(speed / fastest, 3)),
+            cores=len(members),
+            cpus=tuple(sorted(cpu for core in members for cpu in core)),
+            part=parse_part(first_bytes(folder / f"cpu{members[0][0]}/{IDENTITY}")),
+        )
+        for speed, members in kinds
+    )
+
+
+def parse_part(text: str) -> str | None:
+    """Maker and part of Arm's midr_el1: of "0x00000000410fd811" "0x41.0xd81"."""
+    match = re.fullmatch(r"0x0{8}([0-9a-f]{2})[0-9a-f]{2}([0-9a-f]{3})[0-9a-f]", text.strip())
+    return f"0x{match[1]}.0x{match[2]}" if match else None
+
+
+def _query_speeds(root: Path, cores: tuple[Core, ...]) -> dict[int, int]:
+    """By the first CPU of each of `cores`, and by every other CPU that is online: the fastest may be one that this
+    process must not use. Numbers without a unit. Raises ValueError for files that contradict themselves."""
+    folder = root / CPUS
+    own = {cpu for core in cores for cpu in core}
+    online = parse_cpulist(first_bytes(folder / "online"))[:_MOST_CPUS]
+    cpus = sorted({core[0] for core in cores} | (set(online) - own))
+    capacities = _numbers(folder, CAPACITY, cpus)
+    if len(set(capacities.values())) > 1:
+        return capacities
+    kinds = [set(parse_cpulist(first_bytes(root / f"sys/devices/{kind}/cpus"))) for kind in ("cpu_core", "cpu_atom")]
+    if all(kinds):
+        return _of_hybrid(folder, cpus, *kinds)
+    return _numbers(folder, CLOCK, cpus) or _equal(folder, cpus, capacities)
+
+
+def _of_hybrid(folder: Path, cpus: list[int], large: set[int], small: set[int]) -> dict[int, int]:
+    """Where all that is online is of one kind the other is not asked."""
+    for name in (PERFORMANCE, CLOCK):
+        found = _numbers(folder, name, cpus)
+        of_large, of_small = ([found[cpu] for cpu in kind if cpu in found] for kind in (large, small))
+        if found and (not of_small or not of_large or max(of_small) < max(of_large)):
+            return found
+    message = "sysfs has cpu_core and cpu_atom, and does not say how fast these kinds of cores are"
+    raise ValueError(message)
+
+
+def _equal(folder: Path, cpus: list[int], capacities: dict[int, int]) -> dict[int, int]:
+    """Where no CPU says its clock, as in virtual machines: equal cores, unless they are of several kinds."""
+    kinds = {first_bytes(folder / f"cpu{cpu}/{IDENTITY}").strip() for cpu in cpus}
+    if len(kinds) > 1:
+        message = f"cores are of {len(kinds)} kinds by midr_el1, and nothing says how fast each is"
+        raise ValueError(message)
+    return capacities if kinds == {""} else dict.fromkeys(cpus, 1)
+
+
+def _numbers(folder: Path, name: str, cpus: list[int]) -> dict[int, int]:
+    """Of this file of each CPU; none where no CPU has it."""
+    texts = {cpu: first_bytes(folder / f"cpu{cpu}/{name}").strip() for cpu in cpus}
+    if not any(texts.values()):
+        return {}
+    for cpu, text in texts.items():
+        is_number = text.isascii() and text.isdecimal() and len(text) <= 10
+        if not is_number or not 0 < int(text) <= _MOST[name]:
+            message = f"{name} of CPU {cpu} is {text!r:.40}" if text else f"CPU {cpu} has no {name}, and others have"
+            raise ValueError(message)
+    return {cpu: int(text) for cpu, text in texts.items()}
+
+
+def _siblings(folder: Path) -> tuple[int, ...]:
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name before Linux 5.3
+        text = first_bytes(folder / name)
+        if text:
+            return parse_cpulist(text)
+    return ()

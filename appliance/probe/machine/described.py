@@ -1,0 +1,407 @@
+"""A machine from a file: what `appliance probe --json` wrote there, a doctor's bundle, or what somebody wrote by hand
+in the same words, as JSON or YAML (docs/plan.md).
+
+What the file does not say is unknown, as where a probe finds nothing; what a plan cannot do without is assumed, and
+said. What contradicts itself is refused with its key: no plan is made for a machine that cannot be.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from appliance.documents import read
+from appliance.errors import ConfigError, printable
+from appliance.probe.machine.hardware import Cpu, Gpu, GpuHolder, Hardware, Memory, Volume
+from appliance.values import dataclass
+
+STDIN = "-"
+MAX_BYTES = 4 * 2**20  # a bundle has some 100 KB
+MAX_YAML_BYTES = 64 * 2**10  # written by hand; its parser needs a second for each 100 KB
+MAX_GPUS = 64
+LARGEST = 2**50  # of any number: MiB, MHz, GB/s, pids
+SYSTEM_MIB = 2048  # what a system of its own holds of the memory, where nobody says what is free
+HIDDEN = "<hidden>"  # by a doctor's bundle
+# What `as_document` adds to the facts: it follows from them.
+_DERIVED: Mapping[type, frozenset[str]] = {
+    Cpu: frozenset({"threads_max", "cores"}),
+    Memory: frozenset({"usable_mib"}),
+}
+_MAY_BE_ZERO = frozenset({
+    "cpus", "free_mib", "hugetlb_mib", "id", "index", "limit_used_mib", "memlock_limit_mib", "memory_mib", "numa_node",
+    "nvlink_peers", "pid", "shm_mib", "used_mib", "available_mib", "vram_free_mib", "volume.total_mib",
+})  # fmt: skip
+# More of it no machine has today, by far: what is above is a slip of the keys.
+_MOST: Mapping[str, float] = {
+    "bandwidth_gb_s": 40_000,
+    "dram_gb_s": 4_000,
+    "memory_gb_s": 40_000,
+    "overlapped_dram_gb_s": 4_000,
+    "overlapped_pinned_gb_s": 1_000,
+    "pageable_gb_s": 1_000,
+    "pcie_generation": 7,
+    "pcie_generation_max": 7,
+    "pinned_gb_s": 1_000,
+    "sm_clock_mhz": 10_000,
+    "sm_count": 1_024,
+}
+_LANES = (1, 2, 4, 8, 16)
+_WITHOUT_MIG = {"60", "61", "62", "70", "72", "75", "86", "87", "89", "121"}  # no card of these can be cut
+_UNQUOTED = re.compile(r"expected `str(?: \| null)?`, got `(?:int|float)`")
+_SM = re.compile(r"[1-9]\d{1,2}[af]?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedMachine:
+    """`assumed` says what the file did not; `build_id` and `settings` are a bundle's: the build that it is of, and what
+    was asked for there, by name."""
+
+    source: str
+    hardware: Hardware
+    assumed: tuple[str, ...] = ()
+    build_id: str | None = None
+    settings: Mapping[str, str]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For a person."""
+        told = [f"{self.source} does not say {words}" for words in self.assumed]
+        if self.settings:
+            asked = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.settings.items())
+            told.append(f"{self.source} is of a start with {asked}: give them as well for the same plan")
+        if self.build_id:
+            told.append(f"{self.source} is of the image with build id {self.build_id}")
+        return tuple(told)
+
+
+def read_machine(name: str) -> DescribedMachine:
+    """Of a file, or of stdin for "-". Raises ConfigError (10) with file and key."""
+    source = "stdin" if name == STDIN else name
+    return parse_machine(_text(name, source), source)
+
+
+def parse_machine(text: str, source: str) -> DescribedMachine:
+    found = _Reader(source)
+    document = found.load(text)
+    bundle = document if isinstance(document.get("hardware"), dict) else {}
+    hardware = found.hardware(bundle.get("hardware", document))
+    image = bundle.get("image")
+    return DescribedMachine(
+        source=source,
+        hardware=hardware,
+        assumed=tuple(found.assumed),
+        build_id=str(image.get("build_id")) if isinstance(image, dict) else None,
+        settings=_asked(bundle.get("settings")),
+    )
+
+
+def _text(name: str, source: str) -> str:
+    try:
+        if name == STDIN:
+            data = sys.stdin.buffer.read(MAX_BYTES + 1)
+        else:
+            with Path(name).open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            _refuse(source, f"it is larger than {MAX_BYTES // 2**20} MiB")
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        _refuse(source, f"it cannot be read: {error.strerror or error}")
+    except ValueError as error:  # also a NUL in the name
+        _refuse(source, f"it is no text: {error}")
+
+
+def _refuse(source: str, words: str, key: str = "", hint: str | None = None) -> NoReturn:
+    where = f"{key}: " if key else ""
+    message = f"machine file {printable(source)}: {printable(where + words)}"
+    raise ConfigError(message, hint=hint or "`appliance probe --json` writes such a file; docs/plan.md tells its keys")
+
+
+def _asked(settings: object) -> dict[str, str]:
+    """What a bundle's settings have from somebody, without folders and files of that machine."""
+    rows = settings if isinstance(settings, dict) else {}
+    return {
+        str(name): str(row.get("value"))
+        for name, row in rows.items()
+        if isinstance(row, dict) and row.get("source") not in ("default", "image", None) and not _is_place(str(name))
+    }
+
+
+def _is_place(name: str) -> bool:
+    return name.endswith(("_dir", "_dirs")) or name in ("host", "hf_cache", "port", "model", "draft_model")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """They are compiled from source each time: most of what a file with eight cards takes."""
+    return get_type_hints(kind)
+
+
+class _Reader:
+    """Of one file."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.assumed: list[str] = []
+
+    def load(self, text: str) -> dict[str, Any]:
+        try:
+            document = _json(text) if text.lstrip().startswith("{") else self._yaml(text)
+        except (ValueError, RecursionError) as error:
+            _refuse(self.source, f"it is neither JSON nor YAML: {' '.join(str(error).split())[:300]}")
+        if not isinstance(document, dict):
+            _refuse(self.source, f"it holds no keys: {document!r:.80}")
+        return document
+
+    def _yaml(self, text: str) -> object:
+        from appliance.probe.machine.plain_yaml import (
+            load_plain,  # here: it costs 20 ms, and what a program wrote is JSON
+        )
+
+        if len(text.encode()) > MAX_YAML_BYTES:
+            _refuse(self.source, f"as YAML it is larger than {MAX_YAML_BYTES // 2**10} KiB")
+        return load_plain(text)
+
+    def hardware(self, document: Mapping[str, Any]) -> Hardware:
+        filled = self._filled(Hardware, document, "")
+        for key, value in _numbers(filled, ""):
+            self._check_number(key, value)
+        try:
+            found = read(Hardware, filled, volume=_volume)
+        except ValueError as error:
+            words = _key_first(str(error))
+            is_unquoted = _UNQUOTED.search(words) is not None
+            _refuse(self.source, words, hint="put the value in quotation marks" if is_unquoted else None)
+        self._check(found)
+        return _with_own_speeds(found)
+
+    def _refuse(self, key: str, words: str) -> NoReturn:
+        _refuse(self.source, words, key)
+
+    def _filled(self, kind: type, given: object, key: str) -> dict[str, Any]:
+        """With every field of the dataclass: what is not given, by its default, or None for unknown."""
+        if not isinstance(given, Mapping):
+            self._refuse(key, f"holds keys of its own, and not {given!r:.60}")
+        known = {field.name: field for field in fields(kind)}
+        self._check_names(given, known.keys() | _DERIVED.get(kind, frozenset()), key)
+        named = self._told(kind, dict(given), key)
+        filled = {}
+        for name, hint in _hints(kind).items():
+            if name in named:
+                filled[name] = self._value(hint, named[name], _join(key, name))
+            elif (default := _default(known[name])) is not MISSING:
+                filled[name] = default
+            elif type(None) in get_args(hint):
+                filled[name] = None
+            else:
+                self._refuse(_join(key, name), "it is missing, and no plan can do without it")
+        return filled
+
+    def _check_names(self, given: Mapping[str, Any], known: Sequence[str] | set[str], key: str) -> None:
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), sorted(known), 1)
+                meant = f"perhaps you meant '{near[0]}'" if near else None
+                _refuse(self.source, "no such key", _join(key, str(name)), meant)
+
+    def _value(self, hint: Any, given: object, key: str) -> object:  # noqa: ANN401 - a type
+        kind = _dataclass_in(hint)
+        if kind is None or (given is None and type(None) in get_args(hint)):
+            return list(given) if isinstance(given, tuple) else given
+        if not _is_many(hint):
+            return self._filled(kind, given, key)
+        if not isinstance(given, list):
+            self._refuse(key, f"is a list, and not {given!r:.60}")
+        if len(given) > MAX_GPUS:
+            self._refuse(key, f"{len(given)} are more than {MAX_GPUS}")
+        rows = [self._filled(kind, each, f"{key}[{at}]") for at, each in enumerate(given)]
+        return _named_apart(rows) if kind is Gpu else rows
+
+    def _told(self, kind: type, given: dict[str, Any], key: str) -> dict[str, Any]:
+        """With what is assumed of a machine that was written by hand or cleaned for a report."""
+        for name in _DERIVED.get(kind, ()):
+            given.pop(name, None)
+        if kind is Hardware:
+            given.setdefault("numa", [])
+            given.setdefault("gpus", {})
+            given.setdefault("volume", {})
+            gpus = given["gpus"].get("gpus") if isinstance(given["gpus"], dict) else None
+            given.setdefault("gpu_requested", bool(gpus))
+        elif kind is Volume:
+            given.setdefault("path", "/data")
+            given.setdefault("is_writable", True)
+        elif kind is Cpu and "isa" not in given:
+            given["isa"] = []
+            self.assumed.append("cpu.isa: planned with kernels that run on every CPU")
+        elif kind is Memory and "total_mib" in given and "available_mib" not in given:
+            total = given["total_mib"]
+            given["available_mib"] = total  # where that is no number it is refused by its own name
+            if isinstance(total, int):
+                given["available_mib"] = max(0, total - SYSTEM_MIB)
+                words = f"memory.available_mib: taken as {given['available_mib']:,}, all but {SYSTEM_MIB:,}"
+                self.assumed.append(words)
+        elif kind is GpuHolder:
+            given.setdefault("pid", 0)
+        elif kind is Gpu:
+            self._tell_gpu(given, key)
+        return given
+
+    def _tell_gpu(self, given: dict[str, Any], key: str) -> None:
+        given.setdefault("index", int(key.rpartition("[")[2].rstrip("]")))
+        given["uuid"] = None if given.get("uuid") == HIDDEN else given.get("uuid")
+        given["mig_parent"] = None if given.get("mig_parent") == HIDDEN else given.get("mig_parent")
+        if given.get("is_unified") or given.get("problem"):
+            return
+        if given.get("vram_total_mib") is None:
+            self._refuse(f"{key}.vram_total_mib", "it is missing, and no plan can do without it")
+        if "vram_free_mib" not in given:
+            given["vram_free_mib"] = given["vram_total_mib"]
+            self.assumed.append(f"{key}.vram_free_mib: taken as {given['vram_total_mib']}, all of it")
+
+    def _check_number(self, key: str, value: float) -> None:
+        name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
+        if not math.isfinite(value) or abs(value) > LARGEST:
+            self._refuse(key, f"no machine has that much: {value!s:.40}")
+        if value < 0:
+            self._refuse(key, f"it is negative: {value}")
+        if value > (most := _MOST.get(name, LARGEST)):
+            self._refuse(key, f"no machine has that much: {value:,}, more than {most:,}")
+        if value == 0 and not {name, key} & _MAY_BE_ZERO:
+            self._refuse(key, "it is 0; leave it out where it is not known")
+
+    def _check(self, hardware: Hardware) -> None:
+        cpu, memory = hardware.cpu, hardware.memory
+        self._check_most("cpu.physical", cpu.physical, "cpu.logical", cpu.logical)
+        self._check_groups(cpu)
+        self._check_most("memory.available_mib", memory.available_mib, "memory.total_mib", memory.total_mib)
+        self._check_most("memory.limit_used_mib", memory.limit_used_mib, "memory.limit_mib", memory.limit_mib)
+        gpus = hardware.gpus.gpus
+        for at, gpu in enumerate(gpus):
+            key = f"gpus.gpus[{at}]"
+            self._check_gpu(gpu, key)
+            if gpu.mig_profile is None and any(same.uuid == gpu.uuid for same in gpus[:at]):
+                self._refuse(f"{key}.uuid", f"another GPU has the same: {gpu.uuid}")
+            if gpu.mig_profile is None and any(same.index == gpu.index for same in gpus[:at] if not same.mig_profile):
+                self._refuse(f"{key}.index", f"another GPU has the same: {gpu.index}")
+            if unknown := set(gpu.nvlink_peers) - {peer.index for peer in gpus if peer.index != gpu.index}:
+                self._refuse(f"{key}.nvlink_peers", f"no other GPU has the index {min(unknown)}")
+
+    def _check_gpu(self, gpu: Gpu, key: str) -> None:
+        self._check_most(f"{key}.vram_free_mib", gpu.vram_free_mib, f"{key}.vram_total_mib", gpu.vram_total_mib)
+        if gpu.is_unified and gpu.vram_total_mib is not None:
+            self._refuse(
+                f"{key}.is_unified", f"its memory is the host's, and it has {gpu.vram_total_mib:,} MiB of its own"
+            )
+        if gpu.sm is not None and not _SM.fullmatch(gpu.sm):
+            self._refuse(f"{key}.sm", f"it is no compute capability: {gpu.sm!r}; 90 stands for 9.0")
+        if gpu.mig_profile is not None and gpu.sm in _WITHOUT_MIG:
+            self._refuse(f"{key}.mig_profile", f"no GPU of compute capability {gpu.sm} can be cut: {gpu.mig_profile}")
+        for name, lanes in (("pcie_width", gpu.pcie_width), ("pcie_width_max", gpu.pcie_width_max)):
+            if lanes is not None and lanes not in _LANES:
+                self._refuse(f"{key}.{name}", f"no link has {lanes} lanes, but {', '.join(map(str, _LANES))}")
+
+    def _check_groups(self, cpu: Cpu) -> None:
+        """Of all cores or of none: a core without a capacity has no speed."""
+        groups, cores = cpu.groups, cpu.physical or cpu.logical
+        if groups and (told := sum(group.cores for group in groups)) != cores:
+            self._refuse("cpu.groups", f"they have {told} cores, and the CPU has {cores}")
+        for at, group in enumerate(groups):
+            key = f"cpu.groups[{at}]"
+            if group.capacity > 1:
+                self._refuse(f"{key}.capacity", f"{group.capacity:g} is more than 1, the fastest core's")
+            if at and group.capacity > groups[at - 1].capacity:
+                self._refuse(f"{key}.capacity", "groups stand in order, the fastest first")
+            if group.cpus and len(set(group.cpus)) < group.cores:
+                self._refuse(f"{key}.cpus", f"{len(set(group.cpus))} CPUs are too few for {group.cores} cores")
+        cpus = [each for group in groups for each in group.cpus]
+        if twice := {each for each in cpus if cpus.count(each) > 1}:
+            self._refuse("cpu.groups", f"CPU {min(twice)} stands there twice")
+
+    def _check_most(self, key: str, value: int | None, of: str, most: int | None) -> None:
+        if value is not None and most is not None and value > most:
+            self._refuse(key, f"{value:,} is more than {of}, {most:,}")
+
+
+def _json(text: str) -> object:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            message = f"a key stands there twice: {next(name for name in names if names.count(name) > 1)}"
+            raise ValueError(message)
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def _default(field: Any) -> object:  # noqa: ANN401 - generic in its type
+    value = field.default if field.default_factory is MISSING else field.default_factory()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _dataclass_in(hint: Any) -> type | None:  # noqa: ANN401
+    """That a field is of, or has several of; None for plain values."""
+    kinds = (hint, *get_args(hint))
+    return next((kind for kind in kinds if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__")), None)
+
+
+def _is_many(hint: Any) -> bool:  # noqa: ANN401
+    return Ellipsis in get_args(hint)
+
+
+def _named_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With a uuid for each GPU of which none is told: plans know a GPU by it."""
+    for at, row in enumerate(rows):
+        if row["uuid"] is None:
+            row["uuid"] = f"{'MIG' if row['mig_profile'] else 'GPU'}-{at}"
+    return rows
+
+
+def _with_own_speeds(hardware: Hardware) -> Hardware:
+    """What was measured is kept by uuid; where a bundle hides that, GPUs were measured in their order."""
+    speeds, gpus = hardware.speeds, hardware.gpus.gpus
+    if speeds is None or len(speeds.gpus) != len(gpus) or any(speed.uuid != HIDDEN for speed in speeds.gpus):
+        return hardware
+    named = tuple(replace(speed, uuid=gpu.uuid or HIDDEN) for speed, gpu in zip(speeds.gpus, gpus, strict=True))
+    return replace(hardware, speeds=replace(speeds, gpus=named))
+
+
+def _volume(given: Mapping[str, Any]) -> Volume:
+    """Raises ValueError."""
+    if not isinstance(given["path"], str) or not isinstance(given["is_writable"], bool):
+        message = "volume: path is a text, is_writable is true or false"
+        raise ValueError(message)
+    for name in ("free_mib", "total_mib"):
+        if type(given[name]) not in (int, type(None)):
+            message = f"volume.{name}: it is no whole number: {given[name]!r:.40}"
+            raise ValueError(message)
+    return Volume(**{**given, "path": Path(given["path"])})
+
+
+def _numbers(value: object, key: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _numbers(each, _join(key, str(name)))
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from _numbers(each, f"{key}[{at}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield key, value
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _key_first(words: str) -> str:
+    """Of "Hardware: Expected `int`, got `str` - at `$.cpu.logical`" the key before the rest, as everywhere here."""
+    found = re.fullmatch(r"(?:\w+: )?(.*?) - at `\$\.?(.*)`", words)
+    return f"{found[2]}: {found[1][:1].lower()}{found[1][1:]}" if found else words

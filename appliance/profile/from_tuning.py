@@ -1,0 +1,51 @@
+"""A profile from what a tuning found. Pure, but for the time that it is made at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from appliance.profile.record import Key, Profile
+from appliance.settings import Settings
+from appliance.tune.figures.speeds import speeds_on
+from appliance.tune.figures.workload import parse_mix
+from appliance.tune.session import MeasuredPlans, TuningResult
+
+
+def make_profile(
+    result: TuningResult, *, key: Key, settings: Settings, gpu_uuids: tuple[str, ...], before: Profile | None
+) -> Profile:
+    """`before` is the profile that it would replace; it counts where something disturbed the new one."""
+    tuned = result.tuned
+    curve = tuned.chosen.scored.curve
+    disturbed_before = before.disturbed_times if before is not None and before.key == key else 0
+    return Profile(
+        key=key,
+        plan=result.plan,
+        plans=tuned.plans,
+        measurements=tuned.measurements,
+        kv_checks=result.kv_checks,
+        notes=result.notes,
+        mode=settings.mode,
+        workload=settings.workload,
+        native=result.native,
+        job_s=tuned.job_s,
+        speed=speeds_on(curve, result.plan, parse_mix(settings.workload)).describe(),
+        seconds=result.seconds,
+        stopped_by=tuned.stopped_by,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        allocated=tuned.allocated,
+        disturbance=tuned.disturbance,
+        disturbed_times=disturbed_before + 1 if tuned.disturbance else 0,
+        gpu_uuids=gpu_uuids,
+    )
+
+
+def measured_of(profile: Profile) -> MeasuredPlans:
+    return MeasuredPlans(plans=profile.plans, measurements=profile.measurements, kv_checks=profile.kv_checks)
+
+
+def with_more(profile: Profile, found: MeasuredPlans, mode: str) -> Profile:
+    """The same profile with what was measured later for another mode."""
+    modes = (*profile.other_modes, mode)
+    return replace(profile, plans=found.plans, measurements=found.measurements, other_modes=modes)

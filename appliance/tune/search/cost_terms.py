@@ -1,0 +1,174 @@
+"""One candidate as the search sees it: knobs, memory, and what a planner predicts it to cost, part by part. Pure.
+
+Parts are those of a roofline (facts in README.md): weights read by GPUs, by the CPU, copies over PCIe, fixed time. Each
+has a correction of its own, and so has each step of a knob whose effect no bandwidth tells; which those are the engine
+says. A step's correction has a prior around "no effect beyond the predicted".
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from appliance.plan import PREDICTED, Compilation, Costs, KnobEffect
+from appliance.plan.launch import Phase, Value
+from appliance.tune.figures.workload import EXCESS_WEIGHT, Mix, Workload
+from appliance.tune.search.refit import Job, Late, Term
+
+# Standard deviations of ln(true / predicted) of rates: tuning.md's eta and its measured cases, where a bandwidth taken
+# for granted was off by 2 now and then.
+PRIORS: Mapping[str, float] = {
+    "gpu": 0.4,
+    "cpu": 0.5,
+    "pcie": 0.5,
+    "fixed": 0.5,
+    "gpu_depth": 0.5,
+    "cpu_depth": 0.5,
+    "gpu_prefill": 0.4,
+    "cpu_prefill": 0.5,
+    "prefill_depth": 0.5,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Of one device: what the candidate is predicted to take, and what there is."""
+
+    device: str
+    need_mib: float
+    room_mib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """`knobs` by name: integers are ordered, words are not. `key` is the caller's; two candidates never share one."""
+
+    key: str
+    knobs: tuple[tuple[str, Value], ...]
+    context: int
+    work: Costs
+    needs: tuple[Need, ...] = ()
+    compilation: Compilation | None = None  # of its start; None: nothing is compiled
+
+    @cached_property
+    def by_knob(self) -> dict[str, Value]:
+        return dict(self.knobs)
+
+
+class Effects:
+    """Names and priors of the corrections of each knob's value, over the values that the candidates have."""
+
+    def __init__(self, candidates: Sequence[Candidate], anchor: Candidate, by_knob: Mapping[str, KnobEffect]) -> None:
+        """At `anchor`'s values there is nothing to correct; ordered knobs get away from it step by step. A knob that
+        `by_knob` does not name may scale everything."""
+        values: dict[str, set[Value]] = {}
+        for candidate in candidates:
+            for name, value in candidate.knobs:
+                values.setdefault(name, set()).add(value)
+        self._anchor = anchor.by_knob
+        self._by_knob = {name: by_knob.get(name, KnobEffect()) for name in values} | {"context": PREDICTED}
+        self._ordered = {
+            name: sorted(v for v in found if isinstance(v, int))
+            for name, found in values.items()
+            if all(isinstance(value, int) for value in found)
+        }
+        self.priors = {**PRIORS, **dict(self._of_steps(values))}
+
+    def _of_steps(self, values: Mapping[str, set[Value]]) -> Iterator[tuple[str, float]]:
+        for name, effect in self._by_knob.items():
+            for phase in effect.phases:
+                for value in values.get(name, ()):
+                    yield f"{name}={value} {phase}", effect.prior
+                for a, b in itertools.pairwise(self._ordered.get(name, ())):
+                    # The prior of a doubling: that from 6 to 14 are three steps makes them no more doubtful.
+                    # From 0, which is "none" or "auto" for some knobs, there is no doubling.
+                    doublings = math.log2(b / a) if effect.is_of_doubling and a > 0 else 1.0
+                    prior = effect.prior * math.sqrt(doublings)
+                    yield from ((f"{name} {a}-{b}{way} {phase}", prior) for way in ("", " down"))
+
+    def of(self, candidate: Candidate, phase: Phase) -> list[tuple[tuple[str, ...], list[str]]]:
+        """Of each knob, the parts that it scales, all where there are none, and its corrections."""
+        found = []
+        for name, effect in self._by_knob.items():
+            if phase in effect.phases and (steps := self.steps(candidate, name)):
+                found.append((effect.parts, [f"{step} {phase}" for step in steps]))
+        return found
+
+    def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
+        value, anchor = candidate.by_knob.get(name), self._anchor.get(name)
+        # A knob that one of them has not, such as a split without a GPU, is no step: its effect is in the costs.
+        if value is None or anchor is None or value == anchor:
+            return ()
+        if not (isinstance(value, int) and isinstance(anchor, int) and name in self._ordered):
+            return (f"{name}={value}",)
+        low, high = min(value, anchor), max(value, anchor)
+        between = [v for v in self._ordered[name] if low <= v <= high]
+        # Steps, not values: what a trial at 8 threads shows of 4-6 and 6-8 holds for 12 threads as well.
+        steps = [f"{name} {a}-{b}" for a, b in itertools.pairwise(between)]
+        return tuple(steps if value > anchor else [f"{step} down" for step in steps])
+
+
+def decode_terms(candidate: Candidate, effects: Effects, depth: float) -> tuple[Term, ...]:
+    """Of one token with `depth` in the cache."""
+    work = candidate.work
+    parts = (
+        ("gpu", work.gpu_ms),
+        ("cpu", work.cpu_ms),
+        ("fixed", work.fixed_ms),
+        ("gpu_depth", work.gpu_depth_us * depth / 1000),
+        ("cpu_depth", work.cpu_depth_us * depth / 1000),
+    )
+    return _with_effects(candidate, effects, parts, "decode")
+
+
+def prefill_terms(candidate: Candidate, effects: Effects, first: int, last: int) -> tuple[Term, ...]:
+    """Of reading the tokens from depth `first` to `last`."""
+    work = candidate.work
+    # A batch that is not full has all host weights copied, too.
+    batches = -(-(last - first) // work.batch)
+    parts = (
+        ("gpu_prefill", work.gpu_prefill_ms * (last - first)),
+        ("cpu_prefill", work.cpu_prefill_ms * (last - first)),
+        ("pcie", work.copy_ms * batches),
+        # Each token attends to all before it: the integral of depth from first to last.
+        ("prefill_depth", work.prefill_depth_us * (last**2 - first**2) / 2000),
+    )
+    return _with_effects(candidate, effects, parts, "prefill")
+
+
+def _with_effects(
+    candidate: Candidate, effects: Effects, parts: Sequence[tuple[str, float]], phase: Phase
+) -> tuple[Term, ...]:
+    found = effects.of(candidate, phase)
+    # A part of no time is left out: its corrections could never be fitted, and would only make the matrices larger.
+    return tuple(Term(ms=ms, by=(part, *_scaling(part, found))) for part, ms in parts if ms > 0)
+
+
+def _scaling(part: str, found: Sequence[tuple[tuple[str, ...], list[str]]]) -> Iterator[str]:
+    for parts, steps in found:
+        if not parts or part.startswith(parts):
+            yield from steps
+
+
+def mean_job(candidate: Candidate, effects: Effects, mix: Mix) -> Job:
+    """In milliseconds, with terms of the same corrections added up. A late first token counts as in `cost_s`."""
+    whole = sum(weight for _, weight in mix.parts)
+    sums: dict[tuple[str, ...], float] = {}
+    late = []
+    for workload, weight in mix.parts:
+        prefill = prefill_terms(candidate, effects, workload.tokens_reused, workload.tokens_in)
+        for term in (*prefill, *_decoded(candidate, effects, workload)):
+            sums[term.by] = sums.get(term.by, 0.0) + term.ms * weight / whole
+        if workload.ttft_limit_s is not None:
+            share = EXCESS_WEIGHT * weight / whole
+            late.append(Late(terms=prefill, limit_ms=1000 * workload.ttft_limit_s, weight=share))
+    return Job(terms=tuple(Term(ms=ms, by=by) for by, ms in sums.items()), late=tuple(late))
+
+
+def _decoded(candidate: Candidate, effects: Effects, workload: Workload) -> Iterator[Term]:
+    """Decoding at its middle depth stands for all of it: predicted time is linear in depth."""
+    for term in decode_terms(candidate, effects, workload.depth):
+        yield Term(ms=term.ms * workload.tokens_out, by=term.by)

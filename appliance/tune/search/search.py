@@ -1,0 +1,394 @@
+"""Which candidate to measure next, and which is best so far: pure functions of what was measured.
+
+Every candidate is predicted, the predictor's corrections are fitted to what was measured (refit.py), and the next
+measurement is the one that is worth most a second. Worth is the knowledge gradient (Frazier, Powell, Dayanik 2009,
+"The knowledge-gradient policy for correlated normal beliefs"): by how much the best is expected to become better
+through it. What was measured once and is still in the running is measured again, longer. Every measurement starts an
+engine, so a load is part of its price, and so is what that start has to compile: of candidates that are otherwise alike
+the one comes first for which everything is compiled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from appliance.plan import KnobEffect
+from appliance.tune.figures.curve import LONGER, NOISE, Curve, Point
+from appliance.tune.figures.load_times import Start, Starts
+from appliance.tune.figures.modes import NOISE as AS_FAST
+from appliance.tune.figures.workload import Mix, cost_s
+from appliance.tune.search.cost_terms import Candidate, Effects, decode_terms, mean_job, prefill_terms
+from appliance.tune.search.refit import Fit, Job, Observation, Term, fit
+
+POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
+NEED_STD = 0.02  # relative error of a predicted need
+WORTH_ANOTHER = 0.0005  # less of a job's time than this and a measurement is not worth its trouble
+WORTH_A_SECOND = 0.0001  # nor less than this for each second that it takes: a load of 100 s has to promise 1 %
+AS_CHEAP = 1.3  # what a longer look may cost, load included, to be taken at once
+PRICE = 0.5  # worth is divided by seconds to this power: 1 would never pay for a load, 0 never mind one
+SHORTEST_S = 0.1  # nothing is cheaper than its requests
+LIKELY_FIT = 0.9
+SMALLER_BUFFER = 0.5  # chance of a candidate that needs more than one which failed, but with a smaller batch
+WORTH_A_TRY = 0.02  # a chance to fit below which it is not tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """`missing_mib` as the engine's log says it; None where it does not."""
+
+    device: str
+    missing_mib: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What came of one candidate. Without points it failed: of memory with `lacking`, else for a reason of its own."""
+
+    key: str
+    points: tuple[Point, ...] = ()
+    is_long: bool = False
+    load_s: float = 0.0
+    lacking: OutOfMemory | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """`ms` is the mean job's time, `std` the standard deviation of its logarithm."""
+
+    candidate: Candidate
+    ms: float
+    std: float
+    is_measured: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Measure this."""
+
+    candidate: Candidate
+    is_long: bool
+    seconds: float  # as predicted, the load included
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How measuring is done, so that its time can be predicted."""
+
+    depths: tuple[int, ...] = (32, 512)
+    tokens_each: int = 24
+
+
+def noise_of(*, is_long: bool) -> float:
+    """Of one time, before residuals say more."""
+    return NOISE / math.sqrt(LONGER) if is_long else NOISE
+
+
+class Search:
+    """`candidates` are at least one. Nothing in it changes: the same trials give the same answer, so tuning that was
+    interrupted goes on from what was kept."""
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        mix: Mix,
+        effort: Effort | None = None,
+        *,
+        knob_effects: Mapping[str, KnobEffect],
+    ) -> None:
+        self.candidates = tuple(candidates)
+        self.mix = mix
+        self.effort = effort or Effort()
+        self._by_key = {candidate.key: candidate for candidate in self.candidates}
+        # The anchor has no corrections of knobs: steps are counted from it. The best prediction is the likeliest to be
+        # measured first, so that the first trials fit rates and not steps.
+        anchor = min(self.candidates, key=lambda c: mean_job(c, Effects([c], c, {}), mix).ms(_predicted_ms))
+        self._effects = Effects(self.candidates, anchor, knob_effects)
+        self.priors = self._effects.priors
+        self._jobs = {c.key: mean_job(c, self._effects, mix) for c in self.candidates}
+        self._twins = {c.key: hash(self._jobs[c.key]) for c in self.candidates}
+
+    def ask(self, trials: Sequence[Trial], *, left_s: float) -> Ask | Stop:
+        """The next measurement, or why there is none: the time is up, or none is worth its while."""
+        state = State(self, trials)
+        # Whatever the time that is left, one trial has to succeed: without it there is nothing to choose by.
+        possible = [ask for ask in state.asks() if ask[1].seconds <= left_s or state.leader is None]
+        if not possible:
+            return Stop(why="budget" if state.asks() else "everything that may fit was measured")
+        worthy = [pair for pair in possible if pair[0] >= WORTH_ANOTHER + WORTH_A_SECOND * pair[1].seconds]
+        if not worthy:
+            return Stop(why="no measurement promises more than it costs: the noise is larger")
+        return max(worthy, key=lambda pair: pair[0] / max(pair[1].seconds, SHORTEST_S) ** PRICE)[1]
+
+    def rank(self, trials: Sequence[Trial]) -> list[Estimate]:
+        """Best first: what was measured; before that, what is predicted and likely to fit."""
+        state = State(self, trials)
+        return state.measured or state.predicted[:POOL]
+
+    def best(self, trials: Sequence[Trial], context: int) -> Candidate | None:
+        """Of those with this context that were not tried and are likely to fit, the best prediction: also one that no
+        prediction can tell from one that was measured with another context."""
+        state = State(self, trials)
+        tried = {trial.key for trial in trials}
+        likely = (c for c in self.candidates if c.context == context and c.key not in tried and state.is_likely(c))
+        return min(likely, key=lambda c: (state.fit.job_ms(self.job(c.key)), state.compile_s(c)), default=None)
+
+    def observations(self, trials: Sequence[Trial]) -> list[Observation]:
+        return [seen for trial in trials if trial.points for seen in self._of_trial(trial)]
+
+    def _of_trial(self, trial: Trial) -> list[Observation]:
+        candidate, noise = self._by_key[trial.key], noise_of(is_long=trial.is_long)
+        seen = []
+        for p in trial.points:
+            terms = decode_terms(candidate, self._effects, p.depth)
+            seen.append(Observation(terms=terms, ms=p.decode_ms, noise=noise * p.noise_factor))
+            # A few tokens fill no batch, and no prediction is of them.
+            if p.prefill_tokens >= 128:
+                terms = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
+                seen.append(Observation(terms=terms, ms=p.prefill_ms * p.prefill_tokens, noise=noise))
+        return [observation for observation in seen if observation.terms]
+
+    def job(self, key: str) -> Job:
+        return self._jobs[key]
+
+    def twins(self, key: str) -> int:
+        """The same for candidates that no prediction can tell apart, as of threads when nothing is on the CPU: one of
+        them stands for all, the first that fits in the caller's order."""
+        return self._twins[key]
+
+    def start_of(self, trial: Trial) -> Start:
+        compilation = self._by_key[trial.key].compilation
+        return Start(compilation=compilation, load_s=trial.load_s, served=bool(trial.points))
+
+    def candidate(self, key: str) -> Candidate:
+        return self._by_key[key]
+
+    def seconds(self, candidate: Candidate, fitted: Fit, *, is_long: bool) -> float:
+        """Of measuring it, without the load: to warm up a text as long as the first depth is read, then the text itself
+        once, and decoded from at each depth."""
+        effort = self.effort
+        tokens = effort.tokens_each * (LONGER if is_long else 1)
+        depths = sorted(effort.depths)
+        stretches = ((0, depths[0]), *itertools.pairwise((0, *depths)))
+        decode = sum(fitted.predict_ms(decode_terms(candidate, self._effects, depth)) for depth in effort.depths)
+        read = sum(fitted.predict_ms(prefill_terms(candidate, self._effects, *stretch)) for stretch in stretches)
+        return (read + tokens * decode) / 1000
+
+
+class State:
+    """What follows from some trials."""
+
+    def __init__(self, search: Search, trials: Sequence[Trial]) -> None:
+        self._search = search
+        self._trials = trials
+        self.fit = fit(search.observations(trials), search.priors)
+        self._limits = _limits(search, trials)
+        self._held = _held(search, trials)
+        self._failed = {trial.key for trial in trials if not trial.points}
+        self._starts = Starts(search.start_of(trial) for trial in trials)
+
+    @cached_property
+    def predicted(self) -> list[Estimate]:
+        """Of all that may fit and were not measured, the best first. `std` is 0: only the measured are asked for it."""
+        done = {self._search.twins(trial.key) for trial in self._trials if trial.points}
+        factors: dict[tuple[str, ...], float] = {}
+
+        def corrected(terms: tuple[Term, ...]) -> float:
+            """exp() of the same corrections again and again would be most of the time of a choice."""
+            for term in terms:
+                if term.by not in factors:
+                    factors[term.by] = self.fit.predict_ms((Term(ms=1.0, by=term.by),))
+            return sum(term.ms * factors[term.by] for term in terms)
+
+        found = []
+        for candidate in sorted(self._search.candidates, key=self.compile_s):
+            # Thousands of candidates share a few dozen predictions: each is made once.
+            twins = self._search.twins(candidate.key)
+            if twins in done or self.chance(candidate) < WORTH_A_TRY:
+                continue
+            done.add(twins)
+            ms = self._search.job(candidate.key).ms(corrected)
+            found.append(Estimate(candidate=candidate, ms=ms, std=0.0, is_measured=False))
+        return sorted(found, key=lambda estimate: estimate.ms)
+
+    @cached_property
+    def measured(self) -> list[Estimate]:
+        """What was measured, drawn towards what the model says of it as far as the noise wants, the best first."""
+        found = []
+        for key in dict.fromkeys(trial.key for trial in self._trials if trial.points):
+            trials = [trial for trial in self._trials if trial.key == key and trial.points]
+            seen, variance = self._seen(trials)
+            job = self._search.job(key)
+            model, leverage = math.log(self.fit.job_ms(job)), self.fit.leverage(job)
+            # The mean of two normal beliefs, weighted by precision: what was measured, and what the model says of it.
+            trust = self.fit.misfit**2 / (self.fit.misfit**2 + variance)
+            std = leverage * self.fit.misfit * math.sqrt(1 - trust)
+            ms = math.exp(model + trust * (seen - model))
+            candidate = self._search.candidate(key)
+            found.append(Estimate(candidate=candidate, ms=ms, std=std, is_measured=True))
+        return sorted(found, key=lambda estimate: estimate.ms)
+
+    def is_likely(self, candidate: Candidate) -> bool:
+        return self.chance(candidate) >= LIKELY_FIT
+
+    def _seen(self, trials: Sequence[Trial]) -> tuple[float, float]:
+        """Of one candidate: ln of the job's time, and its variance."""
+        # Logarithms: noise is a share of the time, and a plan twice as slow is as far off as one twice as fast.
+        seen = [(math.log(self._job_ms(trial)), self._noise_of(trial) ** -2) for trial in trials]
+        precision = sum(weight for _, weight in seen)
+        return sum(ms * weight for ms, weight in seen) / precision, 1 / precision
+
+    @property
+    def leader(self) -> Estimate | None:
+        return self.measured[0] if self.measured else None
+
+    def asks(self) -> list[tuple[float, Ask]]:
+        """What could be done next, each with its worth: the share of a job's time that it is expected to save."""
+        if self.leader is None:
+            return self._first()
+        return [*self._new(self.leader), *self._again(self.leader)]
+
+    def _first(self) -> list[tuple[float, Ask]]:
+        """Of the likely to fit, the first in the caller's order that is predicted as fast as the fastest: the final
+        choice goes by that order too. With none of that kind, the likeliest."""
+        if not self.predicted:
+            return []
+        likely = [e for e in self.predicted if self.chance(e.candidate) >= LIKELY_FIT]
+        if likely:
+            # Not the fastest prediction itself: among equals the caller's order knows more, as of an exact cache.
+            as_fast = {e.candidate.key for e in likely if e.ms <= likely[0].ms * (1 + AS_FAST)}
+            first = next(each for each in self._search.candidates if each.key in as_fast)
+        else:
+            first = max(self.predicted, key=lambda e: self.chance(e.candidate)).candidate
+        return [(1.0, self._look(first))]
+
+    def _new(self, leader: Estimate) -> list[tuple[float, Ask]]:
+        pool = self.predicted[:POOL]
+        inside = {estimate.candidate.key for estimate in pool}
+        # What is one knob from the leader stays in the running however bad its prediction: a step's correction may be
+        # what the model is wrong about.
+        pool += [e for e in self.predicted[POOL:] if e.candidate.key not in inside and is_next_to(e, leader)]
+        found = []
+        for estimate in pool:
+            ask = self._look(estimate.candidate)
+            found.append((self._worth(estimate, leader, is_long=ask.is_long), ask))
+        return found
+
+    def _worth(self, new: Estimate, best: Estimate, *, is_long: bool) -> float:
+        """The share of a job's time that measuring one more candidate is expected to save."""
+        job, against = (self._search.job(each.candidate.key) for each in (new, best))
+        leverage = self.fit.leverage(job)
+        variance = self.fit.reach(job, against) ** 2 + (leverage * self.fit.misfit) ** 2
+        # How far the belief is expected to move: all of its deviation if the trial had no noise, less with noise.
+        told = variance / math.sqrt(variance + (leverage * self._noise(is_long=is_long)) ** 2)
+        return expected_improvement(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
+
+    def _again(self, leader: Estimate) -> list[tuple[float, Ask]]:
+        """Longer, for those that are near the best; the best itself against the next."""
+        if len(self.measured) < 2:
+            return []
+        noise = self._noise(is_long=True)
+        found = []
+        for estimate in self.measured:
+            # The leader's own luck shows only against the next best.
+            other = self.measured[1] if estimate is leader else leader
+            job, against = (self._search.job(each.candidate.key) for each in (estimate, other))
+            variance = self.fit.std(job, against) ** 2 + estimate.std**2
+            told = variance / math.sqrt(variance + (self.fit.leverage(job) * noise) ** 2)
+            worth = expected_improvement(told, abs(math.log(estimate.ms / other.ms)))
+            found.append((worth, self._ask(estimate.candidate, is_long=True)))
+        return found
+
+    def _look(self, candidate: Candidate) -> Ask:
+        """The first at a candidate: short, unless the load makes a longer one as cheap."""
+        short, long = (self._ask(candidate, is_long=is_long) for is_long in (False, True))
+        return long if long.seconds <= AS_CHEAP * short.seconds else short
+
+    def _ask(self, candidate: Candidate, *, is_long: bool) -> Ask:
+        start_s = self._starts.load_s + self.compile_s(candidate)
+        seconds = start_s + self._search.seconds(candidate, self.fit, is_long=is_long)
+        return Ask(candidate=candidate, is_long=is_long, seconds=seconds)
+
+    def compile_s(self, candidate: Candidate) -> float:
+        """Of its next start."""
+        return self._starts.compile_s(candidate.compilation)
+
+    def _noise(self, *, is_long: bool) -> float:
+        return noise_of(is_long=is_long) * self.fit.noise_factor
+
+    def _noise_of(self, trial: Trial) -> float:
+        return self._noise(is_long=trial.is_long) * max(point.noise_factor for point in trial.points)
+
+    def _job_ms(self, trial: Trial) -> float:
+        """At the depths that all are looked at."""
+        curve = Curve(points=trial.points).up_to(max(self._search.effort.depths))
+        return 1000 * cost_s(curve, self._search.mix)
+
+    def chance(self, candidate: Candidate) -> float:
+        """That it fits: 1 below what was seen to fit, 0 from what was seen not to."""
+        if candidate.key in self._failed:
+            return 0.0
+        chance = 1.0
+        for need in candidate.needs:
+            # A failure says where memory ends, whatever the prediction says is free.
+            for limit, batch in self._limits.get(need.device, ()):
+                if need.need_mib >= limit:
+                    if candidate.work.batch >= batch:
+                        return 0.0
+                    chance *= SMALLER_BUFFER
+            if need.need_mib > self._held.get(need.device, 0.0):
+                chance *= normal_cdf((need.room_mib - need.need_mib) / (NEED_STD * max(1.0, need.need_mib)))
+        return chance
+
+
+def _limits(search: Search, trials: Sequence[Trial]) -> dict[str, list[tuple[float, int]]]:
+    """By device, from which predicted need on nothing of that batch or a larger one is tried: that of the failed less
+    what was missing. With a smaller one what a plan predicts worst, the compute buffer, is smaller too."""
+    limits: dict[str, list[tuple[float, int]]] = {}
+    for trial in trials:
+        if trial.lacking is None:
+            continue
+        failed = search.candidate(trial.key)
+        for need in failed.needs:
+            if need.device == trial.lacking.device:
+                limit = need.need_mib - (trial.lacking.missing_mib or 0.0)
+                limits.setdefault(need.device, []).append((limit, failed.work.batch))
+    return limits
+
+
+def _held(search: Search, trials: Sequence[Trial]) -> dict[str, float]:
+    held: dict[str, float] = {}
+    for trial in trials:
+        for need in search.candidate(trial.key).needs if trial.points else ():
+            held[need.device] = max(need.need_mib, held.get(need.device, 0.0))
+    return held
+
+
+def _predicted_ms(terms: tuple[Term, ...]) -> float:
+    return sum(term.ms for term in terms)
+
+
+def is_next_to(one: Estimate, other: Estimate) -> bool:
+    """They differ in one knob only."""
+    a, b = one.candidate.by_knob, other.candidate.by_knob
+    return sum(a.get(name) != b.get(name) for name in a.keys() | b.keys()) == 1
+
+
+def expected_improvement(std: float, gap: float) -> float:
+    """E max(0, X) of a normal X with mean -gap and this standard deviation."""
+    if std <= 0:
+        return max(0.0, -gap)
+    z = -gap / std
+    return std * (z * normal_cdf(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+
+
+def normal_cdf(z: float) -> float:
+    return 0.5 * math.erfc(-z / math.sqrt(2))

@@ -1,0 +1,61 @@
+"""Which context length a mode may serve, where a larger one is paid for with speed: found by halving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from appliance.engines.engine import Space
+from appliance.plan import Plan
+from appliance.tune.figures.modes import Mode, measured_deepest, slowness_when_full, wanted_context
+from appliance.tune.figures.workload import Mix
+from appliance.tune.trials.trials import Trials
+
+
+class ContextSearch:
+    """`best` names the plan that is likely to be the best with a context length, or None where none is likely to
+    fit."""
+
+    def __init__(
+        self,
+        space: Space,
+        trials: Trials,
+        best: Callable[[int], str | None],
+        *,
+        mode: Mode,
+        mix: Mix,
+        native: int,
+    ) -> None:
+        self._space = space
+        self._trials = trials
+        self._best = best
+        self._mode: Mode = mode
+        self._mix = mix
+        self._native = native
+        self._contexts = frozenset(plan.context for plan in trials.plans.values())
+        self._failed: list[int] = []
+
+    async def run(self, most: float = math.inf) -> None:
+        """Until it is known which still meets the mode's condition, or the time is up, with at most so many plans."""
+        trials = self._trials
+        is_deep = self._mode == "context"  # whose condition is of a full context
+        while most > 0 and (context := self._next()) is not None:
+            plan = self._plan_with(context)
+            if plan is None or trials.expected_s(plan, is_long=False, is_deep=is_deep) > trials.left_s:
+                return
+            if not (await trials.measure(plan, is_long=False, is_deep=is_deep)).points:
+                self._failed.append(context)
+            most -= 1
+
+    def _next(self) -> int | None:
+        scored = self._trials.scored()
+        return wanted_context(self._mode, self._contexts, scored, self._mix, native=self._native, failed=self._failed)
+
+    def _plan_with(self, context: int) -> Plan | None:
+        """None where nothing with this context is likely to fit. Part of one is of the plan that has all of it."""
+        plans = self._trials.plans
+        if context in self._contexts:
+            key = self._best(context)
+            return plans[key] if key else None
+        larger = [each for each in measured_deepest(self._trials.scored()) if each.context > context]
+        return self._space.at_context(plans[min(larger, key=slowness_when_full).key], context)

@@ -1,0 +1,275 @@
+"""One plan on the real engine: start it, fill its context step by step, read its own timings."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from appliance.engines.engine import Client, Completion
+from appliance.errors import EngineNotReadyError
+from appliance.plan import Plan
+from appliance.probe.load.conditions import Conditions
+from appliance.probe.load.watch import Watch
+from appliance.tune.figures.curve import LONGER, Point
+from appliance.tune.figures.measurement import Measurement
+from appliance.tune.search.candidates import EMPTY, deep_depth, empty_depth, reading_s, work_depth
+from appliance.tune.trials.engine import Bench, running, unless_stalled
+
+TEXT = Path(__file__).with_name("text.txt")
+DECODE_TOKENS = 24
+# Of a first look at a machine so slow that these would take longer than there is time: at least so many, and where not
+# even they end in time, what warming up took is the figure. What takes a second at most is never cut.
+FEWEST_TOKENS = 4
+WARM_TOKENS = 3
+AT_LEAST_S = 1.0
+LOG_LINES = 5000  # buffer sizes are among the first few hundred
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is being done, for whoever shows progress."""
+
+    plan: Plan
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a plan is looked at: at which depths, and decoding how many tokens at each."""
+
+    depths: tuple[int, ...]
+    is_long: bool = False
+    copied_batch: int = 0  # tokens that host weights are copied for at once; 0: none are copied
+
+    @property
+    def tokens(self) -> int:
+        return DECODE_TOKENS * (LONGER if self.is_long else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstSampling:
+    """Of the first plan: its own prefill speed decides how deep all others are looked at."""
+
+    wanted: int  # the workload's depth
+    work_s: float  # what filling the context so far may take
+    deep_s: float
+    copied_batch: int = 0  # as of Sampling
+    until: float = float("inf")  # of now(): no deeper point is begun that would end later
+    end: float = float("inf")  # and the first one ends before it, with fewer tokens if need be
+
+
+def now() -> float:
+    """Seconds by the event loop's clock, which its timeouts go by too: a simulation has a loop of its own."""
+    return asyncio.get_running_loop().time()
+
+
+async def measure(
+    plan: Plan,
+    look: Sampling | FirstSampling,
+    *,
+    bench: Bench,
+    on_step: Callable[[Step], None],
+    watch: Callable[[], Watch],
+    begun: Measurement | None = None,
+    on_depth: Callable[[Measurement], None] = lambda _: None,
+) -> Measurement:
+    """One start of the engine. Raises the engine's error when it fails on the way. `begun` has the depths that an
+    interrupted one came to, which are not measured again; `on_depth` gets all so far after each.
+
+    What else the machine does is watched from readiness on: while a model is loaded, the kernel works for us.
+    """
+    began = now()
+    lines: deque[str] = deque(maxlen=LOG_LINES)
+    on_step(Step(plan=plan, what="loading"))
+    command = bench.start(plan)
+    async with running(bench.engine, command, on_line=lines.append) as supervisor:
+        load_s = now() - began
+
+        def so_far(points: tuple[Point, ...], conditions: Conditions) -> Measurement:
+            """What disturbed an earlier part disturbs the whole."""
+            return Measurement(
+                key=plan.key,
+                points=points,
+                is_long=is_long(look),
+                load_s=load_s,
+                seconds=now() - began + (begun.seconds - begun.load_s if begun else 0.0),
+                conditions=begun.conditions if begun and begun.disturbance else conditions,
+            )
+
+        bench.engine.loaded(plan, tuple(lines), bench.install, is_trial=True)
+        async with bench.engine.client(command) as client, watch() as watching:
+            probe = await Probe.of(client)
+
+            def reached(points: tuple[Point, ...]) -> None:
+                on_depth(so_far(points, watching.so_far()))
+
+            work = points_of(probe, plan, look, on_step, known=begun.points if begun else (), on_points=reached)
+            points = await unless_stalled(work, supervisor, command.stall_timeout_s)
+        allocated, _ = await bench.engine.confirm_allocated(plan, bench.engine.allocated(lines), bench.socket_path)
+    return replace(so_far(points, watching.conditions), allocated=allocated)
+
+
+def is_long(look: Sampling | FirstSampling) -> bool:
+    return isinstance(look, Sampling) and look.is_long
+
+
+class Asks(Protocol):
+    """A running engine."""
+
+    async def warm(self) -> Point: ...
+    async def run(self, depth: int, tokens: int) -> Point: ...
+
+
+async def points_of(
+    probe: Asks,
+    plan: Plan,
+    look: Sampling | FirstSampling,
+    on_step: Callable[[Step], None],
+    *,
+    known: Sequence[Point] = (),
+    on_points: Callable[[tuple[Point, ...]], None] = lambda _: None,
+) -> tuple[Point, ...]:
+    """`known` are measured already; `on_points` gets all so far after each that is measured now."""
+    points: list[Point] = []
+    by_depth = {point.depth: point for point in known}
+
+    async def add(depth: int, tokens: int = DECODE_TOKENS) -> Point:
+        if depth in by_depth:
+            points.append(by_depth[depth])
+            return points[-1]
+        if points and points[-1].depth in by_depth:  # what was read up to there is in no cache of this engine
+            await probe.run(points[-1].depth, WARM_TOKENS)
+        on_step(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
+        points.append(replace(await probe.run(depth, tokens), copied_batch=look.copied_batch))
+        on_points(tuple(points))
+        return points[-1]
+
+    warmed = replace(await probe.warm(), copied_batch=look.copied_batch)
+    if isinstance(look, Sampling):
+        for depth in look.depths:
+            await add(depth, look.tokens)
+        return tuple(points)
+    empty = empty_depth(plan.context, DECODE_TOKENS)
+    tokens = tokens_within(warmed, empty, look.end - now())
+    if tokens is None:
+        return (warmed,)
+    last = await add(empty, tokens)
+    room = {"context": plan.context, "tokens_each": DECODE_TOKENS * LONGER}
+    batch = look.copied_batch
+    work = work_depth(**room, wanted=look.wanted, prefill_ms=last.prefill_ms, seconds=look.work_s, copied_batch=batch)
+    if work and _ends_at(last, work, copied_batch=batch) <= look.until:
+        last = await add(work)
+        deep = deep_depth(**room, prefill_ms=last.prefill_ms, seconds=look.deep_s, work=work)
+        if deep and _ends_at(last, deep) <= look.until:
+            await add(deep)
+    return tuple(points)
+
+
+def tokens_within(warmed: Point, depth: int, left_s: float) -> int | None:
+    """How many tokens can be read up to this depth and decoded there in the time that is left, going by what warming up
+    took; None where they would be too few to tell more than that."""
+    left_ms = 1000 * max(left_s, AT_LEAST_S) - depth * warmed.prefill_ms
+    tokens = 1 + min(DECODE_TOKENS - 1, left_ms / warmed.decode_ms)
+    return int(tokens) if tokens >= FEWEST_TOKENS else None
+
+
+def _ends_at(last: Point, depth: int, *, copied_batch: int = 0) -> float:
+    """When the next point would be done, if a token took no longer than at the last one."""
+    read_s = reading_s(depth - last.depth, last.prefill_ms, first=last.prefill_tokens, copied_batch=copied_batch)
+    return now() + read_s + DECODE_TOKENS * last.decode_ms / 1000
+
+
+class Probe:
+    """Asks a running engine for completions of growing prefixes of one natural text, and checks what it really did."""
+
+    def __init__(self, client: Client, ids: Sequence[int]) -> None:
+        self._client = client
+        self._ids = list(ids)
+
+    @classmethod
+    async def of(cls, client: Client) -> Probe:
+        """Raises EngineNotReadyError for a model that makes too few tokens of the text."""
+        ids = await client.tokenize(TEXT.read_text(encoding="utf-8"))
+        if len(ids) < 2 * EMPTY:
+            message = f"engine made {len(ids)} tokens of the text that is measured with, too few of {2 * EMPTY}"
+            raise EngineNotReadyError(message)
+        return cls(client, ids)
+
+    async def run(self, depth: int, tokens: int) -> Point:
+        """Decodes `tokens` with `depth` tokens in the context; what is cached of a shorter prefix is not read again."""
+        return point_of(await self._client.complete(self.prompt(depth), tokens, slot=0), depth, tokens)
+
+    async def warm(self) -> Point:
+        """The first request of a process pays for pages that no later one pays; its text is the start of no other."""
+        found = await self._client.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, uses_cache=False, slot=0)
+        return point_of(found, EMPTY, WARM_TOKENS)
+
+    async def complete(self, prompt: Sequence[int], tokens: int) -> Completion:
+        """In whichever slot the engine chooses, as any client's request."""
+        return await self._client.complete(prompt, tokens)
+
+    async def repeat(self, depth: int, tokens: int, *, is_speculating: bool) -> Point:
+        """What `run` measures, on an engine that serves: in whichever slot it chooses, with the whole prompt read.
+
+        An engine that speculates is asked for two tokens at a time, each request going on where the last one ended:
+        at most as many draft tokens are made as are left after the next one, so that the second is a plain step. What
+        decoding with draft tokens takes is a matter of the text, and no request can turn them off.
+        """
+        warmed = await self._client.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, uses_cache=False)
+        slot = warmed.slot  # one slot loses its prompt, not two
+        prompt, each = self.prompt(depth), 2 if is_speculating else tokens
+        found = await self._client.complete(prompt, each, uses_cache=False, slot=slot)
+        first = plain_point_of(found, depth, each)
+        steps_ms = [first.decode_ms]
+        for _ in range(each, tokens, 2):
+            prompt = [*prompt, *found.tokens]
+            found = await self._client.complete(prompt, each, slot=slot)
+            steps_ms.append(plain_point_of(found, len(prompt), each).decode_ms)
+        return replace(first, decode_ms=sum(steps_ms) / len(steps_ms))
+
+    def prompt(self, depth: int) -> list[int]:
+        """The text over and over, each round begun a little further on, so that no long stretch repeats."""
+        ids: list[int] = []
+        turn = 0
+        while len(ids) < depth:
+            cut = turn * 97 % len(self._ids)
+            ids += self._ids[cut:] + self._ids[:cut]
+            turn += 1
+        return ids[:depth]
+
+
+def plain_point_of(found: Completion, depth: int, tokens: int) -> Point:
+    """As `point_of`, and refuses what was decoded with draft tokens: how long that takes is a matter of the text."""
+    if found.drafted:
+        message = f"engine made {found.drafted} draft tokens where plain steps were to be timed"
+        raise EngineNotReadyError(message)
+    return point_of(found, depth, tokens)
+
+
+def point_of(found: Completion, depth: int, tokens: int) -> Point:
+    """Raises EngineNotReadyError when the engine did not do what was asked, so that no figure is of something else:
+    fewer tokens than asked for, a prompt that does not add up to the depth, no time at all."""
+    if found.read + found.cached != depth or found.made != tokens:
+        message = (
+            f"engine did other work than asked: read {found.read} + cached {found.cached} of {depth}, "
+            f"made {found.made} of {tokens}"
+        )
+        raise EngineNotReadyError(message)
+    if found.prefill_ms <= 0 or found.decode_ms <= 0:
+        message = (
+            f"engine gave no times: {found.prefill_ms:g} ms for the prompt, {found.decode_ms:g} ms for {found.made} "
+            "tokens"
+        )
+        raise EngineNotReadyError(message)
+    return Point(
+        depth=depth,
+        decode_ms=found.decode_ms / max(1, found.made - 1),
+        prefill_ms=found.prefill_ms / max(1, found.read),
+        prefill_tokens=found.read,
+        noise_factor=math.sqrt(max(1.0, (DECODE_TOKENS - 1) / max(1, found.made - 1))),
+    )

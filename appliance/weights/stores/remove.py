@@ -1,0 +1,209 @@
+"""Taking models off the volume: files, parts and folders as they lie there, and links with the blobs that nobody else
+needs in the layout of huggingface_hub's cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from appliance.errors import ConfigError, VolumeError, printable
+from appliance.image_facts import is_projector
+from appliance.settings import Settings
+from appliance.values import dataclass
+from appliance.volume import is_held, refusal
+from appliance.weights.stores.stores import (
+    StoredModel,
+    find_stored,
+    is_in_cache,
+    is_last_model,
+    lies_below,
+    list_store,
+    other_stores,
+    read_ref,
+    volume_store,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    name: str
+    files: tuple[Path, ...]
+    freed_bytes: int  # of a file that has another name elsewhere, nothing
+
+
+def remove(name: str, settings: Settings, of_recipe: Callable[[], Sequence[StoredModel]] = tuple) -> Removed:
+    """`of_recipe`: what the name means in the image's recipe, where it is no model's own.
+
+    Raises ConfigError for what is not there, is another tool's, is served, or could be several; VolumeError.
+    """
+    models_dir = settings.models_dir
+    folder = models_dir / f"models--{name.replace('/', '--')}"
+    try:
+        if "\0" not in name and len(name) < 256 and folder.is_dir():
+            return _remove_repo(name, folder)
+        if (file := _own_file(name, models_dir)) is not None:
+            return _unlink(name, [file], models_dir)
+        model = _only_one(name, settings, of_recipe)
+        if is_in_cache(model):
+            return _remove_cached(model, models_dir)
+        return _unlink(model.name, _own_files(model), models_dir)
+    except OSError as error:
+        raise refusal(models_dir, error) from error
+
+
+def _own_file(name: str, models_dir: Path) -> Path | None:
+    """A later part, a projector, a file that no model can be read from: whatever lies there under this very name. Of a
+    first part all parts go."""
+    if Path(name).name != name or not name.endswith((".gguf", ".gguf.damaged")):
+        return None
+    if not os.path.lexists(models_dir / name):
+        return None
+    listed = [model.path.name for model in list_store(volume_store(models_dir)).models]
+    return None if name in listed else models_dir / name
+
+
+def _only_one(name: str, settings: Settings, of_recipe: Callable[[], Sequence[StoredModel]]) -> StoredModel:
+    found = find_stored(name, [volume_store(settings.models_dir)])
+    elsewhere: Sequence[StoredModel] = ()
+    if not found:
+        elsewhere = of_recipe()
+        found = tuple(model for model in elsewhere if model.store.tool == "volume")
+    if len(found) == 1:
+        return found[0]
+    if found:
+        lines = "".join(f"\n  {printable(model.name)}" for model in found)
+        message = f"model name {printable(name)} means {len(found)} on the volume{lines}"
+        raise ConfigError(message, hint="give the whole name of the one that is meant")
+    elsewhere = elsewhere or find_stored(name, other_stores(settings))
+    if elsewhere:
+        message = f"model is in {elsewhere[0].where}, where nothing is removed: {printable(name)}"
+        raise ConfigError(message, hint="remove it with the tool that put it there")
+    message = f"no such model on the volume: {printable(name)}"
+    raise ConfigError(message, hint="`appliance models list` shows what is there")
+
+
+def _own_files(model: StoredModel) -> list[Path]:
+    """Of a folder of safetensors not the GGUF files in it, which are models of their own."""
+    if model.path.is_symlink():
+        return [model.path]
+    return [path for path in model.files if model.format == "gguf" or path.suffix != ".gguf"]
+
+
+def _unlink(name: str, files: Sequence[Path], models_dir: Path) -> Removed:
+    _refuse_served(name, files)
+    _refuse_behind_link(name, files, models_dir)
+    freed = sum(map(_freed, files))
+    for path in files:
+        path.unlink()
+    for folder in {path.parent for path in files}:
+        _drop_empty(folder, models_dir)
+    return Removed(name=name, files=tuple(files), freed_bytes=freed)
+
+
+def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
+    """Its links in every snapshot, with the last model those of projectors, then the blobs that no link is left for."""
+    folder = _repo_folder(model, models_dir)
+    names = {path.relative_to(_snapshot_of(path, folder)) for path in model.files}
+    names |= {Path(model.file)} if model.file else set()  # a link whose blob is missing
+    snapshots = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
+    links = [snapshot / name for snapshot in snapshots for name in names if os.path.lexists(snapshot / name)]
+    if is_last_model(model):
+        links += [
+            path for snapshot in snapshots for path in sorted(snapshot.rglob("*.gguf")) if is_projector(path.name)
+        ]
+    blobs = {blob for link in links if (blob := blob_of(link))}
+    _refuse_served(model.name, [*blobs, *links])
+    _refuse_behind_link(model.name, [*blobs, *links], models_dir)
+    for link in links:
+        link.unlink()
+        _drop_empty(link.parent, folder / "snapshots")
+    unused = sorted(blobs - used_blobs(folder))
+    freed = sum(map(_freed, unused))
+    for blob in unused:
+        blob.unlink(missing_ok=True)
+    _drop_refs(folder)
+    if not any((folder / "snapshots").iterdir()) and not _has_partial(folder) and not _is_fetched(folder):
+        shutil.rmtree(folder)
+    return Removed(name=model.name, files=(*links, *unused), freed_bytes=freed)
+
+
+def _remove_repo(name: str, folder: Path) -> Removed:
+    """All that was fetched of a repository, also what was not fetched to its end."""
+    if _is_fetched(folder):
+        message = f"model is being fetched: {printable(name)}"
+        raise VolumeError(message, hint="stop that first; what was fetched is kept")
+    files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
+    _refuse_served(name, files)
+    _refuse_behind_link(name, [folder / "blobs", *files], folder.parent)
+    freed = sum(map(_freed, files))
+    shutil.rmtree(folder)
+    return Removed(name=name, files=tuple(files), freed_bytes=freed)
+
+
+def _refuse_behind_link(name: str, files: Sequence[Path], models_dir: Path) -> None:
+    """What is reached through a link belongs to somebody else."""
+    if outside := [path for path in files if not lies_below(path, models_dir)]:
+        message = f"model is in a folder that a link on the volume leads to: {printable(name)}"
+        raise ConfigError(message, hint=f"remove the link, or the file where it is: {printable(str(outside[0]))}")
+
+
+def _is_fetched(folder: Path) -> bool:
+    """Now, by us or by the hub's own client: both lock the blob that they fetch."""
+    return any(map(is_held, (folder.parent / ".locks" / folder.name).glob("*.lock")))
+
+
+def _refuse_served(name: str, files: Iterable[Path]) -> None:
+    if any(map(is_held, files)):
+        message = f"model is being served, or written: {printable(name)}"
+        raise ConfigError(message, hint="stop the container that serves it, or let it serve another, then remove this")
+
+
+def blob_of(link: Path) -> Path | None:
+    """What a snapshot's file links to at first; a blob may itself link into the store that repositories share."""
+    if not link.is_symlink():
+        return None
+    return Path(os.path.normpath(link.parent / link.readlink()))
+
+
+def used_blobs(folder: Path) -> set[Path]:
+    """Of a repository: those that a file of a snapshot leads to."""
+    return {blob for link in (folder / "snapshots").rglob("*") if (blob := blob_of(link))}
+
+
+def _repo_folder(model: StoredModel, models_dir: Path) -> Path:
+    return models_dir / model.path.relative_to(models_dir).parts[0]
+
+
+def _snapshot_of(path: Path, folder: Path) -> Path:
+    return folder / "snapshots" / path.relative_to(folder / "snapshots").parts[0]
+
+
+def _drop_refs(folder: Path) -> None:
+    """Of snapshots that are gone: the hub's client takes a ref without its snapshot for damage."""
+    known = {path.name for path in (folder / "snapshots").iterdir()}
+    refs = folder / "refs"
+    for ref in refs.rglob("*"):
+        if ref.is_file() and read_ref(folder, ref.relative_to(refs).as_posix()) not in known:
+            ref.unlink()
+
+
+def _has_partial(folder: Path) -> bool:
+    return any((folder / "blobs").glob("*.incomplete"))
+
+
+def _drop_empty(folder: Path, top: Path) -> None:
+    with suppress(OSError):  # not empty
+        while folder != top and folder.is_relative_to(top):
+            folder.rmdir()
+            folder = folder.parent
+
+
+def _freed(path: Path) -> int:
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return found.st_size if found.st_nlink == 1 and not path.is_symlink() else 0

@@ -1,0 +1,452 @@
+"""Models where they lie: on the volume, and in mounted folders of other tools, which are read and never written.
+
+Folders of Hugging Face, Ollama and LM Studio are told apart by what is in them; stores.md has the sources. This is the
+only module here that reads models.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
+from appliance.model import Format, list_models, plain_name, why_nothing
+from appliance.model.files.entries import ENTRIES_LIMIT
+from appliance.model.files.find import find_projector
+from appliance.model.files.hub_cache import (
+    CachedModel,
+    find_cached,
+    is_meant,
+    is_repo,
+    list_cached,
+    missing_shard,
+    read_ref,
+)
+from appliance.model.formats.gguf import read_gguf
+from appliance.model.formats.parts import PART
+from appliance.reference import HUB_HOSTS, Reference
+from appliance.settings import Settings, parse_folders
+from appliance.values import dataclass
+from appliance.weights.cache.quants import GgufSet, label_of, pick
+from appliance.weights.stores.ollama import is_store, list_ollama, parse_name
+
+__all__ = [
+    "Format",
+    "Listing",
+    "Store",
+    "StoredModel",
+    "Tool",
+    "find_elsewhere",
+    "find_stored",
+    "is_in_cache",
+    "is_last_model",
+    "is_named",
+    "lies_below",
+    "list_store",
+    "lookup",
+    "model_at",
+    "ollama_stores",
+    "other_stores",
+    "read_ref",
+    "volume_store",
+    "why_damaged",
+    "why_none",
+    "with_stores",
+]
+
+Tool = Literal["volume", "Hugging Face", "Ollama", "LM Studio", "image", "folder"]
+_IMAGE = Path("/opt/models")
+_LISTED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    tool: Tool
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """`name` is what `serve` takes. `files` are all of it, in order, the first one what an engine is given; for a
+    `problem` there may be none."""
+
+    name: str
+    store: Store
+    path: Path
+    files: tuple[Path, ...]
+    format: Format
+    bytes: int
+    problem: str | None = None  # why it cannot be served
+    projector: Path | None = None
+    sha256: str | None = None  # of the file, where its store names it so
+    repo: str | None = None  # org/name
+    file: str = ""  # inside the repository
+
+    @property
+    def where(self) -> str:
+        """For a person: `Ollama's folder /mnt/ollama`."""
+        folder = printable(str(self.store.folder))
+        return {"volume": "the volume", "image": "the image", "folder": folder}.get(
+            self.store.tool, f"{self.store.tool}'s folder {folder}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    store: Store
+    models: tuple[StoredModel, ...]
+    problem: str | None = None  # why the list is not whole
+
+
+def other_stores(settings: Settings) -> tuple[Store, ...]:
+    """Folders of other tools. Raises ConfigError for one that was asked for and is not there."""
+    asked = settings.model_dirs
+    if asked is None:
+        found = [store for folder in settings.usual_model_dirs for store in _stores_in(folder)]
+    else:
+        found = [store for folder in parse_folders(asked) for store in _asked_for(folder, settings)]
+    return tuple(dict.fromkeys(store for store in found if store.folder != settings.models_dir))
+
+
+def ollama_stores(places: Sequence[Path]) -> tuple[Store, ...]:
+    """Those of the folders that are Ollama's."""
+    return tuple(Store(tool="Ollama", folder=place) for place in dict.fromkeys(places) if is_store(place))
+
+
+def _asked_for(folder: Path, settings: Settings) -> tuple[Store, ...]:
+    if found := _stores_in(folder):
+        return found
+    message = f"setting model_dirs names no folder that can be read: {folder} ({settings.sources['model_dirs']})"
+    raise ConfigError(message, hint=f"mount one, as in `-v ~/.ollama:{folder}:ro`, readable for user {os.geteuid()}")
+
+
+def _stores_in(folder: Path) -> tuple[Store, ...]:
+    """What lies in a folder that somebody mounted: a tool's folder of models, or its home. Nothing where it is not
+    there or may not be entered."""
+    try:
+        if not folder.is_dir():
+            return ()
+        if folder == _IMAGE:
+            return (Store(tool="image", folder=folder),)
+        for each in (folder, folder / "models"):
+            if is_store(each):
+                return (Store(tool="Ollama", folder=each),)
+        for each in (folder / "hub", folder):
+            if each.is_dir() and any(each.glob("models--*")):
+                return (Store(tool="Hugging Face", folder=each),)
+        if (folder / ".internal").is_dir() and (folder / "models").is_dir():
+            return (Store(tool="LM Studio", folder=folder / "models"),)
+    except OSError:
+        return ()
+    is_lm_studio = folder.parent.name in (".lmstudio", "lm-studio") or folder.name == "lmstudio"
+    return (Store(tool="LM Studio" if is_lm_studio else "folder", folder=folder),)
+
+
+def list_store(store: Store) -> Listing:
+    """Never raises for what lies there: what cannot be read is a problem of the list."""
+    budget = iter(range(ENTRIES_LIMIT))
+    try:
+        if store.tool == "Ollama":
+            return Listing(store=store, models=tuple(_of_ollama(store)))
+        models = (*_plain(store, budget), *_cached(store, budget))
+    except ModelUnreadableError as error:
+        return Listing(store=store, models=(), problem=f"{error.message}; {error.hint}")
+    except OSError as error:
+        words = f"{printable(str(error.filename))}: {(error.strerror or str(error)).lower()}"
+        return Listing(store=store, models=(), problem=f"folder cannot be read: {words}; {_readable_hint()}")
+    is_cut = next(budget, None) is None
+    problem = f"only the first {ENTRIES_LIMIT:,} files and folders were looked at" if is_cut else None
+    return Listing(store=store, models=models, problem=problem)
+
+
+def _plain(store: Store, budget: Iterator[int]) -> Iterator[StoredModel]:
+    """Files and folders that lie there as they are: `publisher/repository/file.gguf`, or anyhow."""
+    for path in list_models(store.folder, budget, with_repos=False):
+        below = path.relative_to(store.folder)
+        repo = "/".join(below.parts[:2]) if len(below.parts) > 2 else None
+        yield _stored(store, path, str(below), repo=repo, file="/".join(below.parts[2:]))
+
+
+def _cached(store: Store, budget: Iterator[int]) -> Iterator[StoredModel]:
+    for _, folder in zip(budget, sorted(store.folder.glob("models--*")), strict=False):
+        for model in list_cached(folder, budget=budget):
+            yield _of_cache(store, model)
+
+
+def _of_cache(store: Store, model: CachedModel) -> StoredModel:
+    return _stored(store, model.path, model.name, repo=model.repo, file=model.file, problem=model.problem)
+
+
+def _stored(
+    store: Store, path: Path, name: str, *, repo: str | None = None, file: str = "", problem: str | None = None
+) -> StoredModel:
+    files = _files_of(path)
+    sizes = [_size(each) for each in files]
+    problem = problem or _why_not_whole(path, files)
+    problem = problem or next((why for each in files if (why := _why_unreadable(each))), None)
+    return StoredModel(
+        name=name,
+        store=store,
+        path=path,
+        files=files,
+        format="gguf" if path.suffix.lower() == ".gguf" else "safetensors",
+        bytes=sum(size or 0 for size in sizes),
+        problem=problem,
+        projector=find_projector(path) if path.suffix.lower() == ".gguf" else None,
+        repo=repo,
+        file=file,
+    )
+
+
+def _of_ollama(store: Store) -> Iterator[StoredModel]:
+    for model in list_ollama(store.folder):
+        weights, projector = model.weights, model.projector
+        problem = model.problem or (_why_unreadable(weights.path) if weights else None)
+        yield StoredModel(
+            name=model.name,
+            store=store,
+            path=weights.path if weights else model.manifest,
+            files=(weights.path,) if weights else (),
+            format="gguf",
+            bytes=weights.bytes if weights else 0,
+            problem=problem,
+            projector=projector.path if projector else None,
+            sha256=weights.sha256 if weights else None,
+        )
+
+
+def _files_of(path: Path) -> tuple[Path, ...]:
+    """That are there: parts in order, or what is in a folder of safetensors."""
+    if path.is_dir():
+        return tuple(sorted(each for each in path.iterdir() if each.is_file() and not each.name.startswith(".")))
+    part = PART.search(path.name)
+    if not part:
+        return (path,) if path.exists() else ()
+    stem, suffix = path.name[: part.start()], path.name[-len(".gguf") :]
+    names = (f"{stem}-{number:05}-of-{part[2]}{suffix}" for number in range(1, min(int(part[2]), 1024) + 1))
+    return tuple(each for name in names if (each := path.with_name(name)).exists())
+
+
+def _why_not_whole(path: Path, files: Sequence[Path]) -> str | None:
+    """Of files that somebody put there: a link that leads nowhere, what is no file, a part that is missing."""
+    if not path.is_dir():
+        part = PART.search(path.name)
+        count = int(part[2]) if part else 1
+        if not files:
+            return "it is a link that leads nowhere" if path.is_symlink() else "it is gone"
+        if part and (missing := count - len(files)):
+            words = f"{missing} of its {count} parts {'is' if missing == 1 else 'are'} missing"
+            return f"{words}, the first of them {_missing_part(path.name, part, files)}"
+    elif lost := [each for each in path.iterdir() if each.is_symlink() and not each.exists()]:
+        return f"{printable(lost[0].name)}: it is a link that leads nowhere"
+    elif name := missing_shard([each.name for each in files]):
+        return f"{printable(name)} is missing"
+    odd = next((each for each in files if not each.is_file()), None)
+    return f"it is no file: {printable(odd.name)}" if odd else None
+
+
+def _missing_part(name: str, part: re.Match[str], files: Sequence[Path]) -> str:
+    there = {int(found[1]) for each in files if (found := PART.search(each.name))}
+    first = next(number for number in range(1, int(part[2]) + 1) if number not in there)
+    return f"{name[: part.start()]}-{first:05}-of-{part[2]}.gguf"
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _why_unreadable(path: Path) -> str | None:
+    if os.access(path, os.R_OK, effective_ids=True):
+        return None
+    return f"it may not be read: {printable(path.name)}; {_readable_hint()}"
+
+
+def _readable_hint() -> str:
+    return f"make it readable for user {os.geteuid()}, or start the container with `--user` of its owner"
+
+
+def find_stored(request: str, stores: Sequence[Store]) -> tuple[StoredModel, ...]:
+    """Whole models of that name in the first folder that has one, else those that are not whole."""
+    partly: list[StoredModel] = []
+    for store in stores:
+        found = _named(request, store)
+        if whole := [model for model in found if not model.problem]:
+            return tuple(whole)
+        partly += found
+    return tuple(partly)
+
+
+def lookup(reference: Reference, roots: Sequence[Path], serves: Format) -> tuple[Path, ...] | None:
+    """All files of what is meant in the first hub cache that has it whole, without a network; None where none has. Of
+    several quantizations the usual one. What may not be read is passed over."""
+    for root in roots:
+        store = Store(tool="volume", folder=root)
+        try:
+            found = [_of_cache(store, model) for model in find_cached(_as_asked(reference), root)]
+        except ModelUnreadableError:
+            continue
+        whole = [model for model in found if model.format == serves and not model.problem]
+        if model := _usual(whole, reference.quant):
+            return (*model.files, *([model.projector] if model.projector else []))
+    return None
+
+
+def _as_asked(reference: Reference) -> str:
+    """Without a host and a scheme, which caches know nothing of."""
+    if reference.url or reference.repo is None:
+        return reference.url or ""
+    revision = f"@{reference.revision}" if reference.revision else ""
+    quant = f":{reference.quant}" if reference.quant else ""
+    return f"{reference.repo}{revision}{quant}{f'/{reference.path}' if reference.path else ''}"
+
+
+def _usual(models: Sequence[StoredModel], quant: str | None) -> StoredModel | None:
+    if len(models) < 2:
+        return models[0] if models else None
+    by_paths = {tuple(path.name for path in model.files): model for model in models}
+    sets = [GgufSet(label=label_of(model.file), paths=paths) for paths, model in by_paths.items()]
+    try:
+        return by_paths[pick(sets, quant, "", lambda _: "").paths]
+    except ConfigError:  # it means several: the hub says which there are
+        return None
+
+
+def _named(request: str, store: Store) -> list[StoredModel]:
+    """A reference to a repository may name a revision, and is looked up without a search of the whole folder."""
+    if store.tool != "Ollama" and (cached := find_cached(request, store.folder)):
+        return [_of_cache(store, model) for model in cached]
+    found = [model for model in list_store(store).models if is_named(model, request)]
+    exact = [model for model in found if model.name == request]
+    return exact or found
+
+
+def is_named(model: StoredModel, request: str) -> bool:
+    """By name, file, stem, or `publisher/repository[:QUANT]`; a model of Ollama's by its name there."""
+    wanted = request.casefold()
+    if model.store.tool == "Ollama":
+        own, asked = parse_name(model.name), parse_name(request)
+        if own is None or asked is None:
+            return False
+        return asked == own or (own[0] in HUB_HOSTS and asked[1:] == own[1:])  # which come from the hub
+    path = model.path
+    names = (
+        model.name,
+        model.name.removesuffix(".gguf"),
+        model.file,
+        path.name,
+        path.stem,
+        plain_name(path),
+        str(path),
+    )
+    if wanted in [name.casefold() for name in names]:
+        return True
+    repo, _, quant = wanted.partition(":")
+    return model.repo is not None and repo == model.repo.casefold() and is_meant(model.file, quant, "")
+
+
+def find_elsewhere(request: str | None, settings: Settings, serves: Format) -> StoredModel | None:
+    """A whole model in folders of other tools; what nobody named must be the only one. None where there is none.
+
+    Raises ConfigError when several could be meant.
+    """
+    stores = other_stores(settings)
+    if request:
+        found = [model for model in find_stored(request, stores) if not model.problem]
+    else:
+        found = [model for model in _all(stores) if not model.problem and model.format == serves]
+    if len(found) < 2:
+        return found[0] if found else None
+    named = f"model name {request} means" if request else "no model was named and none is on the volume;"
+    message = f"{named} {len(found)} in mounted folders{_listing(found)}"
+    raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(found[0].name)}")
+
+
+def with_stores(error: FatalError, settings: Settings) -> FatalError:
+    """What says that the volume lacks a model, with what mounted folders have."""
+    stores = other_stores(settings)
+    partly = [model for model in find_stored(settings.model, stores) if model.problem] if settings.model else []
+    if partly:
+        message = f"model in {partly[0].where} cannot be served: {printable(f'{partly[0].name}: {partly[0].problem}')}"
+        return ModelUnreadableError(message, hint="`appliance models list` shows what is there")
+    if not isinstance(error, ModelUnreadableError) and (told := _why_none(stores, settings.model)):
+        return told
+    models = _all(stores)
+    if not models:
+        return error
+    listing = f"\n  in mounted folders:{_listing(models)}"
+    return type(error)(f"{error.message}{listing}", hint=_near(settings.model, models) or error.hint)
+
+
+def why_none(settings: Settings) -> FatalError | None:
+    """What is said of a volume and mounted folders without a model that has a part of one, or what Docker made."""
+    return why_nothing(settings.models_dir) or _why_none(other_stores(settings), None)
+
+
+def _why_none(stores: Sequence[Store], request: str | None) -> FatalError | None:
+    if not request and any(not model.problem for model in _all(stores)):  # of another format
+        return None
+    plain = (store for store in stores if store.tool in ("folder", "LM Studio"))
+    return next((told for store in plain if (told := why_nothing(store.folder, request))), None)
+
+
+def _near(request: str | None, models: Sequence[StoredModel]) -> str | None:
+    import difflib  # here: only a start that fails needs it
+
+    names = {model.name.casefold(): model.name for model in models if not model.problem}
+    near = difflib.get_close_matches((request or "").casefold(), names, n=1)
+    return f"perhaps you meant {printable(names[near[0]])}" if near else None
+
+
+def _all(stores: Sequence[Store]) -> list[StoredModel]:
+    return [model for store in stores for model in list_store(store).models]
+
+
+def _listing(models: Sequence[StoredModel]) -> str:
+    lines = [f"\n  {printable(model.name)} ({model.store.tool})" for model in models[:_LISTED]]
+    more = len(models) - _LISTED
+    return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")
+
+
+def volume_store(models_dir: Path) -> Store:
+    return Store(tool="volume", folder=models_dir)
+
+
+def is_in_cache(model: StoredModel) -> bool:
+    """Whether it lies in the layout of huggingface_hub's cache."""
+    folder = model.store.folder
+    return model.path.is_relative_to(folder) and is_repo(Path(model.path.relative_to(folder).parts[0]))
+
+
+def model_at(path: Path, name: str, stores: Sequence[Store]) -> StoredModel:
+    """What lies at a path that is known, called by a name that need not be its own."""
+    store = next((each for each in stores if path.is_relative_to(each.folder)), None)
+    store = store or Store(tool="folder", folder=path.parent)
+    below = path.relative_to(store.folder).parts
+    file = "/".join(below[3:]) if is_repo(Path(below[0])) else ""
+    return _stored(store, path, name, file=file)
+
+
+def is_last_model(model: StoredModel) -> bool:
+    """Of a repository in the hub's cache: whether nothing else in it is a model, whole or not."""
+    folder = model.store.folder / model.path.relative_to(model.store.folder).parts[0]
+    return all(each.file == model.file for each in list_cached(folder))
+
+
+def lies_below(path: Path, folder: Path) -> bool:
+    """Whether no link on its way leads out; what the last one leads to does not matter."""
+    return Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder))
+
+
+def why_damaged(path: Path) -> str | None:
+    """As far as the header of a GGUF file tells: its end is missing, or it is none."""
+    try:
+        read_gguf(path)
+    except ModelUnreadableError as error:
+        return error.message
+    return None
