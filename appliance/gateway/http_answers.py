@@ -42,8 +42,11 @@ class CheckHttp:
 def fault(scope: Scope) -> ApiError | None:
     """The error for this request, None if HTTP has nothing against it. Pure."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    if scope["http_version"] == "1.1" and all(name != b"host" for name, _ in headers):
+    hosts = sum(name == b"host" for name, _ in headers)
+    if scope["http_version"] == "1.1" and not hosts:
         return ApiError(400, "missing_host", "a request of HTTP/1.1 has a Host header")
+    if hosts > 1:  # RFC 9112, 3.2: whoever is in front may go by the other one
+        return ApiError(400, "several_hosts", f"a request has one Host header, and this one has {hosts}")
     if len(scope["path"]) + len(scope["query_string"]) > LINE_BYTES_MAX:
         return ApiError(414, "uri_too_long", f"the address is over the limit of {LINE_BYTES_MAX} bytes")
     if _are_too_large(headers):

@@ -55,6 +55,15 @@ def test_a_request_without_host(stage: Stage) -> None:
     assert json.loads(body)["error"]["code"] == "missing_host"
 
 
+@pytest.mark.parametrize("hosts", ["Host: a\r\nHost: b\r\n", "Host: a\r\nhost: a\r\n"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_request_with_two_hosts(stage: Stage, hosts: str, version: str) -> None:
+    """A proxy in front may have gone by the other one."""
+    head, body = spoken(stage, f"GET /v1/models HTTP/{version}\r\n{hosts}{AUTHORIZATION}Connection: close\r\n")
+    assert head.split()[1] == b"400"
+    assert json.loads(body)["error"]["code"] == "several_hosts"
+
+
 OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
 
 
