@@ -348,8 +348,8 @@ def test_a_bundle_is_never_written_over_another_file(tmp_path: Path) -> None:
         write_bundle(tmp_path / "missing/report.json", "b")
 
 
-def load(time_s: float, **seconds: float) -> LoadSample:
-    return LoadSample(time_s=time_s, cpus=2, **{"busy_s": 0.0, "steal_s": 0.0, "own_s": 0.0, **seconds})
+def load(time_s: float, *, busy_s: float = 0.0, own_s: float = 0.0) -> LoadSample:
+    return LoadSample(time_s=time_s, cpus=2, busy_s=busy_s, steal_s=0.0, own_s=own_s)
 
 
 @pytest.mark.parametrize(
