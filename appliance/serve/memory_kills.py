@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from time import time
 
 from appliance.errors import EngineError, VolumeError
 from appliance.plan import MemoryKill, Plan, held_mib, remembered
-from appliance.plan.memory_kill import KILLS, REMEMBERED_S, held_to
+from appliance.plan.memory_kill import KILLS, held_to, why_smaller
 from appliance.profile import Profile, ProfileStore
 from appliance.report import Report
 from appliance.serve.inputs import StartInputs
@@ -75,17 +75,6 @@ class MemoryKills:
             self._store.keep_kills(start.key, self.seen)  # else the profile that comes may be judged by them again
         except VolumeError as failure:
             self._report.warning("profile_limited", f"profile {profile.key.id}: {why}; {failure}")
-
-
-def why_smaller(kills: Sequence[MemoryKill], most_mib: float) -> str:
-    """Why plans are smaller after these kills."""
-    last, least = kills[-1], min(kill.held_mib for kill in kills)
-    at = datetime.fromtimestamp(last.at_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        f"the kernel's memory killer ended the engine {len(kills)} times, last at {at}, with a plan of "
-        f"{least:,.0f} MiB of host memory: plans take at most {most_mib:,.0f} MiB until "
-        f"{REMEMBERED_S / 3600:.0f} h after the last kill"
-    )
 
 
 def _seconds(created: str) -> float | None:

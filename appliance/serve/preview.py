@@ -12,6 +12,7 @@ from appliance.errors import ConfigError, FatalError, ModelAwayError
 from appliance.model import Model
 from appliance.model.published import PublishedShape, find_shape
 from appliance.plan import Plan
+from appliance.plan.memory_kill import why_smaller
 from appliance.probe import Hardware
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
 from appliance.serve.beside import with_beside
@@ -28,7 +29,6 @@ from appliance.serve.inputs import (
     with_model,
 )
 from appliance.serve.kept_choice import Kept
-from appliance.serve.memory_kills import why_smaller
 from appliance.serve.which import FromHub, FromRecipe, Located, Which
 from appliance.settings import Settings
 from appliance.values import dataclass
