@@ -110,7 +110,7 @@ def test_a_link_whose_target_was_not_mounted(models: Path) -> None:
         with pytest.raises(ModelUnreadableError) as caught:
             read_model(resolve_model(name, models) if name else only_model(models) or models)
         assert caught.value.message == f"model is a link to what is not here: {link} -> ../../blobs/deadbeef"
-        assert "mount the folder that has both the link and its target, as that of a Hugging Face" in caught.value.hint
+        assert "both the link and its target, as that of a Hugging Face" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("name", ["x\0y", "x" * 5000, "../../nowhere"])
