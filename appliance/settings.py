@@ -717,12 +717,24 @@ def _is_service_link(variable: str, value: str) -> bool:
     return is_address or bool(re.fullmatch(r"APPLIANCE_(SERVICE_.+|PORT_\d+_.+)", variable))
 
 
+# Where others have their key. Ours is a file: variables are shown by `docker inspect`.
+_KEY_NAMES = frozenset({"api_key", "apikey", "key", "api_keys", "token", "auth_token"})
+_KEY_HINT = (
+    "the key is a file: mount yours as secrets/api_key of the volume, or leave it to the first start, which makes one; "
+    "`appliance key` shows it, and `auth: off` (APPLIANCE_AUTH=off) asks for none"
+)
+
+
 def _known(name: str, where: str, shown: str, names: tuple[str, ...]) -> str:
     if name in names:
         return name
-    near = difflib.get_close_matches(name, names, 1)
     message = f"unknown setting in {where}: {shown}"
-    raise ConfigError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"known are {', '.join(names)}")
+    own = name.removeprefix(PREFIX)  # which all variables have: with it each would be near to each
+    if own.lower() in _KEY_NAMES:
+        raise ConfigError(message, hint=_KEY_HINT)
+    near = difflib.get_close_matches(own, [each.removeprefix(PREFIX) for each in names], 1, cutoff=0.72)
+    found = next((each for each in names if near and each.removeprefix(PREFIX) == near[0]), None)
+    raise ConfigError(message, hint=f"perhaps you meant '{found}'" if found else f"known are {', '.join(names)}")
 
 
 def _parsed(name: str, text: Texts, source: str) -> Any:  # noqa: ANN401

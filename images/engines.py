@@ -102,7 +102,7 @@ LLAMA = EngineFiles(
     folder="/opt/llama",
     binary="/opt/llama/llama-server",
     version_line="version: {version} (build {build}, commit {commit})",
-    packages="libgomp1 libstdc++6 python3 tini",
+    packages="libstdc++6 python3 tini",
     caches={"HOME": "home", "LLAMA_CACHE": "llama", "XDG_CACHE_HOME": "xdg"},
     gpu_files=re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$"),
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
+from appliance.doctor.other_work import other_work_check, query_work
 from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, settings_checks, volume_check
 from appliance.engines.engine import Devices, Engine, Inputs, Install, KernelResult
 from appliance.errors import FatalError, VolumeError
@@ -103,6 +104,12 @@ class Subject:
 
 def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool = False) -> Findings:
     """Raises nothing that a start would end with: it becomes a check. `with_kernels` runs them, which takes time."""
+    before = query_work()
+    found = _examine(settings, environment, with_kernels=with_kernels)
+    return replace(found, checks=(*found.checks, other_work_check(before, query_work())))
+
+
+def _examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool) -> Findings:
     hardware = probe(settings.data_dir, environment)
     hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
     checks = [volume_check(settings, hardware), key_check(settings)]

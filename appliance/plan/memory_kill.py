@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 
 from appliance.plan.plan import Plan
 from appliance.values import dataclass
@@ -45,3 +46,22 @@ def most_mib(kills: Sequence[MemoryKill]) -> Iterator[float]:
     """What a plan may hold of host memory after these: the first figure that a plan fits into. Empty for too few."""
     if len(kills) >= KILLS:
         yield from (share * min(kill.held_mib for kill in kills) for share in SHARES)
+
+
+def held_to(plans: Sequence[Plan], kills: Sequence[MemoryKill], *, measured_at_s: float) -> float | None:
+    """Return what plans might hold of host memory when these were measured; None if no kill limited them then. `kills`
+    are all that are kept, also those that count no more."""
+    before = [kill for kill in kills if kill.at_s <= measured_at_s]
+    most = most_mib(remembered(before, now_s=measured_at_s, usable_mib=0.0))
+    return next((mib for mib in most if all(held_mib(plan, was_ready=True) <= mib for plan in plans)), None)
+
+
+def why_smaller(kills: Sequence[MemoryKill], most_mib: float) -> str:
+    """Why plans are smaller after these kills."""
+    last, least = kills[-1], min(kill.held_mib for kill in kills)
+    at = datetime.fromtimestamp(last.at_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        f"the kernel's memory killer ended the engine {len(kills)} times, last at {at}, with a plan of "
+        f"{least:,.0f} MiB of host memory: plans take at most {most_mib:,.0f} MiB until "
+        f"{REMEMBERED_S / 3600:.0f} h after the last kill"
+    )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from appliance.serve.drift_monitor import DriftMonitor
     from appliance.serve.idle_tuner import IdleTuner
     from appliance.serve.served_model import ServedModel
+    from appliance.tune.session import TuningSession
 
 
 class BackgroundTasks:
@@ -31,6 +32,7 @@ class BackgroundTasks:
         self._tuner: IdleTuner[Plan] | None = None
         self._drift_monitor: DriftMonitor | None = None
         self._was_measured = False  # by this process, to the end
+        self._session_before: TuningSession | None = None  # when this sitting began
         self._begins_now = asyncio.Event()  # measuring, without an idle period before it: somebody waits for it
         self._needs_bandwidths = served.settings.tune != "off" and served.hardware.speeds is None
         self._bandwidths: Bandwidths | None = None
@@ -157,7 +159,7 @@ class BackgroundTasks:
             as_error=served.start.engine.as_error,
             idle_s=served.settings.idle_s,
             need_s=self._need_s,
-            kept=lambda: served.session.kept if served.session else 0,
+            gained=self._gained,
             what_else_works=served.what_crowds,
             until_crowded=served.until_crowded,
         )
@@ -189,6 +191,11 @@ class BackgroundTasks:
         depth = min(parse_mix(settings.workload).depth, host.plan.context)
         return host.load_s + depth / speed.prefill_tokens_per_s + DECODE_TOKENS / speed.decode_tokens_per_s
 
+    def _gained(self) -> int:
+        """How much this sitting has kept."""
+        session = self._served.session
+        return session.gained if session is not None and session is not self._session_before else 0
+
     async def _measure(self, is_alone: bool) -> Plan | None:
         """None while another container measures for the same key: its profile is adopted later or by a next start."""
         # Here: a start from a profile that holds never needs it.
@@ -197,6 +204,7 @@ class BackgroundTasks:
         from appliance.serve.measure import measure, measure_more
 
         served = self._served
+        self._session_before = served.session
         with served.store.tuning(served.key) as is_ours:
             if not is_ours:
                 return None

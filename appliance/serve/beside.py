@@ -108,13 +108,19 @@ def _adapter_path(name: str, settings: Settings) -> Path:
     return path
 
 
+def _why_no_file(path: Path) -> str:
+    if path.is_dir():
+        return "it is a folder"
+    return "it is no file" if path.exists() else "no such file"
+
+
 def _read_template(path: Path, source: str) -> str:
     try:
         is_file = path.is_file()  # a pipe would stop the start for ever
         text = path.read_bytes() if is_file and path.stat().st_size <= TEMPLATE_LIMIT_BYTES else None
         if text is not None:
             return text.decode("utf-8")
-        reason = f"it is longer than {TEMPLATE_LIMIT_BYTES:,} bytes" if is_file else "no such file"
+        reason = f"it is longer than {TEMPLATE_LIMIT_BYTES:,} bytes" if is_file else _why_no_file(path)
     except UnicodeDecodeError:
         reason = "it is no UTF-8"
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path

@@ -19,6 +19,8 @@ def start_from_profile(served: ServedModel) -> None:
     """Starts the engine at once when there is a profile that is not to be measured again, and its kernels were checked
     before."""
     profile = served.store.load(served.key)
+    if profile is not None:
+        served.memory_kills.judge(served.start, profile)
     served.guard.begin(_inputs_for(served, profile), profile.kv_checks if profile else ())
     if served.guard.is_checking:
         return

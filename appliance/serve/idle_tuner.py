@@ -51,9 +51,9 @@ class IdleTuner(Generic[P]):
     `why_no_room(plan)` says why memory holds no second engine with that plan beside the one that serves, "" if it
     does; None stands for whatever would be measured. `as_error` names how an engine ended.
 
-    `need_s()` is what one load and one depth may take, `kept()` how much was kept so far. `what_else_works()` looks at
-    the machine while our engine rests, "" if little else is at work; `until_crowded()` returns when others take a good
-    part of the CPUs.
+    `need_s()` is what one load and one depth may take, `gained()` how much this sitting has kept.
+    `what_else_works()` looks at the machine while our engine rests, "" if little else is at work; `until_crowded()`
+    returns when others take a good part of the CPUs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class IdleTuner(Generic[P]):
         idle_s: float,
         settle_s: float = SETTLE_S,
         need_s: Callable[[], float] = lambda: 0.0,
-        kept: Callable[[], int] = lambda: 0,
+        gained: Callable[[], int] = lambda: 0,
         what_else_works: Callable[[], Awaitable[str]] = _nothing_else,
         until_crowded: Callable[[], Awaitable[str]] = _never,
     ) -> None:
@@ -83,7 +83,7 @@ class IdleTuner(Generic[P]):
         self._idle_s = idle_s
         self._settle_s = settle_s
         self._need_s = need_s
-        self._kept = kept
+        self._gained = gained
         self._what_else_works = what_else_works
         self._until_crowded = until_crowded
         self._wasted = 0  # sittings in a row that were interrupted before anything was kept
@@ -279,7 +279,7 @@ class IdleTuner(Generic[P]):
 
     async def _measure(self, *, is_alone: bool) -> None:
         """Until it ends by itself or a request comes."""
-        period, kept = self._traffic.arrivals, self._kept()
+        period = self._traffic.arrivals
         arrived_at = 0.0
         crowded = _never if self._measures_anyway else self._until_crowded
 
@@ -297,7 +297,7 @@ class IdleTuner(Generic[P]):
             self._leave_alone(crowding.result())
             self._reloaded_in = None  # else it would wait for the next request, and that may be tomorrow's
             return
-        is_wasted = measuring.cancelled() and self._kept() <= kept
+        is_wasted = measuring.cancelled() and not self._gained()
         self._wasted = self._wasted + 1 if is_wasted else 0
         if measuring.cancelled():
             seconds = time.monotonic() - arrived_at

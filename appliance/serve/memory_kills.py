@@ -6,6 +6,7 @@ A container that is restarted for ever would else load the plan that is killed f
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime
 from time import time
@@ -13,8 +14,8 @@ from time import time
 from appliance.console.report import Report
 from appliance.errors import EngineError, VolumeError
 from appliance.plan import MemoryKill, Plan, held_mib, remembered
-from appliance.plan.memory_kill import KILLS, REMEMBERED_S
-from appliance.profile import ProfileStore
+from appliance.plan.memory_kill import KILLS, held_to, why_smaller
+from appliance.profile import Profile, ProfileStore
 from appliance.serve.inputs import StartInputs
 from appliance.supervisor import Crash
 
@@ -56,11 +57,30 @@ class MemoryKills:
         return self._calls_for_less
 
     def words(self, most_mib: float) -> str:
-        """Why plans are smaller."""
-        last, least = self.seen[-1], min(kill.held_mib for kill in self.seen)
-        at = datetime.fromtimestamp(last.at_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        return (
-            f"the kernel's memory killer ended the engine {len(self.seen)} times, last at {at}, with a plan of "
-            f"{least:,.0f} MiB of host memory: plans take at most {most_mib:,.0f} MiB until "
-            f"{REMEMBERED_S / 3600:.0f} h after the last kill"
+        return why_smaller(self.seen, most_mib)
+
+    def judge(self, start: StartInputs, profile: Profile) -> None:
+        """Marks a profile as stale that was measured while kills limited its plans, once they do so no more."""
+        kills, measured_at_s = self._store.kills(start.key), _seconds(profile.created)
+        if start.inputs.host_mib_max < math.inf or not kills or measured_at_s is None:
+            return
+        if (most := held_to(profile.plans, kills, measured_at_s=measured_at_s)) is None:
+            return
+        why = (
+            f"it was measured while kills by the kernel's memory killer held plans to {most:,.0f} MiB of host memory, "
+            "which holds no more"
         )
+        try:
+            self._store.mark_stale(profile, why)
+            self._store.keep_kills(start.key, self.seen)  # else the profile that comes may be judged by them again
+        except VolumeError as failure:
+            self._report.warning("profile_limited", f"profile {profile.key.id}: {why}; {failure}")
+
+
+def _seconds(created: str) -> float | None:
+    """None for a time that somebody wrote by hand and that is none."""
+    try:
+        then = datetime.fromisoformat(created)
+    except ValueError:
+        return None
+    return (then if then.tzinfo else then.replace(tzinfo=UTC)).timestamp()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -11,6 +12,7 @@ from appliance.errors import ConfigError, FatalError, ModelAwayError
 from appliance.model import Model
 from appliance.model.shapes.published import PublishedShape, find_shape
 from appliance.plan import Plan
+from appliance.plan.memory_kill import why_smaller
 from appliance.probe import Hardware
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
 from appliance.serve.beside import with_beside
@@ -127,7 +129,10 @@ def preview_of(start: StartInputs) -> Preview:
     """Of a model that is here, on a machine that was looked at."""
     store = ProfileStore(start.settings.profiles_dir, lambda _: None)
     start = start.with_memory_peaks(store)
-    start = start.after_memory_kills(start.memory_kills(store))
+    kills = start.memory_kills(store)
+    start = start.after_memory_kills(kills)
+    if (most_mib := start.inputs.host_mib_max) < math.inf:
+        start = replace(start, warnings=(*start.warnings, why_smaller(kills, most_mib)))
     profile = store.peek(start.key)
     kv_checks = profile.kv_checks if profile else ()
     space = start.space(kv_checks)

@@ -19,6 +19,7 @@ from appliance.command import Command
 from appliance.errors import EngineNotReadyError
 from appliance.supervisor.crash import Crash, Hang
 from appliance.supervisor.log import Log
+from appliance.supervisor.oom_kills import OomKills
 from appliance.supervisor.reaper import TAG_NAME, ProcessTree, cpu_seconds, die_with_parent
 from appliance.supervisor.shared_memory import SharedMemory
 from appliance.system.lack import is_lack, tell
@@ -66,8 +67,7 @@ class Child:
         self._upkeep = command.upkeep
         self._is_at_work = command.is_at_work
         self._segments = SharedMemory()
-        self._count_oom_kills = command.oom_kills or (lambda: None)
-        self._oom_kills_before = self._count_oom_kills()
+        self._oom_kills = OomKills(command.oom_kills or (lambda: None))
         self._is_closed = self._is_buried = False
         _free(command.socket_path, command.scratch)
         tag = secrets.token_hex(8)
@@ -113,6 +113,7 @@ class Child:
     def progress(self) -> Progress:
         members = self._tree.sample()
         self._segments.note_now_and_then(members)  # a process that is killed as it loads takes its mappings with it
+        self._oom_kills.note()
         return Progress(
             lines=self.log.signs_of_work,
             cpu_s=cpu_seconds(members),
@@ -197,7 +198,7 @@ class Child:
             gave_up=gave_up,
             seconds=self._seconds if self._seconds is not None else time.monotonic() - self._started_at,
             stopped=stopped,
-            oom_kills=self._oom_kills(),
+            oom_kills=self._oom_kills.lately(),
         )
 
     def _take_line(self, line: str) -> None:
@@ -205,10 +206,6 @@ class Child:
             self.gave_up.set()
         if self._on_line:
             self._on_line(line)
-
-    def _oom_kills(self) -> int | None:
-        before, after = self._oom_kills_before, self._count_oom_kills()
-        return None if before is None or after is None else after - before
 
     def _watched(self, tag: str) -> tuple[ProcessTree, int]:
         """The family, and a pidfd of its leader."""

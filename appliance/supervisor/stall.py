@@ -13,6 +13,7 @@ from appliance.command import Command, Demand, Readiness
 from appliance.race import first_of
 from appliance.supervisor.child import Child
 from appliance.supervisor.crash import Hang
+from appliance.system.lack import is_lack, tell
 
 _SAMPLE_S = 0.25
 # Less than this share of one core is not work: answering our own questions costs an engine 0.2 %, idle pollers 0.5 %.
@@ -80,6 +81,11 @@ async def _why_away(child: Child, is_answering: Readiness | None, demand: Demand
             return "" if await is_answering() else "it has refused to answer for {} while nobody waited for it"
     except TimeoutError:
         return "it has not answered for {} while nobody waited for it"
+    except OSError as error:
+        if not is_lack(error):
+            raise
+        tell("asking the engine", error)
+        return ""  # nobody could ask it
 
 
 async def _until_silent(child: Child, command: Command, demand: Demand) -> Hang:
@@ -163,10 +169,19 @@ class _Pace:
 
     async def is_lost(self, silent_s: float, patience_s: float) -> bool:
         """True after so long a silence in which what it has worked off has not changed: asked in its middle, and at
-        its end."""
-        silent_s -= self._forgiven_s
+        its end. False also if nobody can ask it now, for a lack of ours: it is asked again at the next turn."""
+        try:
+            return await self._is_lost(silent_s - self._forgiven_s, patience_s)
+        except OSError as error:
+            if not is_lack(error):
+                raise
+            tell("asking the engine what it has worked off", error)
+            return False
+
+    async def _is_lost(self, silent_s: float, patience_s: float) -> bool:
         if not self._was_asked and silent_s >= patience_s / 2:
-            self._was_asked, self._said = True, await self._work_done(patience_s)
+            self._said = await self._work_done(patience_s)
+            self._was_asked = True
         if silent_s < patience_s:
             return False
         said = await self._work_done(patience_s)

@@ -361,6 +361,10 @@ async def _is_ready(command: Command) -> bool:
             return await command.is_ready()
     except TimeoutError:
         return False  # it took the question and never answered; the stall timer decides what that means
+    except OSError as error:
+        if not is_lack(error):
+            raise
+        return False  # nobody could ask it
 
 
 async def _until_given_up(child: Child, last_words_s: float) -> None:

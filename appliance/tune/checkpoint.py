@@ -91,10 +91,17 @@ class PartialResults:
         self._report = report
         self._shows_phase = shows_phase
         self.kept = Partial()
+        self._begun_with = 0
         self.measurements: list[Measurement] = []  # also those that the tuning began with
 
     def load(self) -> None:
         self.kept = self._store.load()
+        self._begun_with = self.kept.count
+
+    @property
+    def gained(self) -> int:
+        """How much there is beyond what it began with."""
+        return self.kept.count - self._begun_with
 
     def phase(self, words: str) -> None:
         if self._shows_phase:

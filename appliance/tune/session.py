@@ -95,9 +95,9 @@ class TuningSession:
         return self._results.measurements
 
     @property
-    def kept(self) -> int:
-        """How much was found so far, down to a depth of one plan."""
-        return self._results.kept.count
+    def gained(self) -> int:
+        """How much it has found beyond what was kept before it, down to a depth of one plan."""
+        return self._results.gained
 
     async def run(self) -> TuningResult:
         """Raises what the engine ended with when nothing could be measured."""

@@ -91,6 +91,11 @@ def messages(*given: Body, **more: Any) -> Body:
     return {"model": "m", "messages": list(given) or [user()], "max_tokens": 6, "temperature": 0, **more}
 
 
+def blocks(*given: Body) -> Body:
+    """A request to /v1/messages whose user sends these blocks beside a text."""
+    return messages({"role": "user", "content": [{"type": "text", "text": "Say hi"}, *given]})
+
+
 def responses(given: Any = "Say hi", **more: Any) -> Body:
     return {"model": "m", "input": given, "max_output_tokens": 6, "temperature": 0, **more}
 
@@ -197,6 +202,30 @@ BAD: dict[str, tuple[str, Body]] = {
         ),
     ),
     "anthropic: document": (MESSAGES, messages({"role": "user", "content": [{"type": "document", "source": {}}]})),
+    "anthropic: unknown block": (MESSAGES, blocks({"type": "hologram", "text": SECRET})),
+    "anthropic: block without type": (MESSAGES, blocks({"text": SECRET})),
+    "anthropic: search result": (MESSAGES, blocks({"type": "search_result", "source": SECRET, "content": []})),
+    "anthropic: image of a store": (MESSAGES, blocks({"type": "image", "source": {"type": "file", "file_id": SECRET}})),
+    "anthropic: image without source": (MESSAGES, blocks({"type": "image"})),
+    "anthropic: result with a document": (
+        MESSAGES,
+        blocks({"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "document", "source": {}}]}),
+    ),
+    "anthropic: system a number": (MESSAGES, messages(system=5)),
+    "anthropic: system of texts": (MESSAGES, messages(system=[SECRET])),
+    "anthropic: system of an image": (MESSAGES, messages(system=[{"type": "image", "source": {}}])),
+    "anthropic: unknown format": (MESSAGES, messages(output_config={"format": {"type": "xml"}})),
+    "anthropic: format without schema": (MESSAGES, messages(output_config={"format": {"type": "json_schema"}})),
+    "anthropic: format that cannot be held": (
+        MESSAGES,
+        messages(output_config={"format": {"type": "json_schema", "schema": {"type": "object", "minProperties": 2}}}),
+    ),
+    "response_format without schema": (CHAT, chat(response_format={"type": "json_schema"})),
+    "response_format, null": (CHAT, chat(response_format={"type": "json_schema", "json_schema": None})),
+    "response_format, a name alone": (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": ""}})),
+    "schema a text": (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"schema": SECRET}})),
+    "schema true": (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"schema": True}})),
+    "schema a text, json_object": (CHAT, chat(response_format={"type": "json_object", "schema": SECRET})),
     "anthropic: any, no tools": (MESSAGES, messages(tool_choice={"type": "any"})),
     "anthropic: unknown tool": (
         MESSAGES,
@@ -233,6 +262,10 @@ BAD: dict[str, tuple[str, Body]] = {
     ),
     "responses: required, no tools": (RESPONSES, responses(tool_choice="required")),
     "responses: stored": (RESPONSES, responses(previous_response_id="resp_1")),
+    "responses: stored conversation": (RESPONSES, responses(conversation="conv_1")),
+    "responses: stored conversation by id": (RESPONSES, responses(conversation={"id": "conv_1"})),
+    "responses: stored prompt": (RESPONSES, responses(prompt={"id": "pmpt_1"})),
+    "responses: format without schema": (RESPONSES, responses(text={"format": {"type": "json_schema", "name": "x"}})),
 }
 
 
@@ -578,6 +611,26 @@ def test_responses_of_a_schema(api: Api, form: Body) -> None:
     answer = api.ok(RESPONSES, responses(max_output_tokens=64, text={"format": form}))
     document = json.loads(answer["output"][-1]["content"][0]["text"])
     assert isinstance(document["a"], int)
+
+
+@pytest.mark.parametrize("place", ["output_config", "output_format"])
+def test_anthropic_messages_of_a_schema(api: Api, place: str) -> None:
+    form = {"type": "json_schema", "schema": {**SCHEMA, "additionalProperties": False}}
+    asked = {"output_config": {"format": form}} if place == "output_config" else {"output_format": form}
+    answer = api.ok(MESSAGES, {**messages(**asked), "max_tokens": 64})
+    assert isinstance(json.loads(answer["content"][0]["text"])["a"], int)
+
+
+def test_a_schema_beside_its_type(api: Api) -> None:
+    form = {"type": "json_schema", "schema": {**SCHEMA, "additionalProperties": False}}
+    answer = api.ok(CHAT, chat(response_format=form, max_tokens=64))
+    assert isinstance(json.loads(answer["choices"][0]["message"]["content"])["a"], int)
+
+
+@pytest.mark.parametrize("kind", ["redacted_thinking", "server_tool_use", "web_search_tool_result", "mcp_tool_use"])
+def test_what_an_assistant_got_from_its_makers_tools_is_left_out(api: Api, kind: str) -> None:
+    turn = {"role": "assistant", "content": [{"type": kind}, {"type": "text", "text": "Hi"}]}
+    api.ok(MESSAGES, messages(user(), turn, user()))
 
 
 def test_responses_of_any_json(api: Api) -> None:

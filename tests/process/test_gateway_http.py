@@ -55,6 +55,30 @@ def test_a_request_without_host(stage: Stage) -> None:
     assert json.loads(body)["error"]["code"] == "missing_host"
 
 
+@pytest.mark.parametrize("hosts", ["Host: a\r\nHost: b\r\n", "Host: a\r\nhost: a\r\n"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_request_with_two_hosts(stage: Stage, hosts: str, version: str) -> None:
+    """A proxy in front may have gone by the other one."""
+    head, body = spoken(stage, f"GET /v1/models HTTP/{version}\r\n{hosts}{AUTHORIZATION}Connection: close\r\n")
+    assert head.split()[1] == b"400"
+    assert json.loads(body)["error"]["code"] == "several_hosts"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("a b", 400), ("a/b", 400), ("u@a", 400), ("", 200), ("[::1]:80", 200), ("x_y.z:80", 200)]
+)
+def test_a_host_is_a_name_or_an_address(stage: Stage, host: str, status: int) -> None:
+    request = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n{AUTHORIZATION}Connection: close\r\n"
+    assert int(spoken(stage, request)[0].split()[1]) == status
+
+
+def test_a_body_that_is_compressed_on_its_way(stage: Stage) -> None:
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{AUTHORIZATION}Connection: close\r\n"
+    answer, body = spoken(stage, f"{head}Transfer-Encoding: gzip, chunked\r\n", b"0\r\n\r\n")
+    assert answer.split()[1] == b"415"
+    assert json.loads(body)["error"]["code"] == "unsupported_encoding"
+
+
 OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
 
 

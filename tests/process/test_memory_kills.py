@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from io import StringIO
 from itertools import count
 from pathlib import Path
@@ -28,14 +29,15 @@ from appliance.engines.llama.engine import Llama
 from appliance.errors import EngineError
 from appliance.gateway.engine.backend import Backend
 from appliance.plan import Kernels, MemoryKill, Plan
-from appliance.profile import Key, ProfileStore
+from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.kills import KEPT_MAX
 from appliance.serve.inputs import StartInputs
 from appliance.serve.load import launch, wait_loaded
+from appliance.serve.preview import preview_of
 from appliance.serve.served_model import ServedModel
 from appliance.serve.supervise import serve_until_failure
 from appliance.settings import resolve_settings
-from tests.builders import facts, model
+from tests.builders import facts, model, profile
 from tests.golden.machines import MACHINES
 from tests.mounts import fill_up, tmpfs
 from tests.process.stages.supervisor import eventually, fake_command
@@ -187,6 +189,57 @@ async def test_where_no_smaller_plan_fits_the_end_says_so(stage: Stage) -> None:
             async with stage.serving():
                 pytest.fail("it was killed")
     assert "no smaller plan fits either" in str(caught.value.hint)
+
+
+def kills(*, ago_s: float) -> tuple[MemoryKill, ...]:
+    """Of an engine that held more than any plan of the tests does."""
+    usable_mib = float(MACHINE.memory.usable_mib)
+    return (MemoryKill(at_s=time.time() - ago_s, held_mib=1e6, usable_mib=usable_mib),) * 2
+
+
+def measured(*, ago_s: float) -> Profile:
+    return profile(KEY, created=datetime.fromtimestamp(time.time() - ago_s, UTC).isoformat())
+
+
+@pytest.mark.parametrize(
+    ("killed_ago_s", "measured_ago_s", "is_stale"),
+    [
+        (25 * 3600, 24 * 3600, True),  # measured an hour after the kills, which count no more
+        (25 * 3600, 26 * 3600, False),  # before them
+        (60 * 3600, 24 * 3600, False),  # when they counted no more
+        (1800, 900, False),  # they count still, and plans are as small as then
+    ],
+)
+def test_what_was_measured_under_the_limit_does_not_outlast_it(
+    stage: Stage, killed_ago_s: float, measured_ago_s: float, is_stale: bool
+) -> None:
+    store, found = ProfileStore(stage.folder, pytest.fail), measured(ago_s=measured_ago_s)
+    store.save(found)
+    store.keep_kills(KEY, kills(ago_s=killed_ago_s))
+    served = stage.made()
+    served.memory_kills.judge(served.start, found)
+    why = store.why_stale(found)
+    assert (why is not None) is is_stale
+    if why:
+        assert "held plans to 800,000 MiB of host memory, which holds no more" in why
+        newer = measured(ago_s=0)
+        store.save(newer)
+        stage.made().memory_kills.judge(served.start, newer)
+        assert store.why_stale(newer) is None, "it is not measured again and again"
+
+
+def test_the_plan_says_why_it_is_smaller(stage: Stage) -> None:
+    whole = stage.made()
+    held_mib = whole.space.predicted.memory.total
+    folder = whole.settings.profiles_dir
+    folder.mkdir()
+    store = ProfileStore(folder, pytest.fail)
+    assert preview_of(whole.start).warnings == ()
+    store.keep_kills(KEY, tuple(replace(kill, held_mib=held_mib) for kill in kills(ago_s=60)))
+    (words,) = preview_of(whole.start).warnings
+    assert words.startswith("the kernel's memory killer ended the engine 2 times, last at ")
+    assert f"plans take at most {0.8 * held_mib:,.0f} MiB" in words
+    assert preview_of(whole.start).plan.memory.total <= 0.8 * held_mib
 
 
 async def test_a_sigkill_that_is_not_the_kernel_s_changes_nothing(stage: Stage) -> None:

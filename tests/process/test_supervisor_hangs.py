@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import signal
@@ -169,6 +170,41 @@ async def test_patience_lasts_as_long_as_it_tells_that_it_works(
     async with serving(command, demand):
         await eventually(lambda: bool(demand.told) or asked >= 4)
         assert bool(demand.told) is is_lost
+
+
+@pytest.mark.parametrize("lacks", [(1,), (2,), (1, 2, 3)])
+async def test_who_cannot_ask_what_was_worked_off_kills_nothing(
+    make_command: MakeCommand, lacks: tuple[int, ...]
+) -> None:
+    """No descriptor was left for the question: it is asked again, and then the engine tells."""
+    asked = 0
+
+    async def work_done() -> int:
+        nonlocal asked
+        asked += 1
+        if asked in lacks:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return asked
+
+    demand = Waiting(patience_s=0.4)
+    command = replace(make_command(stall_timeout_s=0.8), work_done=work_done, is_at_work=lambda: True)
+    async with serving(command, demand):
+        await eventually(lambda: bool(demand.told) or asked >= 6)
+        assert not demand.told
+
+
+async def test_who_cannot_ask_one_at_rest_kills_nothing(make_command: MakeCommand) -> None:
+    asked = 0
+
+    async def ask() -> bool:
+        nonlocal asked
+        asked += 1
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    demand = Waiting(requests=0)
+    async with serving(replace(make_command(stall_timeout_s=0.4), is_answering=ask), demand):
+        await eventually(lambda: bool(demand.told) or asked >= 16)  # twice as often as it takes to be found
+        assert not demand.told
 
 
 def test_one_that_outlived_sigkill_is_not_started_beside_itself() -> None:

@@ -17,6 +17,7 @@ import pytest
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
 from appliance.supervisor import Crash, Restart, State, Supervisor
+from appliance.supervisor.oom_kills import OomKills
 from tests.process.stages.supervisor import (
     MakeCommand,
     children,
@@ -178,6 +179,25 @@ async def test_memory_kills_are_counted_from_start_to_end(
     os.kill(supervisor.pid, signal.SIGKILL)
     crash = await asyncio.wait_for(supervisor.wait_failed(), 60)
     assert (crash.signal, crash.oom_kills) == (signal.SIGKILL, found)
+
+
+@pytest.mark.parametrize(
+    ("counts", "found"),
+    [
+        ([3, 4, 4, 4], 0),  # another process, long ago: the engine lived on
+        ([3, 3, 4, 4], 1),  # a part of it, shortly before its end
+        ([3, 3, 3, 4], 1),
+        ([3, 4, 4, 5], 1),
+        ([3, None, None, 4], None),
+    ],
+    ids=str,
+)
+def test_a_memory_kill_that_an_engine_outlived_is_not_its_end(counts: list[int | None], found: int | None) -> None:
+    counter = iter(counts)
+    kills = OomKills(lambda: next(counter), lately_s=0.0)
+    kills.note()
+    kills.note()
+    assert kills.lately() == found
 
 
 async def test_healthy_time_ends_the_row(make_command: MakeCommand) -> None:

@@ -25,7 +25,7 @@ from appliance.tune.figures.measurement import Measurement
 from appliance.tune.figures.modes import Mode
 from appliance.tune.figures.speeds import speeds_on
 from appliance.tune.figures.workload import parse_mix
-from appliance.tune.trials.run_trial import Step, measure
+from appliance.tune.trials.run_trial import FirstSampling, Sampling, Step, measure
 from appliance.tune.tuner import Goal, Tuned, Tuner
 from tests.builders import facts, model
 from tests.golden.machines import MACHINES
@@ -482,6 +482,33 @@ async def test_an_engine_that_does_no_work_is_an_error_of_its_own(socket_path: P
     bench = Bench(socket_path, knobs=lambda plan: ("--die-on-request",))
     with pytest.raises(EngineError, match="exited with code 1"):
         await bench.tune(on_cpu(), [on_cpu().best])
+
+
+async def test_a_first_look_at_an_engine_that_spins_ends(socket_path: Path) -> None:
+    """It uses a core and comes to no end: no stall timer sees that."""
+    bench = Bench(socket_path, knobs=lambda plan: ("--works-s", "inf"))
+    look = FirstSampling(wanted=640, work_s=1.0, deep_s=1.0, most_s=0.5)
+    watch = partial(Watch, bench.hardware, {}, sample=bench.sample)
+    with pytest.raises(EngineNotReadyError, match=r"did not end within 0\.5 s while it was measured"):
+        await measure(on_cpu().best, look, bench=bench_of(bench.start), on_step=bench.tell, watch=watch)
+
+
+@pytest.mark.parametrize(("budget_s", "most_s"), [(5.0, 600.0), (300.0, 3000.0)])
+async def test_a_first_look_has_ten_budgets_and_ten_minutes_at_least(budget_s: float, most_s: float) -> None:
+    looks: list[Sampling | FirstSampling] = []
+
+    async def take(plan: Plan, look: Sampling | FirstSampling) -> Measurement:
+        looks.append(look)
+        message = "none is taken"
+        raise EngineArgumentsError(message)
+
+    here = on_cpu()
+    goal = Goal(mix=parse_mix("chat"), mode="balanced", native=here.native)
+    with pytest.raises(EngineArgumentsError):
+        await Tuner(here, [here.best], take, goal, budget_s=budget_s, on_result=lambda _: None).run()
+    (look,) = looks
+    assert isinstance(look, FirstSampling)
+    assert look.most_s == most_s
 
 
 async def test_on_a_slow_machine_the_first_look_leaves_time_for_others(socket_path: Path) -> None:

@@ -45,11 +45,19 @@ async def query_cache_config(socket_path: Path) -> CacheConfig:
 
 async def query_metrics(socket_path: Path) -> bytes:
     """The server's own. Empty where nobody answers."""
+    try:
+        return await ask_metrics(socket_path)
+    except OSError:
+        return b""
+
+
+async def ask_metrics(socket_path: Path) -> bytes:
+    """The same. Raises OSError for a lack of ours, which says nothing of the engine."""
     request = f"GET {METRICS_PATH} HTTP/1.0\r\nHost: engine\r\n\r\n".encode()  # 1.0: the answer comes in one piece
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             answer = await answer_of(socket_path, request)
-    except (OSError, ValueError):  # too late, or no HTTP
+    except (TimeoutError, ValueError):  # too late, or no HTTP
         answer = None
     return answer[1] if answer else b""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from appliance.engines.vllm.cache_config import query_metrics
+from appliance.engines.vllm.cache_config import ask_metrics
 from appliance.engines.vllm.planning.arguments.launch import launch_of
 from appliance.plan import Plan
 
@@ -26,7 +26,7 @@ _WORK = re.compile(rb"^vllm:(?:kv_cache_usage_perc|prompt_tokens_total|generatio
 
 async def query_work(socket_path: Path) -> tuple[bytes, ...] | None:
     """Return what differs once it has worked on requests; None if it does not tell."""
-    return parse_work(await query_metrics(socket_path)) or None
+    return parse_work(await ask_metrics(socket_path)) or None
 
 
 def parse_work(answer: bytes) -> tuple[bytes, ...]:

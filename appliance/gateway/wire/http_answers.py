@@ -3,6 +3,7 @@ without a word."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
@@ -24,6 +25,8 @@ LINE_BYTES_MAX = 8000
 HEADERS_MAX = 90
 HEADER_BYTES_MAX = 32 * 2**10  # as nginx takes (large_client_header_buffers 4 8k)
 _FRAMING = (b"content-length", b"transfer-encoding")
+_PLAIN = {b"content-encoding": (b"", b"identity"), b"transfer-encoding": (b"", b"identity", b"chunked")}
+_HOST = re.compile(rb"[^\s/?#@\\\"<>^`{|}]*")  # RFC 3986, 3.2.2, without a look at the parts
 
 
 class CheckHttp:
@@ -42,8 +45,13 @@ class CheckHttp:
 def fault(scope: Scope) -> ApiError | None:
     """The error for this request, None if HTTP has nothing against it. Pure."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    if scope["http_version"] == "1.1" and all(name != b"host" for name, _ in headers):
+    hosts = [value for name, value in headers if name == b"host"]
+    if scope["http_version"] == "1.1" and not hosts:
         return ApiError(400, "missing_host", "a request of HTTP/1.1 has a Host header")
+    if len(hosts) > 1:  # RFC 9112, 3.2: whoever is in front may go by the other one
+        return ApiError(400, "several_hosts", f"a request has one Host header, and this one has {len(hosts)}")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        return ApiError(400, "invalid_host", "the Host header is no host name or address, with or without a port")
     if len(scope["path"]) + len(scope["query_string"]) > LINE_BYTES_MAX:
         return ApiError(414, "uri_too_long", f"the address is over the limit of {LINE_BYTES_MAX} bytes")
     if _are_too_large(headers):
@@ -52,7 +60,7 @@ def fault(scope: Scope) -> ApiError | None:
             f"{HEADER_BYTES_MAX // 2**10} KiB in all"
         )
         return ApiError(431, "header_too_large", detail)
-    if encodings := [value for name, value in headers if name == b"content-encoding" and _compresses(value)]:
+    if encodings := [value for name, value in headers if _compresses(name, value)]:
         detail = f"a compressed body ({encodings[0][:50].decode('latin-1')}) is not read: send it as it is"
         return ApiError(415, "unsupported_encoding", detail, headers=((b"accept-encoding", b"identity"),))
     return None
@@ -63,8 +71,9 @@ def _are_too_large(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return len(sizes) > HEADERS_MAX or sum(sizes) > HEADER_BYTES_MAX or max(sizes, default=0) > LINE_BYTES_MAX
 
 
-def _compresses(encoding: bytes) -> bool:
-    return encoding.strip().lower() not in (b"", b"identity")
+def _compresses(name: bytes, value: bytes) -> bool:
+    plain = _PLAIN.get(name)
+    return plain is not None and value.strip().lower() not in plain
 
 
 def as_response(error: ApiError, dialect: Dialect = "openai") -> bytes:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import ConfigError, FatalError, VolumeError
+from appliance.host.build_cache import cached_mib
 from appliance.host.docker import ports
 from appliance.host.docker.inventory import CLONE, Inventory, load_inventory
 from appliance.model_names import Meant, nearest, resolve
@@ -54,6 +55,7 @@ class Docker:
     volume: Mapping[str, Any] | None
     users: tuple[Mapping[str, str], ...]  # containers that have this volume
     has_image: bool  # of the cell
+    cache: str = ""  # what the builder keeps, as it lists that
 
     @property
     def server(self) -> str:
@@ -132,7 +134,7 @@ def path_findings(given: Iterable[str]) -> Iterator[FatalError]:
 
 
 def query_docker(volume: str, cell: str) -> Docker:
-    """Ask the docker command five questions at the same time."""
+    """Ask the docker command six questions at the same time."""
     form = ("--format", "{{json .}}")
     asked: tuple[tuple[str, ...], ...] = (
         ("info", *form),
@@ -140,9 +142,10 @@ def query_docker(volume: str, cell: str) -> Docker:
         ("volume", "inspect", volume),
         ("ps", "--all", "--no-trunc", "--filter", f"volume={volume}", *form),
         ("image", "inspect", "--format", "{{.Id}}", f"appliance:{cell or 'none'}"),
+        ("buildx", "du", "--verbose"),
     )
     with ThreadPoolExecutor(max_workers=len(asked)) as pool:
-        info, running, inspected, users, image = pool.map(_ask, asked)
+        info, running, inspected, users, image, cache = pool.map(_ask, asked)
     volumes = _documents(inspected) if inspected.returncode == 0 else []
     return Docker(
         info=None if info.returncode == NO_COMMAND else next(iter(_documents(info)), {}),
@@ -151,6 +154,7 @@ def query_docker(volume: str, cell: str) -> Docker:
         volume=next(iter(volumes), None),
         users=tuple(_documents(users)),
         has_image=bool(cell) and image.returncode == 0,
+        cache=cache.stdout if cache.returncode == 0 else "",
     )
 
 
@@ -294,7 +298,8 @@ def _of_others(folder: Path) -> list[str]:
 
 
 def wanted_room(docker: Docker, cell: str, inventory: Inventory | None) -> list[tuple[str, Path, int]]:
-    """Return what is written where, in MiB. A cell whose image is here is hardly built anew."""
+    """Return what is written where, in MiB. A cell whose image is here is hardly built anew, nor what the builder's
+    cache has of it."""
     found = [] if (CLONE / ".venv/installed").exists() else [(".venv", CLONE, VENV_MIB)]
     needs = inventory.cells.get(cell) if inventory else None
     if needs and not docker.has_image:
@@ -302,8 +307,17 @@ def wanted_room(docker: Docker, cell: str, inventory: Inventory | None) -> list[
         root = Path(str((docker.info or {}).get("DockerRootDir") or "/nonexistent"))
         # Else it is in a virtual machine, on another one, or in a folder that this user may not look into.
         if os.path.isdir(root):  # noqa: PTH112 - pathlib's raises for the latter
-            found.append(("Docker's images and cache", root, needs["engine_mib"]))
+            rest_mib = max(0, needs["engine_mib"] - cached_mib(docker.cache, _dockerfile(cell)))
+            found.append(("Docker's images and cache", root, rest_mib))
     return found
+
+
+def _dockerfile(cell: str) -> str:
+    """Empty where this clone has none."""
+    try:
+        return (CLONE / f"images/rendered/{cell}/Dockerfile").read_text("utf-8")
+    except OSError:
+        return ""
 
 
 def room_findings(wanted: Sequence[tuple[str, Path, int]]) -> Iterator[FatalError]:

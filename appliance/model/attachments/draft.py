@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.errors import ModelUnreadableError
+from appliance.errors import FatalError, ModelUnreadableError
 from appliance.model.architecture.facts import Model, parse_facts
 from appliance.model.files.find import resolve_model
 from appliance.model.formats.gguf import Gguf, Value, read_texts
@@ -33,8 +33,12 @@ class Vocabulary:
 def read_draft(request: str, target: Model, models_dir: Path, source: str) -> Model:
     """The model that drafts for `target`. Raises ConfigError when it cannot be found, and ModelUnreadableError when it
     is of another model, as an adapter or a projector would be, or unreadable as any model."""
-    path = resolve_model(request, models_dir)
-    gguf = read_whole(path)
+    try:
+        path = resolve_model(request, models_dir)
+        gguf = read_whole(path)
+    except FatalError as error:  # else it would read as if the model itself were meant
+        error.message = f"draft model ({source}): {error.message}"
+        raise
     if why := why_different(read_vocabulary(read_whole(target.path)), read_vocabulary(gguf)):
         message = f"draft model does not speak the tokens of {target.path.name}: {path.name} ({source}): {why}"
         raise ModelUnreadableError(message, hint="use a smaller model of the same family, or take the draft model out")

@@ -14,3 +14,17 @@ def unreadable(folder: Path, error: OSError) -> ModelUnreadableError:
     message = f"folder of models cannot be read: {printable(str(folder))}: {(error.strerror or str(error)).lower()}"
     hint = f"make it readable for user {os.getuid()} or group {os.getgid()} of the container"
     return ModelUnreadableError(message, hint=hint)
+
+
+def why_no_target(path: Path) -> ModelUnreadableError | None:
+    """An error for a link whose target is not here: a hub's cache has links from snapshots/ into blobs/, and one of the
+    two folders alone was mounted. None for anything else."""
+    try:
+        target = str(path.readlink())
+        if os.path.exists(path):  # noqa: PTH110 - pathlib's raises for what may not be looked at
+            return None
+    except (OSError, ValueError):  # no link; ValueError: a NUL byte
+        return None
+    message = f"model is a link to what is not here: {printable(str(path))} -> {printable(target)}"
+    hub = ", as that of a Hugging Face cache with snapshots/ and blobs/" if "blobs" in Path(target).parts else ""
+    return ModelUnreadableError(message, hint=f"mount the folder that has both the link and its target{hub}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import ConfigError, ModelUnreadableError, printable
 from appliance.image_facts import is_projector
 from appliance.model.architecture.facts import Format
-from appliance.model.files.entries import ENTRIES_LIMIT, unreadable
+from appliance.model.files.entries import ENTRIES_LIMIT, unreadable, why_no_target
 from appliance.model.files.leftovers import piece_of, why_empty_folder, why_no_weights, why_nothing
 from appliance.model.formats.parts import PART, plain_name
 
@@ -155,6 +155,8 @@ def _requested(request: str, models_dir: Path) -> Path:
         raise told
     models = list_models(models_dir)
     if Path(request).is_absolute():
+        if astray := why_no_target(Path(request)):
+            raise astray
         message = f"model cannot be opened: {request}: no such file{_listing(models)}"
         raise ModelUnreadableError(message, hint=_near_miss(Path(request).name, models, models_dir))
     message = f"no model of that name is on the volume: {request}{_listing(models)}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from appliance.errors import ModelUnreadableError
+from appliance.model.files.entries import why_no_target
 from appliance.model.formats.ggml_types import GGML_TYPES, REMOVED_TYPES, GgmlType
 from appliance.values import dataclass
 
@@ -131,6 +132,8 @@ def _open(path: Path) -> int:
         # Without O_NONBLOCK a named pipe called model.gguf would stop the start for ever.
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        if astray := why_no_target(path):
+            raise astray from error
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         hint = "give the path of a GGUF file on the volume"
         if isinstance(error, PermissionError):
@@ -292,7 +295,8 @@ def _read_version(reader: _Reader) -> int:
     if version & 0xFFFF == 0 and version:
         reader.fail("little-endian numbers", "a big-endian GGUF file", at=4, hint="convert the model for this CPU")
     if version not in (2, 3):
-        reader.fail("GGUF version 2 or 3", f"version {version}", at=4, hint=CONVERT_ANEW)
+        hint = CONVERT_ANEW if version < 2 else "this image is too old for the file: use a newer image"
+        reader.fail("GGUF version 2 or 3", f"version {version}", at=4, hint=hint)
     return version
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 from appliance.errors import ModelUnreadableError
+from appliance.model.files.entries import why_no_target
 from appliance.values import dataclass
 
 HEADER_LIMIT_BYTES = 16 * 1024 * 1024  # 73,000 tensors of one GPTQ file need 10 MiB
@@ -261,6 +262,8 @@ class _Opened:
         try:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
+            if astray := why_no_target(self._path):
+                raise astray from error
             reason = (error.strerror or str(error)).lower()
             message = f"model cannot be opened: {self._path}: {reason}"
             raise ModelUnreadableError(message, hint="give a folder with config.json and all its weights") from error

@@ -56,12 +56,22 @@ async def running(
 
 
 async def unless_stalled(
-    work: Coroutine[Any, Any, T], supervisor: Supervisor, timeout_s: float, *, doing: str = "it was measured"
+    work: Coroutine[Any, Any, T],
+    supervisor: Supervisor,
+    timeout_s: float,
+    *,
+    doing: str = "it was measured",
+    most_s: float | None = None,
 ) -> T:
-    """No fixed limit, since a slow machine is no broken one: what counts is that the engine works at all."""
-    working, _ = await first_of(work, supervisor.wait_stalled(timeout_s))
+    """Return what the work returns. A slow machine is no broken one: the engine has to work at all, and to end within
+    `most_s`, which a spinning one does not. Raises EngineNotReadyError."""
+    working, stalled = await first_of(work, supervisor.wait_stalled(timeout_s), timeout_s=most_s)
     if working.cancelled():
-        message = f"engine made no progress for {timeout_s:g} s while {doing}"
+        message = (
+            f"engine did not end within {most_s:g} s while {doing}"
+            if stalled.cancelled()
+            else f"engine made no progress for {timeout_s:g} s while {doing}"
+        )
         raise EngineNotReadyError(message, hint="its last lines are above", log=supervisor.log_tail)
     result: T = working.result()
     return result

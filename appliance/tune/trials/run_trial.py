@@ -61,6 +61,7 @@ class FirstSampling:
     copied_batch: int = 0  # as of Sampling
     until: float = float("inf")  # of now(): no deeper point is begun that would end later
     end: float = float("inf")  # and the first one ends before it, with fewer tokens if need be
+    most_s: float | None = None  # from readiness on; only an engine that never ends takes longer
 
 
 def now() -> float:
@@ -109,7 +110,8 @@ async def measure(
                 on_depth(so_far(points, watching.so_far()))
 
             work = points_of(probe, plan, look, on_step, known=begun.points if begun else (), on_points=reached)
-            points = await unless_stalled(work, supervisor, command.stall_timeout_s)
+            most_s = look.most_s if isinstance(look, FirstSampling) else None
+            points = await unless_stalled(work, supervisor, command.stall_timeout_s, most_s=most_s)
         allocated, _ = await bench.engine.confirm_allocated(plan, bench.engine.allocated(lines), bench.socket_path)
     return replace(so_far(points, watching.conditions), allocated=allocated)
 

@@ -18,6 +18,10 @@ from appliance.tune.trials.run_trial import DECODE_TOKENS, FirstSampling, Sampli
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
+# The first look has no share of the budget, since without it there is no figure at all. What takes longer than so many
+# budgets works on nothing; loading is not counted, which may take an hour.
+FIRST_MOST = 10.0
+FIRST_MOST_S = 600.0  # at least: a budget of seconds says nothing of how slow a machine may be
 
 
 class Trials:
@@ -124,7 +128,7 @@ class Trials:
     async def _look(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Measurement:
         began = now()
         how = self._how(plan, is_long=is_long, is_deep=is_deep)
-        # The first look takes what it takes: without a figure there is nothing to choose by.
+        # The first look takes longer if it must (`FIRST_MOST`): without a figure there is nothing to choose by.
         limit_s = max(1.0, self.left_s) if self.has_figures else None
         try:
             async with asyncio.timeout(limit_s):
@@ -154,6 +158,7 @@ class Trials:
                 copied_batch=self._copied_batch(plan),
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
                 end=self._began + self._budget_s,
+                most_s=max(FIRST_MOST * self._budget_s, FIRST_MOST_S),
             )
         depths = self._depths_for(plan, is_deep=is_deep)
         return Sampling(depths=depths, is_long=is_long, copied_batch=self._copied_batch(plan))

@@ -35,6 +35,10 @@ def test_file_is_read_from_the_volume(tmp_path: Path) -> None:
     [
         ({}, {"APPLIANCE_CTX_SZIE": "1"}, None, "perhaps you meant 'APPLIANCE_CTX_SIZE'"),
         ({}, {}, "ctx_szie: 1", "perhaps you meant 'ctx_size'"),
+        ({}, {"APPLIANCE_API_KEY": "x"}, None, "mount yours as secrets/api_key of the volume"),
+        ({}, {}, "token: x", "mount yours as secrets/api_key of the volume"),
+        ({}, {"APPLIANCE_LOG_FORMAT": "xml"}, None, "known are APPLIANCE_MODEL, "),  # no near miss by the prefix alone
+        ({}, {"APPLIANCE_CONTEXT_SIZE": "1"}, None, "perhaps you meant 'APPLIANCE_CTX_SIZE'"),
         ({}, {}, "threads: [1, 2]", "takes one value, not a list"),
         ({}, {}, "- a\n- b\n", "must hold `name: value` lines"),
         ({}, {}, "a: b: c", "is not YAML"),

@@ -14,6 +14,7 @@ from appliance.doctor.check import Check, failed, passed, warned
 from appliance.doctor.examine import Findings
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
+from appliance.doctor.other_work import other_work_check
 from appliance.doctor.parts import key_check, port_check, volume_check
 from appliance.doctor.show import as_json, show
 from appliance.engines.engine import Devices
@@ -22,6 +23,7 @@ from appliance.engines.llama.process.devices import parse_devices, parse_kept
 from appliance.errors import ConfigError, CpuUnsupportedError, NoKernelError
 from appliance.plan import RuledOut
 from appliance.probe import CoreGroup, Gpu, GpuHolder, GpuProbe, Hardware
+from appliance.probe.load.load import LoadSample
 from appliance.settings import Settings, resolve_settings
 from tests.builders import ENGINE, IMAGE, card, machine, with_variants
 from tests.ports import free_port
@@ -344,3 +346,21 @@ def test_a_bundle_is_never_written_over_another_file(tmp_path: Path) -> None:
     assert (tmp_path / "report.json").read_text() == "a"
     with pytest.raises(ConfigError, match="no such file"):
         write_bundle(tmp_path / "missing/report.json", "b")
+
+
+def load(time_s: float, *, busy_s: float = 0.0, own_s: float = 0.0) -> LoadSample:
+    return LoadSample(time_s=time_s, cpus=2, busy_s=busy_s, steal_s=0.0, own_s=own_s)
+
+
+@pytest.mark.parametrize(
+    ("after", "status", "words"),
+    [
+        (load(10.0, busy_s=18.0, own_s=2.0), "warn", "other programs took 80% of 2 CPUs (1.6 cores)"),
+        (load(10.0, busy_s=18.0, own_s=18.0), "pass", "took 0% of 2 CPUs while this looked"),
+        (load(0.1, busy_s=0.2), "pass", "unknown"),  # too short a look
+    ],
+)
+def test_other_work_on_the_cpus_is_told(after: LoadSample, status: str, words: str) -> None:
+    check = other_work_check(load(0.0), after)
+    assert (check.name, check.status, check.value, check.exit_code) == ("other programs", status, words, 0)
+    assert ("--cpuset-cpus" in (check.remedy or "")) is (status == "warn")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from appliance.errors import FatalError
+from appliance.host.build_cache import cached_mib
 from appliance.host.docker.inventory import CLONE, load_inventory
 from appliance.host.start import preflight
 from appliance.host.start.preflight import (
@@ -190,6 +191,34 @@ def test_what_a_build_needs_is_the_cells_and_nothing_where_its_image_is_here(tmp
     assert tmp_path in needs
     assert tmp_path not in [path for _, path, _ in wanted_room(replace(docker, has_image=True), "llama-cpu", INVENTORY)]
     assert tmp_path not in [path for _, path, _ in wanted_room(docker, "", INVENTORY)]
+
+
+RECORD = """ID:\t\tmgl4bfy7ng4m
+Mutable:\tfalse
+Size:\t\t{size}
+Description:\t{description}
+Usage count:\t1
+"""
+
+
+def test_what_the_builders_cache_has_is_not_asked_for_again(tmp_path: Path) -> None:
+    assert INVENTORY
+    text = (CLONE / "images/rendered/llama-cpu/Dockerfile").read_text("utf-8")
+    found = re.search(r"^RUN (apt-get update(?:.*\\\n)+.*)$", text, re.MULTILINE)
+    assert found
+    command = found[1]
+    shown = "mount / from exec /bin/sh -c " + re.sub(r"\\\n", " ", command)
+    records = [(shown, "1.5GB"), ("mount / from exec /bin/sh -c make another", "9GB"), ("local source", "3kB")]
+    listing = "\n".join(RECORD.format(size=size, description=words) for words, size in records)
+    assert cached_mib(listing, text) == 1430
+    docker = replace(SOUND, info={**INFO, "DockerRootDir": str(tmp_path)})
+    (whole,) = [mib for _, path, mib in wanted_room(docker, "llama-cpu", INVENTORY) if path == tmp_path]
+    (rest,) = [
+        mib for _, path, mib in wanted_room(replace(docker, cache=listing), "llama-cpu", INVENTORY) if path == tmp_path
+    ]
+    assert rest == whole - 1430
+    for odd in ("", "ERROR: no builder", "Size:\t\tmuch\nDescription:\tmount / from exec /bin/sh -c "):
+        assert cached_mib(odd, text) == 0
 
 
 def test_what_cannot_be_looked_at_is_no_traceback() -> None:

@@ -49,8 +49,13 @@ def test_other_tokens_are_refused_with_both_names(tmp_path: Path) -> None:
     assert "tokens of large.gguf: other.gguf (variable APPLIANCE_DRAFT_MODEL): it has 229 tokens, not 100" in str(
         refusal.value
     )
-    with pytest.raises(ConfigError, match="no model of that name"):
-        read_draft("nothing", target, tmp_path, "flag --draft-model")
+    for name, kind, words in (
+        ("nothing", ConfigError, "no model of that name"),
+        ("/nothing.gguf", ModelUnreadableError, "model cannot be opened: /nothing.gguf"),
+    ):
+        with pytest.raises(kind) as missing:
+            read_draft(name, target, tmp_path, "flag --draft-model")
+        assert missing.value.message.startswith(f"draft model (flag --draft-model): {words}")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
-from appliance.model import digest, find_model, list_models, plain_name, resolve_model
-from appliance.model.files.find import find_projector, is_folder_model
+from appliance.model import digest, find_model, list_models, plain_name, read_model, resolve_model
+from appliance.model.files.find import find_projector, is_folder_model, only_model
 from appliance.model.formats.digest import SAMPLE_BYTES, SAMPLES
 
 
@@ -100,6 +100,17 @@ def test_a_name_that_means_two(models: Path) -> None:
 def test_a_missing_path(models: Path) -> None:
     message, _ = refusal(ModelUnreadableError, "/nowhere/m.gguf", models)
     assert message == "model cannot be opened: /nowhere/m.gguf: no such file"
+
+
+def test_a_link_whose_target_was_not_mounted(models: Path) -> None:
+    """A snapshot of a hub's cache without its blobs, as the only model, by its name and by its path."""
+    link = models / "m-Q4_K_M.gguf"
+    link.symlink_to("../../blobs/deadbeef")
+    for name in (str(link), link.name, link.stem, None):
+        with pytest.raises(ModelUnreadableError) as caught:
+            read_model(resolve_model(name, models) if name else only_model(models) or models)
+        assert caught.value.message == f"model is a link to what is not here: {link} -> ../../blobs/deadbeef"
+        assert "both the link and its target, as that of a Hugging Face" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("name", ["x\0y", "x" * 5000, "../../nowhere"])

@@ -263,6 +263,9 @@ def test_json_files_are_limited(tmp_path: Path) -> None:
     assert f"it is {1 << 30} bytes long" in refusal(path, read_json)
     path.unlink()
     assert "no such file" in refusal(path, read_json)
+    path.symlink_to("../../blobs/deadbeef")
+    assert "a link to what is not here" in refusal(path, read_json)
+    path.unlink()
     os.mkfifo(path)
     assert "it is no regular file" in refusal(path, read_json)
     assert JSON_LIMIT_BYTES < 1 << 30

@@ -133,8 +133,8 @@ def test_a_template_that_cannot_be_read_is_refused(model: Model, tmp_path: Path)
     bytes_.write_bytes(b"\xff\xfe")
     said = {
         str(tmp_path / "none"): "no such file",
-        str(tmp_path): "no such file",
-        str(pipe): "no such file",
+        str(tmp_path): "it is a folder",
+        str(pipe): "it is no file",
         str(long): "it is longer than 1,048,576 bytes",
         str(bytes_): "it is no UTF-8",
         "\0": "no such file",

@@ -193,6 +193,13 @@ RULES: tuple[Rule, ...] = (
         source="src/llama-mmap.cpp llama_file::impl (strerror)",
     ),
     rule(
+        "volume that maps no files",
+        ModelUnreadableError,
+        "the filesystem maps no files into memory: --load-mode none reads them, or put the model on a local disk",
+        r"mmap failed: (?:No such device|Operation not supported)",
+        source="src/llama-mmap.cpp llama_mmap::impl (strerror of ENODEV, EOPNOTSUPP)",
+    ),
+    rule(
         "unknown to this engine",
         ModelUnreadableError,
         _TOO_OLD,

@@ -20,6 +20,7 @@ from appliance.engines.llama.process.log import is_error
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Allocated, Plan, k_and_v
+from appliance.system.lack import is_lack
 
 _SPECULATION = {"draft": "draft-simple", "mtp": "draft-mtp", "ngram": "ngram-mod"}
 # `parse_allocated` reads buffer sizes, and what every library says at its level "info" appears at 4, not at the default
@@ -331,7 +332,8 @@ async def query_work(socket_path: Path) -> tuple[object, ...] | None:
 
 
 async def _answer(socket_path: Path, path: str) -> bytes:
-    """Return head and body, empty if nobody answers. By hand: an HTTP library costs a quarter of a second to import."""
+    """Return head and body, empty if nobody answers. By hand: an HTTP library costs a quarter of a second to import.
+    Raises OSError for a lack of ours, which says nothing of the engine."""
     import asyncio  # here: it costs 20 ms, and `plan` has no loop
 
     writer = None
@@ -339,7 +341,9 @@ async def _answer(socket_path: Path, path: str) -> bytes:
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
         writer.write(f"GET {path} HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n\r\n".encode())
         return await reader.read()
-    except OSError:
+    except OSError as error:
+        if is_lack(error):
+            raise
         return b""
     finally:
         if writer is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from appliance.command import Readiness
 from appliance.errors import EngineNotReadyError
+from appliance.system.lack import is_lack
 
 HEALTH_TIMEOUT_S = 5.0
 AGAIN_S = 1.0  # a server of Python: asked more often it would look as if it were at work
@@ -56,7 +57,8 @@ class _FirstToken:
         done, _ = await asyncio.wait({self._asking}, timeout=HEALTH_TIMEOUT_S / 5)
         if not done:
             return False
-        answer, self._asking = self._asking.result(), None
+        asked, self._asking = self._asking, None
+        answer = asked.result()
         self._not_before = time.monotonic() + AGAIN_S
         if answer is not None and 400 <= answer[0] < 500:
             said = answer[1][:300].decode(errors="replace")
@@ -82,13 +84,16 @@ def _request(method: str, path: str, body: bytes) -> bytes:
 
 
 async def answer_of(socket_path: Path, request: bytes) -> tuple[int, bytes] | None:
-    """Status and body, once the engine has sent all of it; None where nobody answers."""
+    """Status and body, once the engine has sent all of it; None where nobody answers. Raises OSError for a lack of
+    ours, which says nothing of the engine."""
     writer = None
     try:
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
         writer.write(request)
         line, rest = await reader.readline(), await reader.read()
-    except OSError:
+    except OSError as error:
+        if is_lack(error):
+            raise
         return None
     finally:
         if writer is not None:

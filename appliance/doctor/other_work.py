@@ -1,0 +1,46 @@
+"""Whether other programs take the CPUs while doctor looks: beside them an engine is slower."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from appliance.doctor.check import Check, judged, passed
+from appliance.probe.load.conditions import conditions
+from appliance.probe.load.counters import query_load
+from appliance.probe.load.load import LoadSample
+
+NAME = "other programs"
+_REMEDY = "the engine is slower beside them: stop them, or give it CPUs of its own (docker run --cpuset-cpus)"
+
+
+def query_work() -> LoadSample:
+    """Where `docker exec` began us, the appliance beside us is no other program either: it is what the container's
+    first process has started."""
+    seen = query_load()
+    if _is_begun_by_first():
+        return seen
+    beside = query_load(own_pid=1)
+    own_s = None if seen.own_s is None or beside.own_s is None else seen.own_s + beside.own_s
+    return replace(seen, own_s=own_s, own_pids=seen.own_pids | beside.own_pids)
+
+
+def other_work_check(before: LoadSample, after: LoadSample) -> Check:
+    """What others took of the CPUs between these two."""
+    seen = conditions(before, after)
+    if seen.foreign_cpu is None:
+        return passed(NAME, "unknown")
+    quiet = f"took {seen.foreign_cpu:.0%} of {seen.cpus} CPUs while this looked"
+    return judged(NAME, seen.crowd or quiet, _REMEDY if seen.crowd else None)
+
+
+def _is_begun_by_first() -> bool:
+    """True if process 1 is ourselves or an ancestor. One that enters a container has a parent outside of it: 0."""
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return True  # nobody can say: then it is our own tree that counts
+    return pid == 1
