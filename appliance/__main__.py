@@ -186,6 +186,8 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
         "- is stdin"
     )
     verb.add_argument("--machine", metavar="FILE", help=words)
+    words = "plan for the image of this cell of the build matrix (llama-cu130-sm89); without an image: the machine's"
+    verb.add_argument("--cell", metavar="CELL", help=words)
     verb.add_argument("--json", action="store_true", help="for scripts")
 
 
@@ -246,6 +248,7 @@ _OTHER_FLAGS = (
         "--dry-run",
         "--files",
         "--machine",
+        "--cell",
         "--sha256",
         "--repair",
         "--bin",
@@ -314,7 +317,7 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     machine = _described(options.machine)
     if options.files:
         return _plan_files(options, settings, environment, machine)
-    found = preview(settings, environment, machine.hardware if machine else None)
+    found = preview(settings, environment, machine.hardware if machine else None, cell=options.cell)
     start = found.start
     argv = start.engine.command(found.plan, start.install, settings.runtime_dir / "appliance.sock").argv
     if options.json:
@@ -349,7 +352,7 @@ def _plan_files(
     from appliance.serve.preview import preview_files
     from appliance.weights.table import as_document, as_text
 
-    found = preview_files(settings, environment, machine.hardware if machine else None)
+    found = preview_files(settings, environment, machine.hardware if machine else None, cell=options.cell)
     print(json.dumps(as_document(found.choice), indent=1) if options.json else as_text(found.choice))
     return found.exit_code
 

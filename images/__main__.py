@@ -26,6 +26,7 @@ from images import (
     bases,
     build,
     cards,
+    cell_facts,
     ci,
     ci_steps,
     compat,
@@ -220,6 +221,7 @@ def _render(arguments: argparse.Namespace) -> int:
         bake.BAKE_FILE: bake.bake_file(loaded.cells, loaded.publisher),
         ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked),
         inventory.INVENTORY: inventory.inventory_file(loaded.cells, recipes),
+        **cell_facts.files(loaded.cells, recipes),
     }
     for name, cell in loaded.devcontainers.items():
         files |= devcontainer.files(ROOT, name, cell)
@@ -592,6 +594,7 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
+    _progress(cell, f"engine facts are in {cell_facts.record(ROOT, cell, engine, image=image)}")
 
 
 def _refuse_dirty(cells: Sequence[Cell], engine: docker.Engine, *, image: str | None) -> None:

@@ -26,6 +26,8 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
     }
     if fetches:
         document["fetches"] = {"model": fetches.candidate.name, "bytes": fetches.candidate.missing_bytes}
+    if stand := found.stand:
+        document["cell"] = {"name": stand.cell, "facts_of": stand.facts_of, "is_picked": stand.is_picked}
     if found.shape:
         document["shape"] = {"name": found.shape.name, "source": found.shape.shape.source}
     if machine:
@@ -49,6 +51,8 @@ def plan_text(found: Preview, machine: DescribedMachine | None, *, is_verbose: b
 def _of_what(found: Preview, machine: DescribedMachine | None) -> Iterator[str]:
     if machine:
         yield f"for the machine of {machine.source}, not for this one\n"
+    if found.stand:
+        yield f"{found.stand.describe()}\n"
     if found.shape:
         yield f"no file: the shape of {found.shape.name}, in the usual mixture of types ({found.shape.shape.source})\n"
     if found.fetches:

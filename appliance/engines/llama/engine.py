@@ -24,7 +24,7 @@ from appliance.engines.engine import (
 from appliance.engines.llama import endings, server
 from appliance.engines.llama.client_errors import ERRORS
 from appliance.engines.llama.devices import query_devices, query_devices_once
-from appliance.engines.llama.facts import BINARY, query_facts
+from appliance.engines.llama.facts import BINARY, facts_in_cell, query_facts
 from appliance.engines.llama.kernel_record import KernelStore
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.launch import LlamaLaunch
@@ -61,6 +61,11 @@ class Llama(Engine):
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return query_facts(binary, server.variant_environment(cpu_variant))
+
+    def facts_in_cell(
+        self, facts: EngineFacts, image: ImageFacts, *, kv_pairs: tuple[tuple[str, str], ...], is_arm: bool
+    ) -> EngineFacts:
+        return facts_in_cell(facts, image, kv_pairs=kv_pairs, is_arm=is_arm)
 
     def query_devices(
         self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False

@@ -1,0 +1,151 @@
+"""What images would say of themselves, for a plan where no image is: package data, written by `python -m images`.
+
+cells.json has the facts of every cell of the build matrix, recipes.json the recipes with the shapes of their models, and
+each other file what the engine of one built cell says of itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from appliance.documents import read
+from appliance.errors import ConfigError, printable
+from appliance.image_facts import (
+    EngineFacts,
+    ImageFacts,
+    Recipe,
+    parse_engine_facts,
+    parse_image_facts,
+    parse_recipe,
+)
+from appliance.model_names import NamedRecipe, NamedRung, nearest, resolve
+from appliance.values import dataclass
+
+HERE = Path(__file__).parent
+_LISTS = ("cells", "recipes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """`platforms`: for which it is built, as linux/amd64; `kv_pairs`: of KV types that its GPU code is compiled for."""
+
+    image: ImageFacts
+    platforms: tuple[str, ...]
+    kv_pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        return self.image.cell
+
+    @property
+    def pin(self) -> tuple[str, str, int]:
+        """The release of its engine; another release has other flags."""
+        return self.image.engine, self.image.engine_version, self.image.engine_build
+
+
+@cache
+def cells() -> Mapping[str, Cell]:
+    """Return every cell of the build matrix by its name."""
+    found = (_cell(row) for row in _load("cells")["cells"])
+    return {cell.name: cell for cell in found}
+
+
+@cache
+def built() -> tuple[Cell, ...]:
+    """Return the cells whose engine's facts are here."""
+    names = {path.stem for path in HERE.glob("*.json")}.difference(_LISTS)
+    return tuple(cell for name, cell in cells().items() if name in names)
+
+
+def find_cell(name: str) -> Cell:
+    """Raises ConfigError (10) for a name that no cell has."""
+    known = cells()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, 1)
+    message = f"no cell of the build matrix is called that: {printable(name)} (flag --cell)"
+    raise ConfigError(message, hint=f"perhaps you meant {near[0]}" if near else f"there are {', '.join(known)}")
+
+
+def facts_source(cell: Cell) -> Cell:
+    """Return the built cell whose engine facts are the cell's: its own, else those of the nearest one with the same pin.
+
+    The nearest is one with GPU code if the cell has GPU code, then one of the same CUDA release, then of the same chips.
+    Raises ConfigError (10) if no cell with the same pin was built.
+    """
+    same = [each for each in built() if each.pin == cell.pin]
+    if not same:
+        message = f"no image with the engine of {cell.name} was built: {' '.join(map(str, cell.pin))}"
+        others = ", ".join(each.name for each in built())
+        raise ConfigError(message, hint=f"plan in an image of it, or for another cell: {others}")
+    return max(same, key=lambda each: _nearness(each, cell))
+
+
+def _nearness(each: Cell, cell: Cell) -> tuple[bool, ...]:
+    one, other = each.image, cell.image
+    has_same_code = (one.cuda is None) == (other.cuda is None)
+    return each.name == cell.name, has_same_code, one.cuda == other.cuda, one.sm == other.sm
+
+
+def engine_facts(built_cell: Cell) -> EngineFacts:
+    """Raises ConfigError (10) if the file is damaged."""
+    path = HERE / f"{built_cell.name}.json"
+    try:
+        return parse_engine_facts(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def find_recipe(called: str) -> tuple[Recipe, str] | None:
+    """Return the recipe that has a model of this name, and its name there: `qwen:8b`. None for a name of no recipe."""
+    found = _recipes()
+    meant = resolve(called, tuple(found))
+    if meant is None:
+        return None
+    return next((recipe, meant.words) for named, recipe in found.items() if named.name == meant.recipe)
+
+
+def near_models(called: str) -> tuple[str, ...]:
+    """Return the names of models of recipes that are closest to an unknown one."""
+    return nearest(called, tuple(_recipes()))
+
+
+@cache
+def _recipes() -> Mapping[NamedRecipe, Recipe]:
+    path = HERE / "recipes.json"
+    found = {}
+    try:
+        for row in _load("recipes")["recipes"]:
+            recipe = parse_recipe(json.dumps(row["recipe"]))
+            rungs = tuple(NamedRung(name=rung.name, published=rung.published) for rung in recipe.rungs)
+            found[NamedRecipe(name=recipe.name, vendors=tuple(row["vendors"]), rungs=rungs)] = recipe
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+    return found
+
+
+def _cell(row: Mapping[str, Any]) -> Cell:
+    try:
+        image = parse_image_facts(json.dumps(row["image"]))
+        return read(Cell, {**row, "image": image}, image=lambda given: given)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(HERE / "cells.json", error) from error
+
+
+def _load(name: str) -> dict[str, Any]:
+    path = HERE / f"{name}.json"
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return document
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    message = f"data of this package cannot be read: {path}: {error}"
+    return ConfigError(message, hint="install the package again; in a checkout `python -m images render` writes the file")
