@@ -1,7 +1,7 @@
 """What images would say of themselves, for a plan where no image is: package data, written by `python -m images`.
 
-cells.json has the facts of every cell of the build matrix, recipes.json the recipes with the shapes of their models, and
-each other file what the engine of one built cell says of itself.
+cells.json has the facts of every cell of the build matrix, recipes.json the recipes with the shapes of their models.
+Each other file is what the engine of one built cell says of itself.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def find_cell(name: str) -> Cell:
 
 
 def facts_source(cell: Cell) -> Cell:
-    """Return the built cell whose engine facts are the cell's: its own, else those of the nearest one with the same pin.
+    """Return the built cell whose engine facts are used: the cell itself, else the nearest one with the same pin.
 
-    The nearest is one with GPU code if the cell has GPU code, then one of the same CUDA release, then of the same chips.
+    The nearest has GPU code if the cell has it, then the same CUDA release, then the same chips.
     Raises ConfigError (10) if no cell with the same pin was built.
     """
     same = [each for each in built() if each.pin == cell.pin]
@@ -148,4 +148,4 @@ def _load(name: str) -> dict[str, Any]:
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
     message = f"data of this package cannot be read: {path}: {error}"
-    return ConfigError(message, hint="install the package again; in a checkout `python -m images render` writes the file")
+    return ConfigError(message, hint="install the package again; in a checkout: `python -m images render`")

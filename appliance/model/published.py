@@ -16,7 +16,7 @@ from appliance.model_names import name_key
 from appliance.values import dataclass
 
 HERE = Path(__file__).parent
-_FILLER = re.compile(r"(?:\bmeta\b|\binstruct\b|\bchat\b|\bit\b|\bhf\b)[-_. ]?", re.IGNORECASE)  # of no meaning for a shape
+_FILLER = re.compile(r"\b(?:meta|instruct|chat|it|hf)\b[-_. ]?", re.IGNORECASE)  # says nothing of the shape
 _DATE = re.compile(r"[-_ ]\d{4}[-_ ]?$")  # of a release with the same shape: DeepSeek-V3-0324
 _GGUF = re.compile(r"[.-]gguf$", re.IGNORECASE)
 USUAL = "Q4_K_M"  # where nobody says which; gpt-oss is published as MXFP4
@@ -58,7 +58,8 @@ def shape_called(called: str) -> PublishedShape | None:
         return None
     by_key = {name_key(each): each for each in published()}
     plain = _FILLER.sub("", name)
-    found = next((by_key[key] for each in (name, plain, _DATE.sub("", plain)) if (key := name_key(each)) in by_key), None)
+    keys = (name_key(each) for each in (name, plain, _DATE.sub("", plain)))
+    found = next((by_key[key] for key in keys if key in by_key), None)
     return find_shape(f"{found}@{quantization}" if quantization else found) if found else None
 
 

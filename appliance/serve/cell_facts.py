@@ -1,4 +1,4 @@
-"""Contents of an image that is not here, for a plan in a checkout or from a wheel: package data in place of its files."""
+"""Contents of an image that is not here, from package data: for a plan in a checkout or from a wheel."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Stand:
     def describe(self) -> str:
         """As in "for the image llama-cu130-sm89, chosen for this machine; …"."""
         why = "picked" if self.is_picked else "chosen for the machine"
-        own = self.facts_of == self.cell
-        said = "recorded when it was built" if own else f"those of {self.facts_of}, which was built with the same engine"
-        return f"for the image {self.cell}, {why}; facts of its engine ({self.engine}) are {said}"
+        said = f"for the image {self.cell}, {why}; facts of its engine ({self.engine}) are"
+        if self.facts_of == self.cell:
+            return f"{said} those that were recorded when it was built"
+        return f"{said} those of {self.facts_of}, which was built with the same release"
 
 
 def has_image(settings: Settings) -> bool:
@@ -61,9 +62,7 @@ def contents_of_cell(settings: Settings, hardware: Hardware, name: str | None) -
     check_named(settings)
     settings, recipe = _understood(settings, engine)
     release = f"{image.engine_version}, build {image.engine_build}" if image.engine_build else image.engine_version
-    stand = Stand(
-        cell=cell.name, facts_of=source.name, is_picked=name is not None, engine=f"{image.engine} {release}"
-    )
+    stand = Stand(cell=cell.name, facts_of=source.name, is_picked=name is not None, engine=f"{image.engine} {release}")
     return Contents(settings=settings, image=image, facts=facts, engine=engine, recipe=recipe), stand
 
 

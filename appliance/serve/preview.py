@@ -14,8 +14,8 @@ from appliance.plan import Plan
 from appliance.probe import Hardware, probe
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
 from appliance.serve.beside import with_beside
-from appliance.serve.cell_facts import Stand, contents_of_cell, has_image, unknown_model
 from appliance.serve.candidates import Chosen, Offered, choose_located, choose_rung, choose_with_kept, settle
+from appliance.serve.cell_facts import Stand, contents_of_cell, has_image, unknown_model
 from appliance.serve.forecast import without_profile
 from appliance.serve.inputs import (
     Contents,
@@ -53,7 +53,7 @@ class Preview:
 def preview(
     settings: Settings, environment: Mapping[str, str], hardware: Hardware | None = None, *, cell: str | None = None
 ) -> Preview:
-    """Return what a start would serve. Writes nothing and starts nothing; of a model that is not here the header is read.
+    """Return what a start would serve. Writes and starts nothing; of a model that is not here the header is read.
 
     `hardware` is of another machine than this. `cell` names an image in place of the one that this runs in; outside of
     an image the cell is chosen for the machine.
