@@ -327,7 +327,7 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
             print(f"warning: {words}", file=sys.stderr)
         print(" ".join(map(quoted, argv)))
     else:
-        print(plan_text(found, machine, is_verbose=options.verbose))
+        print(plan_text(found, machine, argv, is_verbose=options.verbose))
     return 0
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError, ModelAwayError
 from appliance.model import Model
 from appliance.model.published import PublishedShape, find_shape, shape_called
-from appliance.plan import Plan
+from appliance.plan import LargerContext, Plan
 from appliance.probe import Hardware, probe
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
 from appliance.serve.beside import with_beside
@@ -28,6 +28,7 @@ from appliance.serve.inputs import (
     with_model,
 )
 from appliance.serve.kept_choice import Kept
+from appliance.serve.outlook import larger_contexts, to_measure
 from appliance.serve.which import FromHub, FromRecipe, Located, Which
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -43,6 +44,16 @@ class Preview:
     fetches: Offered | None = None  # what a start would fetch first
     shape: PublishedShape | None = None  # in place of a file
     stand: Stand | None = None  # in place of an image
+
+    @cached_property
+    def larger_contexts(self) -> tuple[LargerContext, ...]:
+        """Longer contexts that other settings would give."""
+        return larger_contexts(self.start, self.space, self.plan)
+
+    @cached_property
+    def to_measure(self) -> tuple[str, ...]:
+        """What measuring decides: names of knobs."""
+        return to_measure(self.start, self.space, self.plan)
 
     @property
     def warnings(self) -> tuple[str, ...]:

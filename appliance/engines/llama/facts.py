@@ -92,8 +92,8 @@ def facts_in_cell(
 ) -> EngineFacts:
     """Return what the engine of a cell says, from the facts of another cell of the same release.
 
-    Flags and types are compiled into the program, which all cells share. A cell adds loadable backends: one for each CPU
-    variant, and one for CUDA.
+    Flags and types are compiled into the program, which all cells share. A cell adds loadable backends: one for each
+    CPU variant, and one for CUDA.
     """
     table = _VARIANTS.read_text(encoding="utf-8")
     names = _variants_in(table, "arm64" if is_arm else "amd64")
