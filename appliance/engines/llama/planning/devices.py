@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from appliance.engines.gpus import device_id, judged
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.cuda_context import context_mib, held_back_mib
-from appliance.engines.llama.planning.handicaps import handicaps
+from appliance.engines.llama.planning.handicaps import handicaps, power_share
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.rates import card_rates
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -31,8 +33,12 @@ def usable_devices(
         if why:
             refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
         else:
-            devices.append(_device(gpu, hardware, limits, reserve_mib))
+            devices.append(_capped(_device(gpu, hardware, limits, reserve_mib), power_share(gpu)))
     return tuple(sorted(devices, key=_rank)), tuple(refused)
+
+
+def _capped(device: Device, share: float) -> Device:
+    return device if share == 1 else replace(device, tflops=device.tflops * share, tflops_16=device.tflops_16 * share)
 
 
 def _rank(device: Device) -> tuple[float | int | str, ...]:

@@ -28,7 +28,7 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
-from appliance.engines.llama.planning.numa import check_numa
+from appliance.engines.llama.planning.numa import check_numa, usable_nodes
 from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
 from appliance.engines.llama.planning.rates import cpu_rates
 from appliance.engines.llama.planning.rope import check_context
@@ -164,7 +164,8 @@ def plan_inputs(
     bare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - host_overhead_mib(model) - copied.more
     spare = bare - least_cache(settings) - settings.slots * checkpoint_mib(model, "f16")
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
-    memory = measured or min(assumptions.DRAM_GB_S.value, limits.dram_gb_s)
+    nodes = max(1, len(usable_nodes(hardware)))  # each has memory channels of its own
+    memory = measured or min(nodes * assumptions.DRAM_GB_S.value, limits.dram_gb_s)
     cpu = cpu_rates(
         kernels.isa,
         max(1, hardware.cpu.cores),
