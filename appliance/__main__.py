@@ -189,7 +189,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--machine", metavar="FILE", help=words)
     words = "plan for each of these machines, side by side; files as --machine takes them"
     verb.add_argument("--compare", metavar="FILE", nargs="+", help=words)
-    words = "plan for the image of this cell of the build matrix (llama-cu130-sm89); without an image: the machine's"
+    words = "plan for the image of this cell of the build matrix; without it the image that runs this, or the machine's"
     verb.add_argument("--cell", metavar="CELL", help=words)
     verb.add_argument("--json", action="store_true", help="for scripts")
 

@@ -1,12 +1,13 @@
 """What `appliance plan` needs where no image is: the facts of every cell and the recipes, as data of that package.
 
-`render` writes cells.json and recipes.json; `verify --record` writes beside them what the engine of a built image says.
+`render` writes cells.json of each engine and recipes.json; `verify --record` writes what a built image's engine says.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.image_facts import ENGINE_FACTS_PATH, dump_facts, dump_recipe, parse_engine_facts
@@ -16,17 +17,21 @@ from images.matrix import Cell
 from images.recipe import RecipeRow
 from images.verify import cell_pairs
 
-FOLDER = Path("appliance/cells")
-CELLS, RECIPES = FOLDER / "cells.json", FOLDER / "recipes.json"
+ENGINES, RECIPES = Path("appliance/engines"), Path("appliance/model/recipes.json")
 _NOTE = f"DO NOT EDIT. Made from build_matrix.yaml and images/models by: {render.RENDER_COMMAND}"
 
 
 def files(cells: Iterable[Cell], recipes: Iterable[RecipeRow]) -> dict[Path, str]:
-    """Both texts by their path below the project."""
-    return {
-        CELLS: _dumped({"//": _NOTE, "cells": [_cell(cell) for cell in cells]}),
-        RECIPES: _dumped({"//": _NOTE, "recipes": [_recipe(row) for row in recipes]}),
-    }
+    """The cells of each engine and all recipes: texts by their path below the project."""
+    rows: dict[str, list[dict[str, object]]] = {}
+    for cell in cells:
+        rows.setdefault(cell.engine.name, []).append(_cell(cell))
+    made = {_folder(name) / "cells.json": _dumped({"//": _NOTE, "cells": found}) for name, found in rows.items()}
+    return {**made, RECIPES: _dumped({"//": _NOTE, "recipes": [_recipe(row) for row in recipes]})}
+
+
+def _folder(engine: str) -> Path:
+    return ENGINES / engine / "cells"
 
 
 def record(root: Path, cell: Cell, engine: docker.Engine, *, image: str) -> Path:
@@ -40,7 +45,7 @@ def record(root: Path, cell: Cell, engine: docker.Engine, *, image: str) -> Path
     except ValueError as error:
         message = f"engine facts of {image} cannot be read: {error}"
         raise VerificationError(message, hint=f"python -m images build --only {cell.id}") from error
-    path = FOLDER / f"{cell.id}.json"
+    path = _folder(cell.engine.name) / f"{cell.id}.json"
     (root / path).write_text(text, "utf-8", newline="\n")
     return path
 
@@ -51,8 +56,12 @@ def _cell(cell: Cell) -> dict[str, object]:
 
 
 def _recipe(row: RecipeRow) -> dict[str, object]:
+    """Without what its quantizations cost and where that was read, which no plan depends on."""
+    found = recipe.as_recipe(row)
+    source = (recipe.MODELS / f"{row.name}.yaml").as_posix()
+    rungs = tuple(replace(rung, loss=None, loss_source=None, source=source) for rung in found.rungs)
     vendors = [vendor.casefold() for vendor in row.vendors]
-    return {"vendors": vendors, "recipe": json.loads(dump_recipe(recipe.as_recipe(row)))}
+    return {"vendors": vendors, "recipe": json.loads(dump_recipe(replace(found, rungs=rungs)))}
 
 
 def _dumped(document: object) -> str:

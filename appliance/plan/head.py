@@ -108,7 +108,7 @@ def _speed(plan: Plan, measured: str, to_measure: Sequence[str]) -> str:
 
 
 def memory_left(plan: Plan) -> str:
-    """As in "CUDA0 6,451 of 6,458 MiB, 7 left; host 23,413 of 29,952 MiB, 6,539 left"."""
+    """As in "A 6,451 of 6,458 MiB, 7 left; host 23,413 of 29,952 MiB, 6,539 left"."""
     shares = [share for share in plan.placement.shares if not share.gpu.is_unified]
     places = [(share.device, share.memory.total, share.gpu.free_mib) for share in shares]
     rows = [*_alike(places), (["host"], plan.memory.total, plan.usable_mib)]

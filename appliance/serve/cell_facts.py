@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from appliance import cells
-from appliance.cells import Cell
-from appliance.engines.engine import Engine
+from appliance.engines import cells
+from appliance.engines.cells import Cell
+from appliance.engines.engine import Engine, load
 from appliance.errors import ConfigError, FatalError, printable
 from appliance.image_facts import Recipe
-from appliance.model import find_model
+from appliance.model import Format, find_model
 from appliance.model.published import near_shapes, shape_called
+from appliance.model.recipes import find_recipe, near_models
 from appliance.probe import Hardware
 from appliance.serve.beside import check_named
 from appliance.serve.checks import check_supported, usable_gpus
@@ -18,7 +19,6 @@ from appliance.serve.inputs import Contents, check_settings, load_engine
 from appliance.settings import Settings
 from appliance.values import dataclass
 
-ENGINE = "llama"  # for a model that is no folder of safetensors; another one's cell is picked by name
 BUILD_ID = "not-built"  # in paths of caches, which only a container has
 _ARM = "asimd"  # of every Arm CPU with 64 bits, and of no other
 
@@ -33,7 +33,7 @@ class Stand:
     engine: str  # with its release
 
     def describe(self) -> str:
-        """As in "for the image llama-cu130-sm89, chosen for this machine; …"."""
+        """As in "for the image ENGINE-cu130-sm89, chosen for the machine; …"."""
         why = "picked" if self.is_picked else "chosen for the machine"
         said = f"for the image {self.cell}, {why}; facts of its engine ({self.engine}) are"
         if self.facts_of == self.cell:
@@ -78,14 +78,14 @@ def _understood(settings: Settings, engine: Engine) -> tuple[Settings, Recipe | 
         return settings, None
     if engine.model_format == "gguf" and (shape := shape_called(request)):
         return replace(settings, model=shape.name), None
-    recipe, name = cells.find_recipe(request) or (None, request)
+    recipe, name = find_recipe(request) or (None, request)
     is_served = recipe is not None and any(rung.format == engine.model_format for rung in recipe.rungs)
     return (replace(settings, model=name), recipe) if is_served else (settings, None)
 
 
 def unknown_model(called: str) -> ConfigError:
     """Return the error for a name of no file, shape or recipe, with the nearest that can be planned instead."""
-    near = [*near_shapes(called), *cells.near_models(called)]
+    near = [*near_shapes(called), *near_models(called)]
     message = f"no model of that name can be planned here: {printable(called)}"
     known = "a model is a published shape, one of a recipe, a GGUF file, org/repo[:QUANT] or an address"
     return ConfigError(message, hint=f"perhaps you meant {' or '.join(near[:3])}; {known}" if near else known)
@@ -93,9 +93,10 @@ def unknown_model(called: str) -> ConfigError:
 
 def _cell_for(settings: Settings, hardware: Hardware) -> Cell:
     """The cell that serves most of the machine's GPU memory, then the one that is made for these chips."""
-    platform, fits, refusals = _platform(hardware), [], list[FatalError]()
+    platform, fits, refusals = _platform(hardware), list[Cell](), list[FatalError]()
+    wanted = _format(settings)
     for cell in cells.cells().values():
-        if cell.image.engine != ENGINE or platform not in cell.platforms:
+        if load(cell.image.engine).model_format != wanted or platform not in cell.platforms:
             continue
         try:
             check_supported(settings, cell.image, hardware)
@@ -103,7 +104,7 @@ def _cell_for(settings: Settings, hardware: Hardware) -> Cell:
         except FatalError as error:
             refusals.append(error)
     if not fits:
-        raise _nothing(refusals, hardware)
+        raise _nothing(refusals, wanted, platform)
     uses_gpus = bool(hardware.gpus.gpus) and settings.devices != "none"
     return max(fits, key=lambda cell: _worth(cell, hardware) if uses_gpus else (cell.image.cuda is None,))
 
@@ -120,11 +121,17 @@ def _worth(cell: Cell, hardware: Hardware) -> tuple[float | tuple[int, ...], ...
     return memory, len(chips & own), -len(own - chips), is_known, cell in cells.built(), release
 
 
-def _nothing(refusals: list[FatalError], hardware: Hardware) -> FatalError:
+def _format(settings: Settings) -> Format:
+    """Of the model that is asked for: safetensors are a folder, and all else that can be named is taken for GGUF."""
+    found = find_model(settings.model, settings.models_dir) if settings.model else None
+    return "safetensors" if found and found.is_dir() else "gguf"
+
+
+def _nothing(refusals: list[FatalError], wanted: Format, platform: str) -> FatalError:
     """The refusal that says most: of a driver before that of a chip, and of a chip before that of a CPU image."""
     if not refusals:
         return ConfigError(
-            f"no image of {ENGINE} is for {_platform(hardware)}", hint="`python -m images list` shows what there is"
+            f"no image for {wanted} is for {platform}", hint="`python -m images list` shows what there is"
         )
     return min(refusals, key=lambda error: (error.exit_code != 21, error.exit_code))
 

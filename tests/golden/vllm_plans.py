@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
-from appliance import cells
+from appliance.engines import cells
 from appliance.engines.engine import Inputs, Install, Node
 from appliance.engines.vllm import server
 from appliance.engines.vllm.planning.launch import launch_of

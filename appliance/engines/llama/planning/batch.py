@@ -273,8 +273,8 @@ def _lacking(
     if here >= WORTH_A_BATCH * there:
         return ""
     return (
-        f"{largest.ubatch} would read a prompt of {tokens:,} tokens at {there:,.0f} tok/s, not {here:,.0f}, and needs about "
-        f"{missing:,.0f} MiB more of host memory: its buffer takes the room of experts on the GPU; a smaller "
+        f"{largest.ubatch} would read a prompt of {tokens:,} tokens at {there:,.0f} tok/s, not {here:,.0f}, and needs "
+        f"about {missing:,.0f} MiB more of host memory: its buffer takes the room of experts on the GPU; a smaller "
         f"quantization has that room as well"
     )
 

@@ -1,7 +1,7 @@
 """What images would say of themselves, for a plan where no image is: package data, written by `python -m images`.
 
-cells.json has the facts of every cell of the build matrix, recipes.json the recipes with the shapes of their models.
-Each other file is what the engine of one built cell says of itself.
+In each engine's folder cells.json has the facts of its cells of the build matrix; each other file beside it is what the
+engine of one built cell says of itself.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from appliance.documents import read
+from appliance import engines
+from appliance.documents import load, read
 from appliance.errors import ConfigError, printable
 from appliance.image_facts import (
     EngineFacts,
     ImageFacts,
-    Recipe,
     parse_engine_facts,
     parse_image_facts,
-    parse_recipe,
 )
-from appliance.model_names import NamedRecipe, NamedRung, nearest, resolve
 from appliance.values import dataclass
 
-HERE = Path(__file__).parent
-_LISTS = ("cells", "recipes")
+FOLDER, CELLS = "cells", "cells.json"  # in each engine's folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +48,24 @@ class Cell:
 @cache
 def cells() -> Mapping[str, Cell]:
     """Return every cell of the build matrix by its name."""
-    found = (_cell(row) for row in _load("cells")["cells"])
+    found = (_cell(row, folder / CELLS) for folder in _folders() for row in _load(folder / CELLS)["cells"])
     return {cell.name: cell for cell in found}
 
 
 @cache
 def built() -> tuple[Cell, ...]:
     """Return the cells whose engine's facts are here."""
-    names = {path.stem for path in HERE.glob("*.json")}.difference(_LISTS)
-    return tuple(cell for name, cell in cells().items() if name in names)
+    known = cells()
+    return tuple(known[name] for name in _facts() if name in known)
+
+
+def _folders() -> list[Path]:
+    return sorted(path.parent for place in engines.__path__ for path in Path(place).glob(f"*/{FOLDER}/{CELLS}"))
+
+
+def _facts() -> dict[str, Path]:
+    """The file of each built cell."""
+    return {path.stem: path for folder in _folders() for path in sorted(folder.glob("*.json")) if path.name != CELLS}
 
 
 def find_cell(name: str) -> Cell:
@@ -94,56 +100,26 @@ def _nearness(each: Cell, cell: Cell) -> tuple[bool, ...]:
 
 def engine_facts(built_cell: Cell) -> EngineFacts:
     """Raises ConfigError (10) if the file is damaged."""
-    path = HERE / f"{built_cell.name}.json"
+    path = _facts()[built_cell.name]
     try:
         return parse_engine_facts(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
 
 
-def find_recipe(called: str) -> tuple[Recipe, str] | None:
-    """Return the recipe that has a model of this name, and its name there: `qwen:8b`. None for a name of no recipe."""
-    found = _recipes()
-    meant = resolve(called, tuple(found))
-    if meant is None:
-        return None
-    return next((recipe, meant.words) for named, recipe in found.items() if named.name == meant.recipe)
-
-
-def near_models(called: str) -> tuple[str, ...]:
-    """Return the names of models of recipes that are closest to an unknown one."""
-    return nearest(called, tuple(_recipes()))
-
-
-@cache
-def _recipes() -> Mapping[NamedRecipe, Recipe]:
-    path = HERE / "recipes.json"
-    found = {}
-    try:
-        for row in _load("recipes")["recipes"]:
-            recipe = parse_recipe(json.dumps(row["recipe"]))
-            rungs = tuple(NamedRung(name=rung.name, published=rung.published) for rung in recipe.rungs)
-            found[NamedRecipe(name=recipe.name, vendors=tuple(row["vendors"]), rungs=rungs)] = recipe
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from error
-    return found
-
-
-def _cell(row: Mapping[str, Any]) -> Cell:
+def _cell(row: Mapping[str, Any], path: Path) -> Cell:
     try:
         image = parse_image_facts(json.dumps(row["image"]))
         return read(Cell, {**row, "image": image}, image=lambda given: given)
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(HERE / "cells.json", error) from error
+        raise _damaged(path, error) from error
 
 
-def _load(name: str) -> dict[str, Any]:
-    path = HERE / f"{name}.json"
+def _load(path: Path) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return load(path.read_bytes())
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
-    return document
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
