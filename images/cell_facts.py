@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.image_facts import ENGINE_FACTS_PATH, dump_facts, dump_recipe, parse_engine_facts
-from images import docker, recipe, render
+from appliance.image_facts import dump_facts, dump_recipe, parse_engine_facts
+from images import recipe, render
 from images.errors import VerificationError
 from images.matrix import Cell
 from images.recipe import RecipeRow
@@ -34,16 +34,15 @@ def _folder(engine: str) -> Path:
     return ENGINES / engine / "cells"
 
 
-def record(root: Path, cell: Cell, engine: docker.Engine, *, image: str) -> Path:
-    """Write the engine's facts of an image that passed `verify`, and return the path below the project.
+def record(root: Path, cell: Cell, said: str) -> Path:
+    """Write what an image that passed `verify` has as its engine's facts, and return the path below the project.
 
-    Raises VerificationError if the image does not print them.
+    Raises VerificationError if that is something else.
     """
-    said = engine.run(image, (ENGINE_FACTS_PATH,), entrypoint=("cat",))
     try:
-        text = dump_facts(parse_engine_facts("\n".join(said.lines)))
+        text = dump_facts(parse_engine_facts(said))
     except ValueError as error:
-        message = f"engine facts of {image} cannot be read: {error}"
+        message = f"engine facts of {cell.id} cannot be recorded: {error}"
         raise VerificationError(message, hint=f"python -m images build --only {cell.id}") from error
     path = _folder(cell.engine.name) / f"{cell.id}.json"
     (root / path).write_text(text, "utf-8", newline="\n")

@@ -54,7 +54,7 @@ def shape_called(called: str) -> PublishedShape | None:
     A vendor before the name is passed over: another vendor's model of the same name has the same shape.
     """
     name, quantization = _split(called.rpartition("/")[2])
-    if called.count("/") > 1 or _GGUF.search(name):
+    if called.count("/") > 1 or "@" in name or _GGUF.search(name):
         return None
     by_key = {name_key(each): each for each in published()}
     plain = _FILLER.sub("", name)
