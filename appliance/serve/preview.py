@@ -134,7 +134,7 @@ def _which(contents: Contents, environment: Mapping[str, str], stand: Stand | No
             raise
     if contents.engine.model_format != "gguf":
         message = f"shapes are of GGUF files, and this image serves {contents.engine.model_format}: {request}"
-        raise ConfigError(message, hint="plan it in an image for GGUF: `python -m images select` names one")
+        raise ConfigError(message, hint="plan it for an image of GGUF: --cell, or `python -m images select` names one")
     return shape
 
 

@@ -31,14 +31,13 @@ class Case:
     words: tuple[str, ...] = ()
 
 
+ADA = ("--cell", "llama-cu130-sm89")
 CASES = (
-    Case(name="laptop", machines=("L8",), model="qwen3-30b-a3b-2507", words=("--cell", "llama-cu130-sm89")),
-    Case(name="two-cards", machines=("2x4090",), model="llama3.3:70b", words=("--cell", "llama-cu130-sm89")),
-    Case(name="two-sockets", machines=("two-sockets",), model="DeepSeek-V3", words=("--cell", "llama-cu130-sm89")),
+    Case(name="laptop", machines=("L8",), model="qwen3-30b-a3b-2507", words=ADA),
+    Case(name="two-cards", machines=("2x4090",), model="llama3.3:70b", words=ADA),
+    Case(name="two-sockets", machines=("two-sockets",), model="DeepSeek-V3", words=ADA),
     Case(name="recipe", machines=("3060",), model="qwen:8b", words=("--cell", "llama-cu130-sm86")),
-    Case(
-        name="compared", machines=("4090", "2x4090", "L8"), model="Qwen/Qwen3-32B", words=("--cell", "llama-cu130-sm89")
-    ),
+    Case(name="compared", machines=("4090", "2x4090", "L8"), model="Qwen/Qwen3-32B", words=ADA),
 )
 
 
