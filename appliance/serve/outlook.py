@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from appliance.engines.engine import Space
 from appliance.errors import FatalError
 from appliance.plan import LargerContext, Plan
 from appliance.serve.inputs import StartInputs
+from appliance.settings import Settings
 
 WORTH = 1.1  # times the plan's context: for less no other setting is named
 # Types of the KV cache below the exact ones, in the order in which they are tried.
@@ -24,25 +26,32 @@ def larger_contexts(start: StartInputs, space: Space, plan: Plan) -> tuple[Large
     if settings.ctx_size is not None or plan.is_embedding or plan.context >= space.native:
         return ()
     longest = max((each.context for each in space.all()), default=0)
-    lengths = [("ctx_size", tokens) for tokens in dict.fromkeys((space.native, longest))]
-    kinds = [("kv_type", kind) for kind in SMALLER_KV_TYPES if kind in start.inputs.facts.kv_types]
-    if settings.kv_type != "auto":
-        kinds = []
-    found = (_first(start, plan, values) for values in (lengths, [each for each in kinds if each[1] != plan.kv_type]))
+    lengths = (
+        (f"--ctx-size {tokens}", _with(settings, "ctx_size", ctx_size=tokens))
+        for tokens in dict.fromkeys((space.native, longest))
+    )
+    kinds = (
+        (f"--kv-type {kind}", _with(settings, "kv_type", kv_type=kind))
+        for kind in SMALLER_KV_TYPES
+        if kind in start.inputs.facts.kv_types and kind != plan.kv_type and settings.kv_type == "auto"
+    )
+    found = (_first(start, plan, asked) for asked in (lengths, kinds))
     return tuple(each for each in found if each is not None)
 
 
-def _first(start: StartInputs, plan: Plan, values: Iterable[tuple[str, str | int]]) -> LargerContext | None:
-    """The first of some values of settings that can be planned and carries more."""
-    for name, value in values:
-        settings = replace(start.settings, **{name: value}, sources={**start.settings.sources, name: "this plan"})
+def _with(settings: Settings, name: str, **value: Any) -> Settings:  # noqa: ANN401 - of the setting's own type
+    return replace(settings, **value, sources={**settings.sources, name: "this plan"})
+
+
+def _first(start: StartInputs, plan: Plan, asked: Iterable[tuple[str, Settings]]) -> LargerContext | None:
+    """The first of some settings that can be planned and carries more."""
+    for words, settings in asked:
         try:
             other = replace(start, inputs=replace(start.inputs, settings=settings)).space().predicted
         except FatalError:  # it does not fit, or this engine, chip or model does not take it
             continue
         if other.context >= WORTH * plan.context:
-            setting = f"--{name.replace('_', '-')} {value}"
-            return LargerContext(context=other.context, setting=setting, decode_tokens_per_s=_decode(other))
+            return LargerContext(context=other.context, setting=words, decode_tokens_per_s=_decode(other))
     return None
 
 

@@ -109,7 +109,8 @@ def test_a_machine_that_no_cell_is_for_says_why(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_is_called_as_people_call_it(tmp_path: Path, called: str, shape: str) -> None:
-    found = preview(settings(tmp_path, model=called, allow_disk="on"), {}, MACHINES["h100"], cell="llama-cu130-sm90")
+    request = settings(tmp_path, model=called, allow_disk="on")
+    found = preview(request, {}, with_driver(MACHINES["h100"], None), cell="llama-cu130-sm90")
     assert found.shape
     assert found.shape.name == shape
 
@@ -132,23 +133,21 @@ def test_a_file_comes_before_a_shape_of_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "cell", "message", "hint"),
+    ("model", "cell", "message", "hint"),
     [
         (
-            {"model": "phi-4"},
+            "phi-4",
             "llama-cu13-sm89",
             "no cell of the build matrix is called that: llama-cu13-sm89",
-            "llama-cu1",
+            "perhaps you meant",
         ),
-        ({"model": "qwen3-33b"}, "llama-cpu", "no model of that name can be planned here: qwen3-33b", "qwen3-32b"),
-        ({"model": "phi-4"}, "vllm-cpu", "no model of that name can be planned here: phi-4", "published shape"),
+        ("qwen3-33b", "llama-cpu", "no model of that name can be planned here: qwen3-33b", "qwen3-32b"),
+        ("phi-4", "vllm-cpu", "shapes are of GGUF files, and this image serves safetensors: phi-4", "--cell"),
     ],
 )
-def test_what_cannot_be_planned_is_10(
-    tmp_path: Path, given: dict[str, str], cell: str, message: str, hint: str
-) -> None:
+def test_what_cannot_be_planned_is_10(tmp_path: Path, model: str, cell: str, message: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        preview(settings(tmp_path, **given), {}, MACHINES["cpu-16g"], cell=cell)
+        preview(settings(tmp_path, model=model), {}, MACHINES["cpu-16g"], cell=cell)
     assert refused.value.hint
     assert hint in refused.value.hint
 

@@ -38,7 +38,11 @@ def usable_devices(
 
 
 def _capped(device: Device, share: float) -> Device:
-    return device if share == 1 else replace(device, tflops=device.tflops * share, tflops_16=device.tflops_16 * share)
+    """With what a card computes if its power is capped."""
+    if share == 1:
+        return device
+    tflops, tflops_16 = (rate and rate * share for rate in (device.tflops, device.tflops_16))
+    return replace(device, tflops=tflops, tflops_16=tflops_16)
 
 
 def _rank(device: Device) -> tuple[float | int | str, ...]:
