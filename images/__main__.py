@@ -595,7 +595,8 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
     said = engine.run(image, (ENGINE_FACTS_PATH,), entrypoint=("cat",))
-    _progress(cell, f"engine facts are in {cell_facts.record(ROOT, cell, chr(10).join(said.lines))}")
+    path = cell_facts.record(ROOT, cell, "\n".join(said.lines))
+    _progress(cell, f"engine facts are in {path}")
 
 
 def _refuse_dirty(cells: Sequence[Cell], engine: docker.Engine, *, image: str | None) -> None:

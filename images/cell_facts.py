@@ -45,6 +45,7 @@ def record(root: Path, cell: Cell, said: str) -> Path:
         message = f"engine facts of {cell.id} cannot be recorded: {error}"
         raise VerificationError(message, hint=f"python -m images build --only {cell.id}") from error
     path = _folder(cell.engine.name) / f"{cell.id}.json"
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text, "utf-8", newline="\n")
     return path
 
