@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from appliance.errors import printable
 from appliance.plan.plan import GpuAllocation, Placement, Plan
 from appliance.values import dataclass
 
@@ -36,7 +37,7 @@ class Head:
     def describe(self) -> str:
         """Return the five lines, each behind its name."""
         rows = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
-        return "\n".join(f"{name:<9}  {words}" for name, words in rows)
+        return "\n".join(f"{name:<9}  {printable(words)}" for name, words in rows)
 
 
 def head_of(

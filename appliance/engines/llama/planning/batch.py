@@ -274,7 +274,7 @@ def _lacking(
         return ""
     return (
         f"{largest.ubatch} would read a prompt of {tokens:,} tokens at {there:,.0f} tok/s, not {here:,.0f}, and needs "
-        f"about {missing:,.0f} MiB more of host memory: its buffer takes the room of experts on the GPU; a smaller "
+        f"at least {missing:,.0f} MiB more of host memory: its buffer takes the room of experts on the GPU; a smaller "
         f"quantization has that room as well"
     )
 
