@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from appliance.model import Format
     from appliance.probe import Hardware
     from appliance.probe.machine.described import DescribedMachine
+    from appliance.serve.preview import Preview
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
 EPILOG = (
@@ -186,6 +187,10 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
         "- is stdin"
     )
     verb.add_argument("--machine", metavar="FILE", help=words)
+    words = "plan for each of these machines, side by side; files as --machine takes them"
+    verb.add_argument("--compare", metavar="FILE", nargs="+", help=words)
+    words = "plan for the image of this cell of the build matrix; without it the image that runs this, or the machine's"
+    verb.add_argument("--cell", metavar="CELL", help=words)
     verb.add_argument("--json", action="store_true", help="for scripts")
 
 
@@ -246,6 +251,8 @@ _OTHER_FLAGS = (
         "--dry-run",
         "--files",
         "--machine",
+        "--cell",
+        "--compare",
         "--sha256",
         "--repair",
         "--bin",
@@ -311,12 +318,13 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     from appliance.serve.preview import preview
     from appliance.serve.shown_plan import plan_document, plan_text
 
+    if options.compare:
+        return _compare(options, settings, environment)
     machine = _described(options.machine)
     if options.files:
         return _plan_files(options, settings, environment, machine)
-    found = preview(settings, environment, machine.hardware if machine else None)
-    start = found.start
-    argv = start.engine.command(found.plan, start.install, settings.runtime_dir / "appliance.sock").argv
+    found = preview(settings, environment, machine.hardware if machine else None, cell=options.cell)
+    argv = _argv(found, settings)
     if options.json:
         print(json.dumps(plan_document(found, machine, argv), indent=1))
     elif options.dry_run:
@@ -324,8 +332,34 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
             print(f"warning: {words}", file=sys.stderr)
         print(" ".join(map(quoted, argv)))
     else:
-        print(plan_text(found, machine, is_verbose=options.verbose))
+        print(plan_text(found, machine, argv, is_verbose=options.verbose))
     return 0
+
+
+def _argv(found: Preview, settings: Settings) -> tuple[str, ...]:
+    """The engine's command line."""
+    start = found.start
+    return start.engine.command(found.plan, start.install, settings.runtime_dir / "appliance.sock").argv
+
+
+def _compare(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.serve.compared import as_text, compare
+    from appliance.serve.preview import preview
+
+    others = {"--machine": options.machine, "--files": options.files, "--dry-run": options.dry_run}
+    if given := next((flag for flag, value in others.items() if value), None):
+        message = f"--compare and {given} do not go together"
+        raise UsageError(message, hint="--compare FILE FILE … takes the machines; --json and --cell go with it")
+
+    def plan(machine: DescribedMachine) -> tuple[Preview, tuple[str, ...]]:
+        found = preview(settings, environment, machine.hardware, cell=options.cell)
+        return found, _argv(found, settings)
+
+    machines = [machine for file in options.compare if (machine := _described(file))]
+    rows = compare(machines, plan)
+    print(json.dumps([row.as_document() for row in rows], indent=1) if options.json else as_text(rows))
+    errors = [row.error for row in rows if row.error]
+    return errors[0].exit_code if len(errors) == len(rows) else 0
 
 
 def _described(file: str | None) -> DescribedMachine | None:
@@ -349,7 +383,7 @@ def _plan_files(
     from appliance.serve.preview import preview_files
     from appliance.weights.table import as_document, as_text
 
-    found = preview_files(settings, environment, machine.hardware if machine else None)
+    found = preview_files(settings, environment, machine.hardware if machine else None, cell=options.cell)
     print(json.dumps(as_document(found.choice), indent=1) if options.json else as_text(found.choice))
     return found.exit_code
 

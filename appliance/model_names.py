@@ -60,7 +60,7 @@ def resolve(called: str, recipes: Sequence[NamedRecipe]) -> Meant | None:
         return None
     fitting = [each for each in recipes if not slash or vendor.casefold() in each.vendors]
     for recipe in fitting:
-        if _key(name) == _key(recipe.name):
+        if name_key(name) == name_key(recipe.name):
             return Meant(recipe=recipe.name, rung="")
     for is_meant in _WAYS:
         for recipe in fitting:
@@ -76,13 +76,18 @@ def rungs_named(called: str, recipe: NamedRecipe) -> tuple[str, ...]:
 
 def nearest(called: str, recipes: Sequence[NamedRecipe]) -> tuple[str, ...]:
     """Return the names closest to an unknown one, each as it can be typed."""
-    names = {_key(each.name): each.name for each in recipes}
+    names = {name_key(each.name): each.name for each in recipes}
     for recipe in recipes:
         for rung in recipe.rungs:
             for name in rung.published[:1]:
-                names.setdefault(_key(name), _ENDS.sub("", name))
-    near = difflib.get_close_matches(_key(called.rpartition("/")[2]), names, _NEAR, cutoff=0.7)
+                names.setdefault(name_key(name), _ENDS.sub("", name))
+    near = difflib.get_close_matches(name_key(called.rpartition("/")[2]), names, _NEAR, cutoff=0.7)
     return tuple(names[key] for key in near)
+
+
+def name_key(called: str) -> str:
+    """Return the same text for all spellings of a name: `Qwen3-8B`, `qwen3:8b`, `qwen3 8b`."""
+    return _joined(_tokens(called))
 
 
 def _found(called: str, recipe: NamedRecipe, is_meant: Callable[[str, str], bool]) -> tuple[str, ...]:
@@ -91,13 +96,13 @@ def _found(called: str, recipe: NamedRecipe, is_meant: Callable[[str, str], bool
 
 
 def _is_it(called: str, name: str) -> bool:
-    return _key(called) == _key(name)
+    return name_key(called) == name_key(name)
 
 
 def _begins(called: str, name: str) -> bool:
     """True if the name begins so and goes on with another word or number: qwen3-3 does not begin qwen3-32b."""
     tokens = _tokens(name)
-    return _key(called) in {_joined(tokens[:count]) for count in range(1, len(tokens))}
+    return name_key(called) in {_joined(tokens[:count]) for count in range(1, len(tokens))}
 
 
 def _has_words_of(called: str, name: str) -> bool:
@@ -115,10 +120,6 @@ def _common(found: Sequence[str], recipe: NamedRecipe) -> str:
         return ""
     columns = zip(*(name.split("-") for name in found), strict=False)
     return "-".join(words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, columns))
-
-
-def _key(text: str) -> str:
-    return _joined(_tokens(text))
 
 
 def _tokens(text: str) -> list[str]:

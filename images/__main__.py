@@ -19,13 +19,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args
 
-from appliance.image_facts import Recipe, WeightsFormat
+from appliance.image_facts import ENGINE_FACTS_PATH, Recipe, WeightsFormat
 from images import (
     addresses,
     bake,
     bases,
     build,
     cards,
+    cell_facts,
     ci,
     ci_steps,
     compat,
@@ -220,6 +221,7 @@ def _render(arguments: argparse.Namespace) -> int:
         bake.BAKE_FILE: bake.bake_file(loaded.cells, loaded.publisher),
         ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked),
         inventory.INVENTORY: inventory.inventory_file(loaded.cells, recipes),
+        **cell_facts.files(loaded.cells, recipes),
     }
     for name, cell in loaded.devcontainers.items():
         files |= devcontainer.files(ROOT, name, cell)
@@ -592,6 +594,9 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
+    said = engine.run(image, (ENGINE_FACTS_PATH,), entrypoint=("cat",))
+    path = cell_facts.record(ROOT, cell, "\n".join(said.lines))
+    _progress(cell, f"engine facts are in {path}")
 
 
 def _refuse_dirty(cells: Sequence[Cell], engine: docker.Engine, *, image: str | None) -> None:

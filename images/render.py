@@ -61,7 +61,7 @@ def render(cell: Cell, template: str) -> dict[Path, str]:
     return {
         cell.folder / "Dockerfile": fill(cell, template),
         cell.folder / "Dockerfile.dockerignore": _dockerignore(cell),
-        cell.folder / "image_facts.json": dump_facts(_facts(cell)),
+        cell.folder / "image_facts.json": facts_text(cell),
     }
 
 
@@ -326,6 +326,11 @@ def _dockerignore(cell: Cell) -> str:
         "**/*.pyc",
     ]
     return "\n".join(lines) + "\n"
+
+
+def facts_text(cell: Cell) -> str:
+    """The image facts of a cell, with a mark for the build id, which a build knows."""
+    return dump_facts(_facts(cell))
 
 
 def _facts(cell: Cell) -> ImageFacts:

@@ -427,6 +427,15 @@ class Engine(Protocol):
         """What it says on this machine. Raises likewise."""
         return self.query_facts(install.engine_dir / self.binary, cpu_variant=cpu_variant)
 
+    def facts_in_cell(
+        self, facts: EngineFacts, image: ImageFacts, *, kv_pairs: tuple[tuple[str, str], ...], is_arm: bool
+    ) -> EngineFacts:
+        """Return what the engine of an image would say that was not built, from the facts of one with the same engine.
+
+        `kv_pairs` are those that its GPU code would be compiled for; `is_arm` if it is for Arm.
+        """
+        return facts
+
     def why_unasked(self, image: ImageFacts, gpus: GpuProbe) -> str | None:
         """Why it cannot be asked on this machine, where that is no fault of the image."""
         return None

@@ -6,6 +6,7 @@ from appliance.plan.compilation import Compilation
 from appliance.plan.costs import Costs
 from appliance.plan.device import Device
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, summary
+from appliance.plan.head import Head, LargerContext, head_of
 from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import KvCheck
 from appliance.plan.kv_pair import k_and_v
@@ -64,11 +65,13 @@ __all__ = [
     "Costs",
     "Device",
     "GpuAllocation",
+    "Head",
     "JobSpeed",
     "Kernels",
     "Kind",
     "KnobEffect",
     "KvCheck",
+    "LargerContext",
     "Launch",
     "Memory",
     "MemoryKill",
@@ -87,6 +90,7 @@ __all__ = [
     "explain",
     "explain_memory",
     "explain_settings",
+    "head_of",
     "held_mib",
     "k_and_v",
     "launch_as",

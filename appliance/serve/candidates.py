@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import (
+    ConfigError,
     DownloadError,
     FatalError,
     ModelAwayError,
@@ -207,7 +208,10 @@ def _missing(rung: Rung, wanted: Wanted | None, settings: Settings) -> int:
 def _model(
     rung: Rung, path: Path | None, name: str, contents: Contents, wanted: Wanted | None
 ) -> tuple[Model | None, str | None]:
-    """Or why what is here cannot be read: that is no reason not to serve another."""
+    """Or why what is here cannot be read: that is no reason not to serve another.
+
+    Raises ConfigError (10) for a shape that tells no tensors.
+    """
     if path is not None:
         try:
             return read_model(path, serves=contents.engine.model_format), None
@@ -216,7 +220,13 @@ def _model(
     if rung.shape is None or rung.format != "gguf" or wanted is None:
         return None, None
     weights = sum(file.bytes for file in rung.weights)
-    return describe_model(name, rung.shape, path_to_be(wanted, contents.settings), file_bytes=weights), None
+    try:
+        return describe_model(name, rung.shape, path_to_be(wanted, contents.settings), file_bytes=weights), None
+    except ValueError as error:
+        message = f"model {name} of the recipe cannot be planned: {error}"
+        raise ConfigError(
+            message, hint="name another model, or a GGUF file that is here, whose header tells it"
+        ) from error
 
 
 def path_to_be(wanted: Wanted, settings: Settings) -> Path:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError, ModelAwayError
 from appliance.model import Model
-from appliance.model.shapes.published import PublishedShape, find_shape
-from appliance.plan import Plan
+from appliance.model.shapes.published import PublishedShape, find_shape, shape_called
+from appliance.plan import LargerContext, Plan
 from appliance.plan.memory_kill import why_smaller
-from appliance.probe import Hardware
+from appliance.probe import Hardware, probe
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
 from appliance.serve.beside import with_beside
 from appliance.serve.candidates import Chosen, Offered, choose_located, choose_rung, choose_with_kept, settle
+from appliance.serve.cell_facts import Stand, contents_of_cell, has_image, unknown_model
 from appliance.serve.forecast import without_profile
 from appliance.serve.inputs import (
     Contents,
@@ -29,6 +30,7 @@ from appliance.serve.inputs import (
     with_model,
 )
 from appliance.serve.kept_choice import Kept
+from appliance.serve.outlook import larger_contexts, to_measure
 from appliance.serve.which import FromHub, FromRecipe, Located, Which
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -43,6 +45,17 @@ class Preview:
     status: ProfileStatus | None = None
     fetches: Offered | None = None  # what a start would fetch first
     shape: PublishedShape | None = None  # in place of a file
+    stand: Stand | None = None  # in place of an image
+
+    @cached_property
+    def larger_contexts(self) -> tuple[LargerContext, ...]:
+        """Longer contexts that other settings would give."""
+        return larger_contexts(self.start, self.space, self.plan)
+
+    @cached_property
+    def to_measure(self) -> tuple[str, ...]:
+        """What measuring decides: names of knobs."""
+        return to_measure(self.start, self.space, self.plan)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -50,14 +63,23 @@ class Preview:
         return (*self.start.inputs.hardware.gpus.warnings, *self.start.warnings)
 
 
-def preview(settings: Settings, environment: Mapping[str, str], hardware: Hardware | None = None) -> Preview:
-    """Writes nothing and starts nothing. Of a model that is not here its header is looked at, where it is.
+def preview(
+    settings: Settings, environment: Mapping[str, str], hardware: Hardware | None = None, *, cell: str | None = None
+) -> Preview:
+    """Return what a start would serve. Writes and starts nothing; of a model that is not here the header is read.
 
-    `hardware` of another machine than this.
+    `hardware` is of another machine than this. `cell` names an image in place of the one that this runs in; outside of
+    an image the cell is chosen for the machine.
     """
-    contents = read_contents(settings)
+    contents, stand, hardware = _contents(settings, environment, hardware, cell)
+    return replace(_preview(contents, environment, hardware, stand), stand=stand)
+
+
+def _preview(
+    contents: Contents, environment: Mapping[str, str], hardware: Hardware | None, stand: Stand | None
+) -> Preview:
     look = cache(partial(_look, contents, environment, hardware))
-    found = _which(contents, environment)
+    found = _which(contents, environment, stand)
     if isinstance(found, PublishedShape):
         return _of_shape(contents, found, look())
     if isinstance(found, Located):
@@ -70,11 +92,13 @@ def preview(settings: Settings, environment: Mapping[str, str], hardware: Hardwa
     return _of_away(contents, made.pick, look())
 
 
-def preview_files(settings: Settings, environment: Mapping[str, str], hardware: Hardware | None = None) -> Chosen:
-    """All that could be served of what was asked for, and what would be."""
-    contents = read_contents(settings)
+def preview_files(
+    settings: Settings, environment: Mapping[str, str], hardware: Hardware | None = None, *, cell: str | None = None
+) -> Chosen:
+    """Return all that could be served of what was asked for, and what would be. `cell` as `preview` takes it."""
+    contents, stand, hardware = _contents(settings, environment, hardware, cell)
     machine = _look(contents, environment, hardware)
-    found = _which(contents, environment)
+    found = _which(contents, environment, stand)
     if isinstance(found, PublishedShape):
         message = f"--files compares files, and this is the shape of one: {found.name}"
         raise ConfigError(message, hint="leave out --files")
@@ -85,22 +109,34 @@ def preview_files(settings: Settings, environment: Mapping[str, str], hardware: 
     return _chosen(contents, found, environment, machine)
 
 
+def _contents(
+    settings: Settings, environment: Mapping[str, str], hardware: Hardware | None, cell: str | None
+) -> tuple[Contents, Stand | None, Hardware | None]:
+    """What an image holds, and what stands for it if there is none; with the hardware that a cell was chosen for."""
+    if cell is None and has_image(settings):
+        return read_contents(settings), None, hardware
+    hardware = hardware or probe(settings.data_dir, environment)
+    return *contents_of_cell(settings, hardware, cell), hardware
+
+
 def _look(contents: Contents, environment: Mapping[str, str], hardware: Hardware | None) -> Machine:
     return look_at_machine(contents, environment) if hardware is None else machine_of(contents, hardware)
 
 
-def _which(contents: Contents, environment: Mapping[str, str]) -> Which | PublishedShape:
-    """A shape only where nothing here has the name."""
+def _which(contents: Contents, environment: Mapping[str, str], stand: Stand | None) -> Which | PublishedShape:
+    """A shape only if nothing here has the name."""
     request = contents.settings.model
     try:
         return contents.which_model(environment)
-    except FatalError:
-        shape = find_shape(request) if request else None
+    except FatalError as error:
+        shape = (shape_called(request) or find_shape(request)) if request else None
+        if shape is None and stand and request:
+            raise unknown_model(request) from error
         if shape is None:
             raise
     if contents.engine.model_format != "gguf":
         message = f"shapes are of GGUF files, and this image serves {contents.engine.model_format}: {request}"
-        raise ConfigError(message, hint="plan it in an image for GGUF: `python -m images select` names one")
+        raise ConfigError(message, hint="plan it for an image of GGUF: --cell, or `python -m images select` names one")
     return shape
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from appliance.plan import as_document, explain, explain_settings
+from appliance.console.shown import quoted
+from appliance.plan import Head, as_document, explain, explain_settings, head_of
 from appliance.profile import Profile, speeds_of
 from appliance.serve.preview import Preview
 from appliance.weights.cache.size import in_column
@@ -16,16 +18,34 @@ if TYPE_CHECKING:
 SCHEMA = 1  # a reader of an older one finds all that it knows: fields are added, and none is taken away or renamed
 
 
+def head(found: Preview, argv: Sequence[str]) -> Head:
+    """Return the five lines that a plan opens with."""
+    speeds = speeds_of(found.plan, found.profile)
+    return head_of(
+        found.plan,
+        " ".join(map(quoted, argv)),
+        native=found.start.inputs.model.native_context,
+        larger=found.larger_contexts,
+        measured=speeds.describe() if speeds else "",
+        to_measure=() if speeds else found.to_measure,
+    )
+
+
 def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequence[str]) -> dict[str, Any]:
     profile, status, fetches = found.profile, found.status, found.fetches
     document: dict[str, Any] = {
         "schema": SCHEMA,
+        "head": asdict(head(found, argv)),
+        "larger_contexts": [asdict(each) for each in found.larger_contexts],
+        "to_measure": list(found.to_measure),
         "plan": as_document(found.plan),
         "profile": profile.key.id if profile else None,
         "standing": status.as_document() if status else None,
     }
     if fetches:
         document["fetches"] = {"model": fetches.candidate.name, "bytes": fetches.candidate.missing_bytes}
+    if stand := found.stand:
+        document["cell"] = {"name": stand.cell, "facts_of": stand.facts_of, "is_picked": stand.is_picked}
     if found.shape:
         document["shape"] = {"name": found.shape.name, "source": found.shape.shape.source}
     if machine:
@@ -35,31 +55,37 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
     return {**document, "argv": list(argv)}
 
 
-def plan_text(found: Preview, machine: DescribedMachine | None, *, is_verbose: bool = False) -> str:
+def plan_text(
+    found: Preview, machine: DescribedMachine | None, argv: Sequence[str], *, is_verbose: bool = False
+) -> str:
+    """Return five lines to act on, then what they are for, then the reasons in the order of decision."""
     return "\n".join((
-        *(f"warning: {words}\n" for words in found.warnings),
+        f"{head(found, argv).describe()}\n",
+        *(f"warning: {words}" for words in found.warnings),
         *_of_what(found, machine),
-        f"settings\n{_indented(explain_settings(found.start.settings))}\n",
-        f"plan\n{_indented(explain(found.plan, is_verbose=is_verbose))}\n",
         *_expert_cache(found),
         *_origin(found),
+        f"\nreasons, in the order of decision\n{_indented(explain(found.plan, is_verbose=is_verbose))}\n",
+        f"settings\n{_indented(explain_settings(found.start.settings))}",
     ))  # fmt: skip
 
 
 def _of_what(found: Preview, machine: DescribedMachine | None) -> Iterator[str]:
     if machine:
-        yield f"for the machine of {machine.source}, not for this one\n"
+        yield f"for the machine of {machine.source}, not for this one"
+    if found.stand:
+        yield found.stand.describe()
     if found.shape:
-        yield f"no file: the shape of {found.shape.name}, in the usual mixture of types ({found.shape.shape.source})\n"
+        yield f"no file: the shape of {found.shape.name}, in the usual mixture of types ({found.shape.shape.source})"
     if found.fetches:
         candidate = found.fetches.candidate
         size = in_column(candidate.missing_bytes)
-        yield f"not on the volume: a start fetches {candidate.name} first, {size}\n"
+        yield f"not on the volume: a start fetches {candidate.name} first, {size}"
 
 
 def _expert_cache(found: Preview) -> Iterator[str]:
     if modelled := found.space.modelled(found.plan):
-        yield f"expert cache, not served by this engine: {modelled}\n"
+        yield f"expert cache, not served by this engine: {modelled}"
 
 
 def _origin(found: Preview) -> Iterator[str]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.console.progress import Phase, Progress
+from appliance.console.shown import quoted
 from appliance.errors import VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import as_document, summary
+from appliance.plan import as_document, head_of, summary
 from appliance.probe import as_document as hardware_document
-from appliance.profile import Profile, speeds_told
+from appliance.profile import Profile, speeds_of, speeds_told
 from appliance.serve.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -85,8 +86,18 @@ def _gpu_memory(served: ServedModel) -> dict[str, Any] | None:
 
 
 def _plan(served: ServedModel) -> dict[str, Any]:
-    """Empty while none serves."""
-    return as_document(served.host.plan) if served.host.plan else {}
+    """The plan that serves, with the lines that a person looks at first; empty while none serves."""
+    plan, socket_path = served.host.plan, served.host.socket_path
+    if plan is None or socket_path is None:
+        return {}
+    speeds = speeds_of(plan, served.profile)
+    head = head_of(
+        plan,
+        " ".join(map(quoted, served.command(plan, socket_path).argv)),
+        native=served.inputs.model.native_context,
+        measured=speeds.describe() if speeds else "",
+    )
+    return {"head": asdict(head), **as_document(plan)}
 
 
 def _profile(served: ServedModel) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import msgspec
 
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from appliance.engines.vllm.planning.arguments.launch import VllmLaunch
-from appliance.plan import Plan
+from appliance.plan import Head, LargerContext, Plan
 from appliance.serve.shown_plan import SCHEMA
 
 PATH = Path(__file__).parents[2] / "docs/plan.schema.json"
@@ -23,7 +23,7 @@ _NULL = {"type": "null"}
 
 
 def schema() -> dict[str, Any]:
-    _, parts = msgspec.json.schema_components((Plan, *LAUNCHES), ref_template="#/$defs/{name}")
+    _, parts = msgspec.json.schema_components((Plan, LargerContext, *LAUNCHES), ref_template="#/$defs/{name}")
     for part in parts.values():
         # All fields are printed, defaults too; and a reader must not fall over one that a later version adds.
         part["required"] = list(part.get("properties", {}))
@@ -43,6 +43,9 @@ def schema() -> dict[str, Any]:
 def _root() -> dict[str, Any]:
     properties = {
         "schema": {"const": SCHEMA, "description": "of this document; raised when a field goes or changes its meaning"},
+        "head": _object("the lines that the text opens with", **{name: _text() for name in Head.__dataclass_fields__}),
+        "larger_contexts": {"type": "array", "items": {"$ref": "#/$defs/LargerContext"}},
+        "to_measure": {"type": "array", "items": _text(), "description": "names of what measuring decides"},
         "plan": {"$ref": "#/$defs/Plan"},
         "profile": {"anyOf": [_text("id of the profile that it comes from"), _NULL], "description": "null: predicted"},
         "standing": {"anyOf": [_of_status(), _NULL], "description": "of that profile"},
@@ -53,6 +56,12 @@ def _root() -> dict[str, Any]:
             "description": "what is odd about the machine, as a start logs it: a GPU that is left out, and why",
         },
         "shape": _object("the published shape that stands for a file", name=_text(), source=_text()),
+        "cell": _object(
+            "the cell of the build matrix that stands for an image, where none is",
+            name=_text(),
+            facts_of=_text("the built cell whose engine facts are used"),
+            is_picked={"type": "boolean"},
+        ),
         "machine": _object(
             "the file that describes the machine", source=_text(), assumed={"type": "array", "items": _text()}
         ),
@@ -63,7 +72,7 @@ def _root() -> dict[str, Any]:
         "title": "appliance plan --json",
         "type": "object",
         "properties": properties,
-        "required": ["schema", "plan", "profile", "standing", "argv"],
+        "required": ["schema", "head", "larger_contexts", "to_measure", "plan", "profile", "standing", "argv"],
     }
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
+from appliance.engines import cells
 from appliance.engines.engine import Inputs, Install, Node
 from appliance.engines.vllm.planning.arguments.launch import launch_of
 from appliance.engines.vllm.planning.space import Space
 from appliance.engines.vllm.process import server
 from appliance.errors import FatalError
-from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts
+from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.plan import Kernels, Plan, explain
 from appliance.probe import Hardware
@@ -149,8 +150,7 @@ def _whole_a100() -> Hardware:
 @cache
 def engine_facts(release: str = "0.33") -> EngineFacts:
     """As both images answered."""
-    file = {"0.32": "facts-0.32-cpu.json", "0.33": "facts-0.33-cu130.json"}[release]
-    return parse_engine_facts((DATA / file).read_text("utf-8"))
+    return cells.engine_facts(cells.find_cell({"0.32": "vllm-cpu", "0.33": "vllm-cu130"}[release]))
 
 
 def image(machine: Hardware) -> ImageFacts:

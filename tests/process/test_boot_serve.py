@@ -74,6 +74,9 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
 
         plan = serving.document("plan")
         assert (plan["launch"]["threads"], plan["launch"]["ubatch"], plan["context"]) == (fast, 256, 4096)
+        assert plan["head"]["context"].startswith("4,096 tokens, the model's native length, KV cache ")
+        assert plan["head"]["speed"].startswith("decodes ")
+        assert f"--threads {fast} " in plan["head"]["command"]
         found = serving.document("status")
         assert (found["from_profile"], found["measured_since_start"]) == (True, True)
         ready = serving.event("ready")

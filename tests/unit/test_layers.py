@@ -262,7 +262,10 @@ PROPER_NAMES = {
     "appliance/engines/vllm/api/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
     # What a balancer looks for unless it is told otherwise, whatever engine serves.
     "appliance/engines/routes.py": "vllm:num_requests_waiting|vllm:num_requests_running|vllm:kv_cache_usage_perc",
+    "appliance/engines/vllm/cells/vllm-cpu.json": "exllama|llama3_json|llama4_json|llama4_pythonic",
+    "appliance/engines/vllm/cells/vllm-cu130.json": "exllama|llama3_json|llama4_json|llama4_pythonic",
     "appliance/engines/vllm/planning/model/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
+    "appliance/model/recipes.json": "ggml-org",  # who publishes a repository
     "appliance/model/formats/parts.py": "llama-gguf-split",  # the only program that merges parts
     "appliance/model/__init__.py": "images whose name begins vllm-",  # what serves the other format
 }

@@ -32,7 +32,7 @@ from appliance.engines.llama.planning.hardware.observed_limits import Limits
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.process import endings, server
 from appliance.engines.llama.process.devices import query_devices, query_devices_once
-from appliance.engines.llama.process.facts import BINARY, query_facts
+from appliance.engines.llama.process.facts import BINARY, facts_in_cell, query_facts
 from appliance.engines.routes import LOAD_GAUGES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -61,6 +61,11 @@ class Llama(Engine):
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return query_facts(binary, server.variant_environment(cpu_variant))
+
+    def facts_in_cell(
+        self, facts: EngineFacts, image: ImageFacts, *, kv_pairs: tuple[tuple[str, str], ...], is_arm: bool
+    ) -> EngineFacts:
+        return facts_in_cell(facts, image, kv_pairs=kv_pairs, is_arm=is_arm)
 
     def query_devices(
         self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False

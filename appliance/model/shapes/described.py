@@ -13,7 +13,7 @@ from appliance.model.architecture.facts import Model, parse_facts
 from appliance.model.formats.gguf import Gguf, Tensor
 from appliance.model.shapes.quantize import BASES, size_bytes, tensor_type
 from appliance.model.shapes.shape import Shape, as_shape
-from appliance.model.shapes.tensors import tensors
+from appliance.model.shapes.tensors import BLOCKS, tensors
 
 # Tokens, merges, scores and types of a vocabulary in a header: 5.9 MB for the 151,936 tokens of Qwen3.
 HEADER_BYTES_A_TOKEN = 39
@@ -36,9 +36,20 @@ def describe_model(
 
 
 def describe_shape(shape: Shape, path: Path, quantization: str, *, file_bytes: int | None = None) -> Model:
-    """Raises KeyError for an unknown architecture or key, ValueError for an unknown quantization."""
+    """Raises ValueError for an unknown quantization, and for a shape that does not tell the model's tensors: of an
+    architecture without a table of them, or without a key that they follow from."""
     kind = near_quantization(quantization)
-    found = tuple(_tensors(shape, kind))
+    if shape.architecture not in BLOCKS:
+        message = f"no table tells the tensors of this architecture: {shape.architecture}, only of {', '.join(BLOCKS)}"
+        raise ValueError(message)
+    try:
+        found = tuple(_tensors(shape, kind))
+    except KeyError as error:
+        message = f"the shape of {shape.name} has no {error.args[0]}"
+        raise ValueError(message) from error
+    except ZeroDivisionError as error:
+        message = f"the shape of {shape.name} has no attention.head_count, or it is 0"
+        raise ValueError(message) from error
     header_bytes = HEADER_BYTES_A_TOKEN * shape.vocabulary
     whole = header_bytes + sum(tensor.size_bytes for tensor in found)
     if file_bytes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -11,9 +12,13 @@ from appliance.errors import ConfigError, printable
 from appliance.model.architecture.facts import Model
 from appliance.model.shapes.described import describe_shape, near_quantization
 from appliance.model.shapes.shape import Shape, as_shape
+from appliance.model_names import name_key
 from appliance.values import dataclass
 
 HERE = Path(__file__).parent
+_FILLER = re.compile(r"\b(?:meta|instruct|chat|it|hf)\b[-_. ]?", re.IGNORECASE)  # says nothing of the shape
+_DATE = re.compile(r"[-_ ]\d{4}[-_ ]?$")  # of a release with the same shape: DeepSeek-V3-0324
+_GGUF = re.compile(r"[.-]gguf$", re.IGNORECASE)
 USUAL = "Q4_K_M"  # where nobody says which; gpt-oss is published as MXFP4
 _OWN = {"gpt-oss": "MXFP4"}  # by architecture: the quantization that it was trained in
 
@@ -42,6 +47,32 @@ def published() -> Mapping[str, Shape]:
     return {name: as_shape(name, row) for name, row in rows.items()}
 
 
+def shape_called(called: str) -> PublishedShape | None:
+    """Return the shape that a name means as people write it: `Qwen/Qwen3-32B`, `llama3.1:8b`, `Gemma 3 27B it`, with a
+    quantization behind @ or : or without. None for a name of no shape, and for a repository or file of GGUF.
+
+    A vendor before the name is passed over: another vendor's model of the same name has the same shape.
+    """
+    name, quantization = _split(called.rpartition("/")[2])
+    if called.count("/") > 1 or "@" in name or _GGUF.search(name):
+        return None
+    by_key = {name_key(each): each for each in published()}
+    plain = _FILLER.sub("", name)
+    keys = (name_key(each) for each in (name, plain, _DATE.sub("", plain)))
+    found = next((by_key[key] for key in keys if key in by_key), None)
+    return find_shape(f"{found}@{quantization}" if quantization else found) if found else None
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The quantization behind the last @ or :, and what stands before it; "" if that is none: `llama3.1:8b`."""
+    before, sign, after = name.replace("@", ":").rpartition(":")
+    try:
+        near_quantization(after)
+    except ValueError:
+        return name, ""
+    return (before, after) if sign else (name, "")
+
+
 def find_shape(request: str) -> PublishedShape | None:
     """By name@quantization, or the name alone. None for what is called otherwise, as repositories and files are.
 
@@ -61,6 +92,11 @@ def find_shape(request: str) -> PublishedShape | None:
         message = f"model {printable(request)}: {printable(str(error))}"
         raise ConfigError(message, hint=f"such as {shape.name}@{USUAL}, {shape.name}@Q8_0") from error
     return PublishedShape(shape=shape, quantization=quantization.upper())
+
+
+def near_shapes(called: str) -> list[str]:
+    """Return the names of shapes that are most like one that nobody has."""
+    return difflib.get_close_matches(called.rpartition("/")[2].casefold(), published(), 3)
 
 
 def _unknown(request: str, name: str) -> ConfigError:

@@ -53,6 +53,8 @@ _MOST: Mapping[str, float] = {
     "sm_clock_mhz": 10_000,
     "sm_count": 1_024,
 }
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+MAX_CPUS, MAX_SOCKETS = 8192, 16
 _LANES = (1, 2, 4, 8, 16)
 _WITHOUT_MIG = {"60", "61", "62", "70", "72", "75", "86", "87", "89", "121"}  # no card of these can be cut
 _UNQUOTED = re.compile(r"expected `str(?: \| null)?`, got `(?:int|float)`")
@@ -213,6 +215,8 @@ class _Reader:
                 _refuse(self.source, "no such key", _join(key, str(name)), meant)
 
     def _value(self, hint: Any, given: object, key: str) -> object:  # noqa: ANN401 - a type
+        if isinstance(given, str) and key.endswith(".cpus"):
+            return self._cpus(given, key)
         kind = _dataclass_in(hint)
         if kind is None or (given is None and type(None) in get_args(hint)):
             return list(given) if isinstance(given, tuple) else given
@@ -225,11 +229,50 @@ class _Reader:
         rows = [self._filled(kind, each, f"{key}[{at}]") for at, each in enumerate(given)]
         return _named_apart(rows) if kind is Gpu else rows
 
+    def _cpus(self, text: str, key: str) -> list[int]:
+        """Numbers of CPUs as lscpu writes them: "0-23,48-71"."""
+        found: list[int] = []
+        for part in text.split(","):
+            ends = _RANGE.fullmatch(part.strip())
+            first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
+            if not first <= last <= MAX_CPUS:
+                self._refuse(key, f"it is no list of CPUs such as 0-23,48-71: {text!r:.60}")
+            found += range(first, last + 1)
+        return found
+
+    def _with_sockets(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Add a NUMA node for each socket if the file only counts sockets.
+
+        CPUs and memory are in equal parts; CPUs are numbered as Linux does, second threads behind the cores of all.
+        """
+        cpu = given.get("cpu")
+        if not isinstance(cpu, dict) or "sockets" not in cpu:
+            return given
+        sockets, logical, cores = cpu["sockets"], cpu.get("logical"), cpu.get("physical") or cpu.get("logical")
+        given = {**given, "cpu": {name: value for name, value in cpu.items() if name != "sockets"}}
+        if type(sockets) is not int or not 1 <= sockets <= MAX_SOCKETS:
+            self._refuse("cpu.sockets", f"it is no number from 1 to {MAX_SOCKETS}: {sockets!r:.40}")
+        if given.get("numa"):
+            self._refuse("cpu.sockets", "numa tells the nodes already: leave one of the two out")
+        if type(logical) is not int or type(cores) is not int or not 0 < cores <= logical <= MAX_CPUS or sockets == 1:
+            return given  # what is wrong with these is said by their own names
+        if cores % sockets or logical % cores:
+            self._refuse("cpu.sockets", f"{cores} cores with {logical} CPUs are no equal parts of {sockets} sockets")
+        self.assumed.append(f"numa: taken as {sockets} nodes with equal parts of CPUs and memory, by cpu.sockets")
+        return {**given, "numa": [self._node(given, at, sockets, logical, cores) for at in range(sockets)]}
+
+    def _node(self, given: Mapping[str, Any], at: int, sockets: int, logical: int, cores: int) -> dict[str, Any]:
+        each, memory = cores // sockets, given.get("memory")
+        total = memory.get("total_mib") if isinstance(memory, dict) else None
+        cpus = [cpu for first in range(each * at, logical, cores) for cpu in range(first, first + each)]
+        return {"id": at, "cpus": cpus, "memory_mib": total // sockets if type(total) is int else None}
+
     def _told(self, kind: type, given: dict[str, Any], key: str) -> dict[str, Any]:
         """With what is assumed of a machine that was written by hand or cleaned for a report."""
         for name in _DERIVED.get(kind, ()):
             given.pop(name, None)
         if kind is Hardware:
+            given = self._with_sockets(given)
             given.setdefault("numa", [])
             given.setdefault("gpus", {})
             given.setdefault("volume", {})
@@ -281,6 +324,7 @@ class _Reader:
         cpu, memory = hardware.cpu, hardware.memory
         self._check_most("cpu.physical", cpu.physical, "cpu.logical", cpu.logical)
         self._check_groups(cpu)
+        self._check_numa(hardware)
         self._check_most("memory.available_mib", memory.available_mib, "memory.total_mib", memory.total_mib)
         self._check_most("memory.limit_used_mib", memory.limit_used_mib, "memory.limit_mib", memory.limit_mib)
         gpus = hardware.gpus.gpus
@@ -324,6 +368,22 @@ class _Reader:
         cpus = [each for group in groups for each in group.cpus]
         if twice := {each for each in cpus if cpus.count(each) > 1}:
             self._refuse("cpu.groups", f"CPU {min(twice)} stands there twice")
+
+    def _check_numa(self, hardware: Hardware) -> None:
+        """Nodes are those of the whole machine; a container may use a part of their CPUs."""
+        nodes, seen = hardware.numa, set[int]()
+        for at, node in enumerate(nodes):
+            if any(other.id == node.id for other in nodes[:at]):
+                self._refuse(f"numa[{at}].id", f"another node has the same: {node.id}")
+            if twice := seen.intersection(node.cpus):
+                self._refuse(f"numa[{at}].cpus", f"another node has CPU {min(twice)}")
+            seen.update(node.cpus)
+        if 0 < len(seen) < hardware.cpu.logical:
+            self._refuse("numa", f"its nodes have {len(seen)} CPUs, and cpu.logical is {hardware.cpu.logical}")
+        ids = {node.id for node in nodes}
+        for at, gpu in enumerate(hardware.gpus.gpus):
+            if nodes and gpu.numa_node is not None and gpu.numa_node not in ids:
+                self._refuse(f"gpus.gpus[{at}].numa_node", f"no node has the id {gpu.numa_node}")
 
     def _check_most(self, key: str, value: int | None, of: str, most: int | None) -> None:
         if value is not None and most is not None and value > most:

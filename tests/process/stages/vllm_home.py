@@ -18,7 +18,7 @@ from tests.process.stages.boot import ROOT, Home, Serving
 from tests.process.stages.vllm import FAKE_VLLM
 from tests.shapes.folders import write_folder
 
-FACTS = ROOT / "tests/data/vllm/facts-0.32-cpu.json"
+FACTS = ROOT / "appliance/engines/vllm/cells/vllm-cpu.json"
 LIBRARIES = (("python", "3.12.11"), ("torch", "2.13.0+cpu"))
 SAYS = (
     "version", "commit", "flags", "choices", "kv_types", "quantizations", "attention", "tool_parsers",

@@ -20,6 +20,7 @@ from appliance.settings import PREFIX, resolve_settings
 from tests.builders import facts, facts_for, model
 from tests.golden import plan_schema
 from tests.golden.machines import MACHINES
+from tests.golden.printed import HERE
 from tests.json_schema import problems
 from tests.shapes import SMALL, write_gguf
 from tests.shapes.beside import write_adapter, write_projector
@@ -103,9 +104,9 @@ def test_a_buyer_writes_it_by_hand(image: Image, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("sys.stdin", stdin)
     said = image.plan("--machine", "-", "--model", "qwen3-32b")
     assert said.code == 0, said.err
-    assert said.out.startswith("for the machine of stdin, not for this one\n\nno file: the shape of qwen3-32b@Q4_K_M")
+    assert "\nfor the machine of stdin, not for this one\nno file: the shape of qwen3-32b@Q4_K_M" in said.out
     assert "CUDA0 (NVIDIA GeForce RTX 4090" in said.out
-    assert said.out.endswith("a prediction; measuring decides between it and others that fit\n")
+    assert "\na prediction; measuring decides between it and others that fit\n" in said.out
     assert "stdin does not say memory.available_mib: taken as 61,952, all but 2,048" in said.err
 
 
@@ -224,6 +225,69 @@ def test_outside_of_an_image_it_says_what_is_missing(capsys: pytest.CaptureFixtu
     assert code == 10
     assert "facts of this image cannot be read" in said
     assert "outside of an image there are none: `docker run --rm -i IMAGE` has this verb" in said
+
+
+def test_machines_are_compared_side_by_side(image: Image) -> None:
+    files = [image.machine(name) for name in ("2x4090", "24+8", "laptop-5060")]
+    said = image.plan("--compare", *files, "--model", "llama-3.3-70b")
+    assert said.code == 0, said.err
+    rows = {line.split()[0]: line for line in said.out.splitlines() if line[:1].strip()}
+    assert list(rows) == ["machine", "image", "model", "context", "placement", "speed", "memory"]
+    assert rows["model"].split()[1:] == ["llama-3.3-70b@Q4_K_M"] * 2
+    assert "error 31: model does not fit:" in rows["context"]
+    found = image.plan("--compare", *files, "--model", "llama-3.3-70b", "--json").document
+    assert [row["machine"]["source"] for row in found] == files
+    assert found[2]["error"]["exit_code"] == 31
+    assert [problems(row, SCHEMA) for row in found[:2]] == [[], []]
+    alone = image.plan("--machine", files[0], "--model", "llama-3.3-70b", "--json").document
+    assert found[0] == alone
+
+
+def test_no_machine_of_those_compared_can_serve_it(image: Image) -> None:
+    file = image.machine("cpu-limit-8g")
+    assert image.plan("--compare", file, file, "--model", "llama-3.3-70b").code == 31
+
+
+@pytest.mark.parametrize("words", [("--machine", "m.yaml"), ("--files",), ("--dry-run",)])
+def test_comparing_goes_alone(image: Image, words: tuple[str, ...]) -> None:
+    said = image.plan("--compare", image.machine("t4"), *words, "--model", "phi-4")
+    assert said.code == 2
+    assert f"--compare and {words[0]} do not go together" in said.err
+
+
+def test_five_lines_come_first(image: Image) -> None:
+    said = image.plan("--machine", image.machine("24+8"), "--model", "qwen3-32b@Q8_0", "--json")
+    text = image.plan("--machine", image.machine("24+8"), "--model", "qwen3-32b@Q8_0").out.splitlines()
+    head = said.document["head"]
+    assert text[:6] == [*(f"{name:<9}  {words}" for name, words in head.items()), ""]
+    assert head["command"] == shlex.join(said.document["argv"])
+    assert said.document["plan"]["context"] < 40_960
+    larger = said.document["larger_contexts"][0]
+    assert larger["setting"] == f"--ctx-size {larger['context']}"
+    flags = larger["setting"].split()
+    with_it = image.plan("--machine", image.machine("24+8"), "--model", "qwen3-32b@Q8_0", "--json", *flags)
+    assert with_it.document["plan"]["context"] == larger["context"]
+    assert with_it.document["plan"]["speed"]["decode_tokens_per_s"] == pytest.approx(larger["decode_tokens_per_s"])
+    assert "placement" in said.document["to_measure"]
+    still = image.plan("--machine", image.machine("24+8"), "--model", "qwen3-32b@Q8_0", "--json", "--tune", "off")
+    assert still.document["to_measure"] == []
+
+
+def test_memory_that_keeps_a_larger_ubatch_away_is_said(image: Image) -> None:
+    """And with that memory it is taken."""
+    path = image.root / "m.yaml"
+    server = (HERE / "two-sockets.yaml").read_text()
+    path.write_text(server)
+    said = image.plan("--machine", str(path), "--model", "deepseek-v3", "--json").document["plan"]
+    words = {choice["name"]: choice["reason"] for choice in said["choices"]}["ubatch"]
+    missing = re.search(r"4096 would read .* needs at least ([\d,]+) MiB more of host memory", words)
+    assert missing, words
+    enough = 382 * 1024  # MiB of 382 GiB
+    assert enough > 382_000 + int(missing[1].replace(",", ""))
+    path.write_text(server.replace("382000", str(enough)))
+    more = image.plan("--machine", str(path), "--model", "deepseek-v3", "--json").document["plan"]
+    assert more["launch"]["ubatch"] == 4096
+    assert more["speed"]["prefill_tokens_per_s"] > 4 * said["speed"]["prefill_tokens_per_s"]
 
 
 def test_a_shape_of_the_cpu_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

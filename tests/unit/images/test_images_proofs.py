@@ -13,12 +13,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.image_facts import ENGINE_FACTS_PATH, dump_facts, parse_engine_facts
 from images import __main__ as command
-from images import docker, explain, matrix, packages, proofs, render, select, timing, verify
+from images import cell_facts, docker, explain, matrix, packages, proofs, render, select, timing, verify
 from images.errors import MatrixError, VerificationError
 from images.gpus import Gpu
 from images.matrix import Cell, Platform
 from images.proofs import Proof, Record
+from tests.builders import ENGINE
 
 LOADED = matrix.load(Path(__file__).parents[3])
 PLATFORMS: dict[str, tuple[Platform, ...]] = {
@@ -275,6 +277,10 @@ class Engine(docker.Engine):
         config = {"Labels": {proofs.REVISION_LABEL: "f" * 40}}
         return docker.Image(id=DIGEST, tags=(name,), digests=(), platform=self.platform, config=config)
 
+    def run(self, image: str, argv: tuple[str, ...], *, entrypoint: tuple[str, ...] | None = None) -> docker.Finished:
+        assert (argv, entrypoint) == ((ENGINE_FACTS_PATH,), ("cat",))
+        return docker.Finished(code=0, lines=tuple(dump_facts(ENGINE).splitlines()))
+
 
 @pytest.mark.usefixtures("programs")
 def test_what_was_verified_is_recorded(
@@ -289,7 +295,17 @@ def test_what_was_verified_is_recorded(
     proof = proofs.load(tmp_path, [*matrix.load(project).cells])["llama-cpu", "linux/amd64"]
     assert (proof.digest, proof.commit, proof.size_mib) == (DIGEST, "f" * 40, 852)
     assert str(proof.machine).endswith("CPUs, no GPU")
-    assert "recorded in images/proven.yaml: proven on " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "recorded in images/proven.yaml: proven on " in said
+    path = "appliance/engines/llama/cells/llama-cpu.json"
+    assert f"engine facts are in {path}" in said
+    assert parse_engine_facts((tmp_path / path).read_text()) == ENGINE
+
+
+def test_facts_that_are_none_are_not_recorded(tmp_path: Path, cell: Cell) -> None:
+    with pytest.raises(VerificationError, match="engine facts of llama-cpu cannot be recorded: engine facts are not"):
+        cell_facts.record(tmp_path, cell, "cat: /opt/appliance/engine_facts.json: No such file or directory")
+    assert not (tmp_path / "appliance").exists()
 
 
 def test_an_image_of_an_edited_tree_is_not_recorded(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:

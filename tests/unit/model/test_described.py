@@ -118,7 +118,9 @@ def test_the_usual_mixture_that_is_nearest(name: str, near: str) -> None:
     [
         ({"quantization": "WX9"}, "quantization is not known: WX9"),
         ({"architecture": "nobody"}, "nobody"),
-        ({"metadata": {"block_count": 2}}, "the shape of q does not describe a model"),
+        ({"metadata": {"block_count": 2}}, "the shape of q has no attention.head_count, or it is 0"),
+        ({"metadata": {}}, "the shape of q has no block_count"),
+        ({"architecture": "glm4moe"}, "no table tells the tensors of this architecture: glm4moe, only of cohere2, "),
         ({"vocabulary": None}, "the shape of q does not describe a model"),
     ],
 )

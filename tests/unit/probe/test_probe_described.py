@@ -44,6 +44,24 @@ def test_by_hand_the_least_will_do_and_what_is_assumed_is_said() -> None:
     assert [re.findall(r"m.yaml does not say ([^:]+)", note) for note in found.notes] == [[key] for key in keys]
 
 
+def test_sockets_are_nodes_in_equal_parts() -> None:
+    text = SMALLEST.replace("8}", "8, physical: 4, sockets: 2}")
+    found = parse_machine(text, "m.yaml")
+    assert [(node.id, node.cpus, node.memory_mib) for node in found.hardware.numa] == [
+        (0, (0, 1, 4, 5), 8000), (1, (2, 3, 6, 7), 8000),
+    ]  # fmt: skip
+    assert (
+        "m.yaml does not say numa: taken as 2 nodes with equal parts of CPUs and memory, by cpu.sockets" in found.notes
+    )
+    one = parse_machine(text.replace("sockets: 2", "sockets: 1"), "m.yaml")
+    assert one.hardware.numa == ()
+
+
+def test_cpus_of_a_node_are_written_as_lscpu_does() -> None:
+    found = parse_machine(NODES.replace("0-3", "'0-1,2, 3'"), "m.yaml").hardware
+    assert [node.cpus for node in found.numa] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
 def test_kinds_of_cores_are_read_and_a_file_of_an_older_probe_has_none() -> None:
     cpu = parse_machine(with_groups(LARGE, SMALL), "m.yaml").hardware.cpu
     assert cpu.capacities == (1.0,) * 4 + (0.27,) * 4
@@ -81,7 +99,21 @@ def with_groups(*rows: str) -> str:
 
 
 LARGE, SMALL = "{capacity: 1, cores: 4, cpus: [4, 5, 6, 7]}", "{capacity: 0.27, cores: 4, cpus: [0, 1, 2, 3]}"
+NODE = "{id: %d, cpus: %s}"
+NODES = f"{SMALLEST}numa: [{NODE % (0, '0-3')}, {NODE % (1, '[4, 5, 6, 7]')}]\n"
 REFUSED: list[tuple[str, str]] = [
+    (NODES.replace("0-3", "0-x"), "numa[0].cpus: it is no list of CPUs such as 0-23,48-71: '0-x'"),
+    (NODES.replace("0-3", "3-0"), "numa[0].cpus: it is no list of CPUs"),
+    (NODES.replace("0-3", "0-99999"), "numa[0].cpus: it is no list of CPUs"),
+    (NODES.replace("0-3", "0-4"), "numa[1].cpus: another node has CPU 4"),
+    (NODES.replace("0-3", "0-2"), "numa: its nodes have 7 CPUs, and cpu.logical is 8"),
+    (NODES.replace("id: 1", "id: 0"), "numa[1].id: another node has the same: 0"),
+    (f"{NODES}gpus: {{gpus: [{CARD % ', numa_node: 2'}]}}", "gpus.gpus[0].numa_node: no node has the id 2"),
+    (NODES.replace("8}", "8, sockets: 2}"), "cpu.sockets: numa tells the nodes already"),
+    (SMALLEST.replace("8}", "8, sockets: 0}"), "cpu.sockets: it is no number from 1 to 16: 0"),
+    (SMALLEST.replace("8}", "8, sockets: two}"), "cpu.sockets: it is no number from 1 to 16: 'two'"),
+    (SMALLEST.replace("8}", "8, sockets: 3}"), "cpu.sockets: 8 cores with 8 CPUs are no equal parts of 3 sockets"),
+    (SMALLEST.replace("8}", "-8, sockets: 2}"), "cpu.logical: it is negative: -8"),
     ("", "it holds no keys: None"),
     ("[1]", "it holds no keys: [1]"),
     ("{", "it is neither JSON nor YAML: Expecting property name"),

@@ -145,14 +145,14 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         choices=(
             *_context_choices(inputs, context_plan),
             *_placement_choices(inputs, placement, speed),
-            kept.by_cache,
-            *kept.by_checkpoints,
+            _ubatch_choice(inputs, job, context_plan, is_pinned=mode in PINNED),
+            by_mode,
             *threads.choices,
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
-            _ubatch_choice(inputs, job, context_plan, is_pinned=mode in PINNED),
+            kept.by_cache,
+            *kept.by_checkpoints,
             *slot_choices(settings, model, context, cache_mib=kept.memory.cache, needed_mib=kept.longest_mib),
             *reasons.fixed(inputs.no_flash),
-            by_mode,
             *extra_choices(settings, model, extras, inputs.left_away, inputs.resources.devices),
         ),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from appliance.engines.llama.planning.arguments.engine_args import check_engine_args
-from appliance.engines.llama.planning.arguments.numa import check_numa
+from appliance.engines.llama.planning.arguments.numa import check_numa, usable_nodes
 from appliance.engines.llama.planning.hardware import assumptions
 from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.hardware.devices import usable_devices
@@ -164,7 +164,8 @@ def plan_inputs(
     bare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - host_overhead_mib(model) - copied.more
     spare = bare - least_cache(settings) - settings.slots * checkpoint_mib(model, "f16")
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
-    memory = measured or min(assumptions.DRAM_GB_S.value, limits.dram_gb_s)
+    nodes = max(1, len(usable_nodes(hardware)))  # each has memory channels of its own
+    memory = measured or min(nodes * assumptions.DRAM_GB_S.value, limits.dram_gb_s)
     cpu = cpu_rates(
         kernels.isa,
         max(1, hardware.cpu.cores),

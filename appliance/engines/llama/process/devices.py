@@ -11,11 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from appliance.engines.engine import Devices
-from appliance.engines.llama.process.facts import BINARY
+from appliance.engines.llama.process.facts import BINARY, CUDA_BACKEND
 from appliance.engines.llama.process.server import gpu_environment
 from appliance.run import RunTimeout, run
 
-BACKEND = "libggml-cuda.so"
 TIMEOUT_S = 60.0  # a cold driver wakes its GPUs one after another
 _DEVICE = re.compile(r"^ {2}(CUDA\d+): .+ \(\d+ MiB, \d+ MiB free\)$", re.MULTILINE)
 _CAUSE = re.compile(r"cuda|fail|error|cannot", re.IGNORECASE)
@@ -85,7 +84,7 @@ def _why_unloadable(engine_dir: Path, environment: Mapping[str, str]) -> str:
     """The dynamic loader's words about the CUDA backend, which the engine passes over in silence; "" when it loads."""
     load = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
     try:
-        argv = (sys.executable, "-I", "-S", "-c", load, str(engine_dir / BACKEND))
+        argv = (sys.executable, "-I", "-S", "-c", load, str(engine_dir / CUDA_BACKEND))
         done = run(argv, timeout_s=TIMEOUT_S, environment=environment)
     except (RunTimeout, OSError) as error:
         return str(error)

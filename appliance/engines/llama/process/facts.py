@@ -9,10 +9,11 @@ from functools import cache
 from pathlib import Path
 
 from appliance.errors import EngineArgumentsError, EngineLibraryError
-from appliance.image_facts import CpuVariant, EngineFacts
+from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts
 from appliance.run import run
 
 BINARY = "llama-server"
+CUDA_BACKEND = "libggml-cuda.so"
 TIMEOUT_S = 30.0
 _VARIANTS = Path(__file__).with_name("cpu_variants.yaml")
 _CPU_BACKEND = re.compile(r"libggml-cpu-(.+)\.so")
@@ -74,15 +75,31 @@ def parse_variants(backends: Iterable[str], table: str) -> tuple[CpuVariant, ...
 
 
 @cache
-def _variants_in(table: str) -> Mapping[str, tuple[str, ...]]:
-    """The instructions of each."""
+def _variants_in(table: str, platform: str | None = None) -> Mapping[str, tuple[str, ...]]:
+    """Return the instructions of each variant, of one platform or of all."""
     import yaml  # here: an image's build needs it, and it costs every start 20 ms
 
     return {
         name: tuple(flag for feature in features for flag in rows["features"][feature])
-        for rows in yaml.safe_load(table).values()
+        for name_of_platform, rows in yaml.safe_load(table).items()
+        if platform in (None, name_of_platform)
         for name, features in rows["variants"].items()
     }
+
+
+def facts_in_cell(
+    facts: EngineFacts, image: ImageFacts, *, kv_pairs: tuple[tuple[str, str], ...], is_arm: bool
+) -> EngineFacts:
+    """Return what the engine of a cell says, from the facts of another cell of the same release.
+
+    Flags and types are compiled into the program, which all cells share. A cell adds loadable backends: one for each
+    CPU variant, and one for CUDA.
+    """
+    table = _VARIANTS.read_text(encoding="utf-8")
+    names = _variants_in(table, "arm64" if is_arm else "amd64")
+    variants = [f"libggml-cpu-{name}.so" for name in image.cpu_variants if name in names]
+    backends = tuple(sorted((*variants, *((CUDA_BACKEND,) if image.cuda else ()))))
+    return replace(facts, backends=backends, cpu_variants=parse_variants(backends, table), kv_pairs=kv_pairs)
 
 
 def parse_flags(usage: str) -> tuple[str, ...]:

@@ -30,12 +30,12 @@ from appliance.plan.choice import Choice
 def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
     facts = estimate.facts
     return (
-        context(estimate),
         *facts.choices,
         *_layout(estimate),
         memory(estimate),
         *_reserve(estimate),
         blocks(estimate),
+        context(estimate),
         parallel(estimate),
         tokens(estimate),
         graphs(estimate),

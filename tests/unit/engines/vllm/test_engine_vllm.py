@@ -16,8 +16,8 @@ from appliance.serve.inputs import load_engine
 from tests.builders import IMAGE
 
 ROOT = Path(__file__).parents[4]
-SAID = ROOT / "tests/data/vllm/facts-0.32-cpu.json"  # of the image vllm-cpu
-SAID_FOR_CUDA = SAID.with_name("facts-0.33-cu130.json")  # of the image vllm-cu130, built without a GPU
+SAID = ROOT / "appliance/engines/vllm/cells/vllm-cpu.json"  # of the image vllm-cpu
+SAID_FOR_CUDA = SAID.with_name("vllm-cu130.json")  # of the image vllm-cu130, built without a GPU
 FACTS = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=(), kv_types=())
 
 

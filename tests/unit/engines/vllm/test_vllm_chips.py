@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from appliance.engines.vllm.planning.model.chips import chip_of
-from appliance.image_facts import AttentionBackend, parse_engine_facts
+from appliance.image_facts import AttentionBackend
+from tests.golden.vllm_plans import engine_facts
 
-FACTS = parse_engine_facts((Path(__file__).parents[3] / "data/vllm/facts-0.33-cu130.json").read_text("utf-8"))
+FACTS = engine_facts()
 SMS = ("75", "80", "86", "87", "89", "90", "100", "103", "110", "120", "121")
 KINDS = pytest.mark.parametrize("is_mla", [False, True], ids=["", "latent"])
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from appliance.engines.vllm.api.parsers import Parsers, parsers_of, rows
 from appliance.engines.vllm.planning.space import Space
-from appliance.image_facts import EngineFacts, parse_engine_facts
+from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.model.architecture.facts import CALLS_TOOLS, REASONS
 from appliance.plan import Plan
 from appliance.serve.beside import with_beside
 from appliance.settings import resolve_settings
-from tests.golden.vllm_plans import arguments, hardware, inputs
+from tests.golden.vllm_plans import arguments, engine_facts, hardware, inputs
 from tests.shapes.folders import folder_model
 
 DATA = Path(__file__).parents[3] / "data/vllm"
-FACTS = parse_engine_facts((DATA / "facts-0.33-cu130.json").read_text())
+FACTS = engine_facts()
 THINK = frozenset({"<think>", "</think>"})
 CALL = frozenset({"<tool_call>", "</tool_call>"})
 DEEPSEEK = frozenset({"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"})

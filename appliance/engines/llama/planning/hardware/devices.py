@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from appliance.engines.gpus import device_id, judged
 from appliance.engines.llama.planning.hardware import assumptions
 from appliance.engines.llama.planning.hardware.cuda_context import context_mib, held_back_mib
-from appliance.engines.llama.planning.hardware.gpu_throttling import handicaps
+from appliance.engines.llama.planning.hardware.gpu_throttling import handicaps, power_share
 from appliance.engines.llama.planning.hardware.observed_limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.hardware.rates import card_rates
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -31,8 +33,16 @@ def usable_devices(
         if why:
             refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
         else:
-            devices.append(_device(gpu, hardware, limits, reserve_mib))
+            devices.append(_capped(_device(gpu, hardware, limits, reserve_mib), power_share(gpu)))
     return tuple(sorted(devices, key=_rank)), tuple(refused)
+
+
+def _capped(device: Device, share: float) -> Device:
+    """With what a card computes if its power is capped."""
+    if share == 1:
+        return device
+    tflops, tflops_16 = (rate and rate * share for rate in (device.tflops, device.tflops_16))
+    return replace(device, tflops=tflops, tflops_16=tflops_16)
 
 
 def _rank(device: Device) -> tuple[float | int | str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.engines.llama.planning.hardware.rates import counts_power
+from appliance.engines.llama.planning.hardware.rates import WATTS_POWER, counts_power
 from appliance.probe import Gpu
 
 FULL_WIDTH = 8  # lanes; fewer are named
@@ -14,6 +14,16 @@ WIDE_BUS = 2048  # bits; memory with a bus as wide is HBM, whose ECC takes nothi
 def handicaps(gpu: Gpu) -> list[str]:
     found = [_link(gpu), _generation(gpu), _ecc(gpu), _power(gpu)]
     return [words for words in found if words]
+
+
+def power_share(gpu: Gpu) -> float:
+    """The share of its usual rate of matrix products that a capped card keeps, if the number of its multiprocessors is
+    unknown; with that number the rates count the power themselves."""
+    limit, default = gpu.power_limit_w, gpu.power_limit_default_w
+    if counts_power(gpu) or limit is None or default is None or gpu.mig_profile is not None:
+        return 1.0
+    share: float = min(1.0, limit / default) ** WATTS_POWER
+    return share
 
 
 def _link(gpu: Gpu) -> str:
@@ -43,5 +53,6 @@ def _power(gpu: Gpu) -> str:
     limit, default = gpu.power_limit_w, gpu.power_limit_default_w
     if limit is None or default is None or limit >= default:
         return ""
-    counts = "prefill is predicted with it, decode without" if counts_power(gpu) else "which is not in the prediction"
+    is_counted = counts_power(gpu) or power_share(gpu) < 1
+    counts = "prefill is predicted with it, decode without" if is_counted else "which is not in the prediction"
     return f"its power is capped at {limit:,.0f} of {default:,.0f} W: {counts}"

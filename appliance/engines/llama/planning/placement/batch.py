@@ -252,6 +252,33 @@ def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: 
     return speed_of(costs, DEPTH, long_prompt(settings)) if placement.copies_weights else found
 
 
+def _lacking(
+    job: PlacementJob, resources: Resources, placement: Placement, settings: Settings, *, is_pinned: bool
+) -> str:
+    """What host memory keeps a larger ubatch away, and what it would read; empty if memory is not the reason."""
+    if not placement.copies_weights or job.ubatch == UBATCHES_GPU[-1]:
+        return ""
+    tokens, largest = long_prompt(settings), replace(job, ubatch=UBATCHES_GPU[-1])
+    if largest.context < largest.ubatch or place(largest, resources) is not None:
+        return ""
+    found = place(largest, replace(resources, spare_mib=float("inf"), tables={}))
+    if found is None:
+        return ""
+    missing = found.host.total - resources.spare_mib
+    costs = (
+        placement_costs(each, resources, where, is_pinned=is_pinned)
+        for each, where in ((job, placement), (largest, found.placement))
+    )
+    here, there = (speed_of(each, DEPTH, tokens).prefill_tokens_per_s for each in costs)
+    if here >= WORTH_A_BATCH * there:
+        return ""
+    return (
+        f"{largest.ubatch} would read a prompt of {tokens:,} tokens at {there:,.0f} tok/s, not {here:,.0f}, and needs "
+        f"at least {missing:,.0f} MiB more of host memory: its buffer takes the room of experts on the GPU; a smaller "
+        f"quantization has that room as well"
+    )
+
+
 def ubatch_words(
     job: PlacementJob, resources: Resources, placement: Placement, settings: Settings, *, is_pinned: bool
 ) -> str:
@@ -264,6 +291,8 @@ def ubatch_words(
         gain = "makes split mode tensor the clearly faster one" if is_tensor else "leaves room on faster cards"
         return f"its smaller buffer {gain}"
     if job.ubatch == UBATCH:
+        if words := _lacking(job, resources, placement, settings, is_pinned=is_pinned):
+            return f"llama.cpp's default: {words}"
         return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
     costs = long_costs(job, resources, placement, tokens, is_pinned=is_pinned)
     if placement.copies_weights:
@@ -272,4 +301,6 @@ def ubatch_words(
         usual = long_costs(replace(job, ubatch=UBATCH), resources, placement, tokens, is_pinned=is_pinned)
         why = ""
     here, before = (speed_of(each, DEPTH, tokens).prefill_tokens_per_s for each in (costs, usual))
-    return f"{why}a prompt of {tokens:,} tokens is read at {here:,.0f} tok/s, with {UBATCH} at {before:,.0f}"
+    more = _lacking(job, resources, placement, settings, is_pinned=is_pinned)
+    words = f"{why}a prompt of {tokens:,} tokens is read at {here:,.0f} tok/s, with {UBATCH} at {before:,.0f}"
+    return f"{words}; {more}" if more else words

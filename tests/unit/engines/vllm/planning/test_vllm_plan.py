@@ -26,12 +26,11 @@ from appliance.errors import (
     ModelUnreadableError,
     NoKernelError,
 )
-from appliance.image_facts import parse_engine_facts
 from appliance.model import read_model
 from appliance.plan import Plan
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
-from tests.golden.vllm_plans import DATA, arguments, hardware, inputs, variables
+from tests.golden.vllm_plans import arguments, engine_facts, hardware, inputs, variables
 from tests.shapes.folders import folder_model, write_folder
 from tests.unit.engines.vllm.planning.vllm_spaces import (
     ADA,
@@ -424,7 +423,7 @@ def test_an_argument_that_cannot_be_taken_is_10(words: str, said: str) -> None:
 
 
 def with_choices(words: str) -> Plan:
-    facts = parse_engine_facts((DATA / "facts-0.33-cu130.json").read_text())
+    facts = engine_facts()
     given = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), {"engine_arg": words})
     return Space(replace(given, facts=facts)).best
 

@@ -16,10 +16,9 @@ from appliance.engines.vllm.planning.model.shape import Shape, shape_of
 from appliance.engines.vllm.planning.space import Space
 from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
 from appliance.image_facts import Quantization as QuantizationFacts
-from appliance.image_facts import parse_engine_facts
 from appliance.model import Model
 from appliance.plan import Plan
-from tests.golden.vllm_plans import DATA, hardware, inputs
+from tests.golden.vllm_plans import engine_facts, hardware, inputs
 from tests.shapes.folders import folder_model
 from tests.unit.engines.vllm.planning.vllm_spaces import CPU, TURINGS, best, cards, launch, reason
 
@@ -91,7 +90,7 @@ def test_the_method_is_called_as_the_engine_calls_it(found: object, method: str)
 
 
 def known_methods() -> tuple[QuantizationFacts, ...]:
-    return parse_engine_facts((DATA / "facts-0.33-cu130.json").read_text()).quantizations
+    return engine_facts().quantizations
 
 
 def without_methods(machine: str, model: Model) -> Plan:

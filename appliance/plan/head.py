@@ -1,0 +1,133 @@
+"""The five lines that a plan opens with: what an expert looks at before the reasons. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from appliance.errors import printable
+from appliance.plan.plan import GpuAllocation, Placement, Plan
+from appliance.values import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargerContext:
+    """A longer context that another setting would give, and what it costs. `setting` is a flag with its value."""
+
+    context: int
+    setting: str
+    decode_tokens_per_s: float | None
+
+    def describe(self) -> str:
+        """As in "131,072 with --ctx-size 131072 (14 tok/s of decode)"."""
+        speed = f" ({rate(self.decode_tokens_per_s)} tok/s of decode)" if self.decode_tokens_per_s else ""
+        return f"{self.context:,} with {self.setting}{speed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """One line each."""
+
+    context: str
+    placement: str
+    speed: str
+    memory: str
+    command: str
+
+    def describe(self) -> str:
+        """Return the five lines, each behind its name."""
+        rows = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        return "\n".join(f"{name:<9}  {printable(words)}" for name, words in rows)
+
+
+def head_of(
+    plan: Plan,
+    command: str,
+    *,
+    native: int | None = None,
+    larger: Sequence[LargerContext] = (),
+    measured: str = "",
+    to_measure: Sequence[str] = (),
+) -> Head:
+    """`native` is the model's own context length, None: unknown. `measured` are speeds in words, empty: predicted.
+    `to_measure` names the knobs and kinds of speculative decoding that measuring decides."""
+    return Head(
+        context=_context(plan, native, larger),
+        placement=_placement(plan.placement),
+        speed=_speed(plan, measured, to_measure),
+        memory=memory_left(plan),
+        command=command,
+    )
+
+
+def rate(tokens_per_s: float) -> str:
+    """As in "116" and "2.1"."""
+    return f"{tokens_per_s:.{0 if tokens_per_s >= 9.95 else 1}f}"
+
+
+def _context(plan: Plan, native: int | None, larger: Sequence[LargerContext]) -> str:
+    of = "" if native is None else f" of the model's {native:,}"
+    if plan.context == native:
+        of = ", the model's native length"
+    requests = f"{plan.parallel} request{'s' * (plan.parallel > 1)} at once"
+    more = "; ".join(("", *(each.describe() for each in larger)))
+    return f"{plan.context:,} tokens{of}, KV cache {plan.kv_type}, {requests}{more}"
+
+
+def _placement(placement: Placement) -> str:
+    """As in "NVIDIA GeForce RTX 4090: 49 layers; host memory: experts of 28 layers"."""
+    if not placement.shares:
+        return "all on the CPU"
+    parts = [f"{_named(shares)}: {layers} layers{_each(shares)}" for layers, shares in _by_layers(placement)]
+    split = f" (split: {placement.split_mode})" if len(placement.shares) > 1 else ""
+    host = [f"{placement.cpu_layers} layers"] if placement.cpu_layers else []
+    host += [f"experts of {placement.cpu_expert_layers} layers"] if placement.cpu_expert_layers else []
+    return "; ".join((", ".join(parts) + split, *([f"host memory: {' and '.join(host)}"] if host else [])))
+
+
+def _by_layers(placement: Placement) -> Iterator[tuple[int, list[GpuAllocation]]]:
+    """Neighbours of one kind with as many layers, together."""
+    for (layers, _), shares in groupby(placement.shares, key=lambda share: (share.layers, share.gpu.name)):
+        yield layers, list(shares)
+
+
+def _named(shares: Sequence[GpuAllocation]) -> str:
+    name = shares[0].gpu.name
+    return f"{len(shares)} x {name}" if len(shares) > 1 else name
+
+
+def _each(shares: Sequence[GpuAllocation]) -> str:
+    return " each" if len(shares) > 1 else ""
+
+
+def _speed(plan: Plan, measured: str, to_measure: Sequence[str]) -> str:
+    if plan.is_embedding:
+        said = "not predicted for a model that makes no text"
+    else:
+        said = measured or (f"predicted: {plan.speed.describe()}" if plan.speed else "not predicted")
+    return f"{said}; will be measured: {', '.join(to_measure)}" if to_measure else said
+
+
+def memory_left(plan: Plan) -> str:
+    """As in "A 6,451 of 6,458 MiB, 7 left; host 23,413 of 29,952 MiB, 6,539 left"."""
+    shares = [share for share in plan.placement.shares if not share.gpu.is_unified]
+    places = [(share.device, share.memory.total, share.gpu.free_mib) for share in shares]
+    rows = [*_alike(places), (["host"], plan.memory.total, plan.usable_mib)]
+    return "; ".join(_taken(*row) for row in rows)
+
+
+def _taken(names: list[str], taken: float, may: float) -> str:
+    name = f"{names[0]} to {names[-1]}" if len(names) > 2 else " and ".join(names)
+    each = " each" if len(names) > 1 else ""
+    return f"{name} {taken:,.0f} of {may:,.0f} MiB{each}, {_left(taken, may)}"
+
+
+def _left(taken: float, may: float) -> str:
+    left = round(may) - round(taken)
+    return f"{left:,} left" if left >= 0 else f"{-left:,} too few: the rest is read from disk"
+
+
+def _alike(places: Sequence[tuple[str, float, float]]) -> Iterator[tuple[list[str], float, float]]:
+    """Neighbours that hold as much of as much, together."""
+    for (taken, may), rows in groupby(places, key=lambda row: (round(row[1]), round(row[2]))):
+        yield [name for name, _, _ in rows], taken, may
