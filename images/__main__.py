@@ -20,56 +20,18 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args
 
 from appliance.image_facts import Recipe, WeightsFormat
-from images import (
-    addresses,
-    bake,
-    bases,
-    build,
-    cards,
-    ci,
-    ci_steps,
-    compat,
-    convert,
-    debian,
-    described,
-    devcontainer,
-    docker,
-    drift,
-    explain,
-    fetch,
-    gate,
-    given,
-    gpus,
-    index,
-    inventory,
-    lock,
-    lock_sums,
-    matrix,
-    mirror,
-    model,
-    packages,
-    proofs,
-    prune,
-    publisher,
-    push,
-    recipe,
-    render,
-    reproduce,
-    router,
-    sbom,
-    select,
-    smi,
-    snapshot,
-    space,
-    substitute,
-    timing,
-    verify,
-    wheel_gaps,
-)
+from images import docker
+from images.build import bake, build, given, index, mirror, model, packages, prune, router, snapshot, substitute
+from images.choice import cards, described, explain, gpus, proofs, select, smi
+from images.ci import ci, ci_steps, devcontainer, push
 from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError, near_miss
-from images.lock_closure import closure_faults
-from images.matrix import LOCKS, Cell, Matrix
-from images.publisher import Publisher
+from images.matrix import addresses, compat, drift, matrix, publisher, render, space, timing
+from images.matrix.matrix import LOCKS, Cell, Matrix
+from images.matrix.publisher import Publisher
+from images.pins import bases, debian, lock, lock_sums
+from images.pins.lock_closure import closure_faults
+from images.proof import gate, reproduce, sbom, verify, wheel_gaps
+from images.recipes import convert, fetch, inventory, recipe
 
 LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
 ROOT = Path(__file__).resolve().parent.parent

@@ -43,6 +43,10 @@ LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
 STEP = re.compile(r"^#(\d+) \[(?:linux/\w+ )?([\w.-]+) +\d+/\d+\] RUN\b")
 KEPT_STEP = re.compile(r"^#(\d+) CACHED$")
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+# An image's name without tag and digest. A dot, a port or being localhost tells a registry's host from an account.
+IMAGE_NAME = re.compile(
+    r"^(?:[A-Za-z0-9][\w.-]*(?::\d+)?/)?[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from appliance import errors
-from images import cards, drift, matrix, proofs
 from images import errors as images_errors
+from images.choice import cards, proofs
+from images.matrix import drift, matrix
 from tests import settings_page
 
 ROOT = Path(__file__).parents[2]

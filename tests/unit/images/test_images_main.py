@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from images import __main__ as command
-from images import docker, matrix, render
+from images import docker
+from images.matrix import matrix, render
 
 VERBS = (
     "list", "render", "build", "verify", "gate", "gaps", "sbom", "bake", "ci-matrix", "prune", "explain", "select",

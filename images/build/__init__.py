@@ -1,0 +1,1 @@
+"""From a cell to an image in this machine's engine."""

@@ -1,0 +1,74 @@
+"""Wheels from another package index than PyPI, for one build: a mirror of a house, or a cache near by.
+
+As with Debian's mirror (`mirror.py`), every instruction that calls pip is given one mount, pip's configuration with the
+address in it. That is a secret, in no layer, no history and no cache key. The hashes of the locks hold for it as well.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from images.build.build import Job
+from images.build.installed import INSTRUCTION
+from images.build.mirror import folder_of
+from images.errors import UsageError
+
+FORM = re.compile(r"https?://[^\s/]+\S*")
+SECRET, FILE, TARGET = "pip-index", "pip.conf", "/etc/pip.conf"
+MOUNT = f"--mount=type=secret,id={SECRET},target={TARGET},mode=0444 \\\n    "
+
+
+def parse_index(text: str) -> str:
+    """UsageError for what is no address of an index; the address is not repeated, since it may hold a password."""
+    if FORM.fullmatch(text):
+        return text
+    message = "--index-url is no address of a package index"
+    raise UsageError(message, hint="such as --index-url https://pypi.example/simple")
+
+
+def plan(job: Job) -> Job:
+    """The job with pip's configuration as a secret, which `through` writes; unchanged without another index."""
+    if job.index_url is None:
+        return job
+    folder = folder_of(job)
+    secret = f"id={SECRET},src={(folder / FILE).as_posix()}"
+    return replace(job, variant=job.variant or folder / "Dockerfile", secrets=(*job.secrets, secret))
+
+
+def through(root: Path, job: Job) -> Job:
+    """The planned job, its Dockerfile and pip's configuration in their folder, which `mirror.workplace` takes away."""
+    if job.index_url is None:
+        return job
+    planned = plan(job)
+    source, variant = root / job.dockerfile, root / planned.dockerfile
+    text = through_index(source.read_text("utf-8"))
+    variant.parent.mkdir(parents=True, exist_ok=True)
+    variant.write_text(text, "utf-8")
+    ignore = root / f"{job.cell.folder / 'Dockerfile'}.dockerignore"
+    if ignore.is_file():
+        shutil.copyfile(ignore, f"{variant}.dockerignore")
+    conf = root / folder_of(job) / FILE
+    conf.touch(mode=0o600)
+    conf.write_text(configuration(job.index_url), "utf-8")
+    return planned
+
+
+def configuration(url: str) -> str:
+    """What pip is told. An index without TLS must be trusted by name; the hashes of the lock are what protects."""
+    parts = urlsplit(url)
+    trusted = f"trusted-host = {parts.netloc.rpartition('@')[2]}\n" if parts.scheme == "http" else ""
+    return f"[global]\nindex-url = {url}\n{trusted}"
+
+
+def through_index(dockerfile: str) -> str:
+    """The Dockerfile with the mount wherever pip installs: the same bytes for every index."""
+    return INSTRUCTION.sub(_mounted, dockerfile)
+
+
+def _mounted(instruction: re.Match[str]) -> str:
+    text = instruction.group()
+    return text.replace("RUN ", f"RUN {MOUNT}", 1) if text.startswith("RUN ") and "pip install " in text else text

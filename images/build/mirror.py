@@ -1,0 +1,154 @@
+"""Debian packages from another archive, for one build: a mirror near by, or a snapshot of the day of the lock.
+
+Every instruction that calls apt-get is given three mounts: the base's sources with the archive's address in them, and a
+line of apt's configuration that points there. They are secrets, which are in no layer, no history and no cache key: the
+image has the digest that it would have without them, and another archive or date runs no step again.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from images.build.build import Job
+from images.build.installed import INSTRUCTION
+from images.errors import BuildError, UsageError
+from images.pins import debian
+
+FORM = re.compile(r"(?P<root>https?://[A-Za-z0-9._~:/%+-]+?)/?(?:@(?P<timestamp>\d{8}T\d{6}Z))?")
+ARCHIVE = re.compile(r"https?://[^\]\s]*?/(debian|debian-security)/?(?=\s|$)")
+# Components that are off by default change nothing for packages of main, and one stage asks for some of them.
+COMPONENTS = re.compile(r"^(?:Components:|deb ).*$", re.MULTILINE)
+ADDRESSED = re.compile(r"^(?:URIs:|deb ).*$", re.MULTILINE)
+SOURCES = "/run/debian-mirror"
+CONFIGURED = "/etc/apt/apt.conf.d/99debian-mirror"
+CONFIGURATION = f"""\
+Dir::Etc::SourceList "/dev/null";
+Dir::Etc::SourceParts "{SOURCES}";
+Acquire::Retries "3";
+"""
+# The Release files of a snapshot may say of themselves that they are out of date.
+SNAPSHOT_CONFIGURATION = 'Acquire::Check-Valid-Until "false";\n'
+# File -> where apt finds it, and the secret's name.
+TARGETS: Mapping[str, str] = {
+    "apt.conf": CONFIGURED,
+    "base.list": f"{SOURCES}/base.list",
+    "base.sources": f"{SOURCES}/base.sources",
+}
+MOUNTS = "".join(
+    f"--mount=type=secret,id=debian-{name},target={target},mode=0444 \\\n    " for name, target in TARGETS.items()
+)
+END = "end-of-debian-mirror"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirror:
+    """`root` holds the archives debian and debian-security, as on Debian's own hosts; a timestamp stands below each."""
+
+    root: str
+    timestamp: str | None = None
+
+    def __str__(self) -> str:
+        """As --debian-mirror takes it."""
+        return f"{self.root}@{self.timestamp}" if self.timestamp else self.root
+
+
+def parse_mirror(text: str) -> Mirror:
+    """ROOT or ROOT@TIMESTAMP; UsageError for anything else."""
+    found = FORM.fullmatch(text)
+    if found is None:
+        message = f"--debian-mirror is no address of a mirror: {text}"
+        raise UsageError(
+            message,
+            hint="--debian-mirror http://deb.debian.org takes http://deb.debian.org/debian; of a snapshot archive "
+            "--debian-mirror http://snapshot.debian.org/archive@20260718T020000Z",
+        )
+    return Mirror(root=found["root"], timestamp=found["timestamp"])
+
+
+def folder_of(job: Job) -> Path:
+    """Where a build has what it needs to go through a mirror, as long as it runs."""
+    return job.archive.with_name(f"{job.cell.id}.mirror")
+
+
+def plan(job: Job, files: Mapping[str, str] | None = None) -> Job:
+    """The job with another Dockerfile and these files as secrets, all of which `write` puts there."""
+    folder = folder_of(job)
+    secrets = (f"id=debian-{name},src={(folder / name).as_posix()}" for name in TARGETS if not files or name in files)
+    return replace(job, variant=folder / "Dockerfile", secrets=(*job.secrets, *secrets))
+
+
+def write(root: Path, job: Job, mirror: Mirror, sources: str) -> Job:
+    """The planned job, its files in their folder. `sources`: the base's own, as `debian.PRINT_SOURCES` says."""
+    files = rewritten(mirror, sources)
+    planned = plan(job, files)
+    own, variant = job.cell.folder / "Dockerfile", root / planned.dockerfile
+    variant.parent.mkdir(parents=True, exist_ok=True)
+    variant.write_text(through_mirror((root / own).read_text("utf-8")), "utf-8")
+    if (root / f"{own}.dockerignore").is_file():
+        shutil.copyfile(root / f"{own}.dockerignore", f"{variant}.dockerignore")
+    for name, text in files.items():
+        (variant.parent / name).write_text(text, "utf-8")
+    return planned
+
+
+@contextmanager
+def workplace(root: Path, job: Job) -> Iterator[None]:
+    """Leaves nothing of what a build through a mirror needed."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(root / folder_of(job), ignore_errors=True)
+
+
+def rewritten(mirror: Mirror, sources: str) -> dict[str, str]:
+    """File -> text: the base's sources with this archive's address, and what apt is told.
+
+    BuildError for a source that would be left as it is: it would be asked in silence.
+    """
+    texts = {"base.list": "", "base.sources": ""}
+    for file in sources.split(debian.FILE_MARK)[1:]:
+        name, _, text = file.partition("\n")
+        texts[f"base{Path(name).suffix}"] += f"{_readdressed(mirror, text)}\n"
+    if not any(map(str.strip, texts.values())):
+        message = f"the base names no source of Debian packages: {sources.strip()[:200]!r}"
+        raise BuildError(message, hint="the official images have them: debian:bookworm-slim")
+    configuration = CONFIGURATION + (SNAPSHOT_CONFIGURATION if mirror.timestamp else "")
+    return {"apt.conf": configuration, **{name: text for name, text in texts.items() if text.strip()}}
+
+
+def prologue(files: Mapping[str, str]) -> str:
+    """Shell lines that put rewritten sources where apt finds them, in a container that is thrown away."""
+    written = (f"cat > {TARGETS[name]} <<'{END}'\n{text}\n{END}\n" for name, text in files.items())
+    return f"mkdir -p {SOURCES}\n{''.join(written)}"
+
+
+def as_archive(mirror: Mirror | None) -> debian.Archive:
+    """For a lock that is made of what it has."""
+    if mirror is None:
+        return debian.Archive()
+    return debian.Archive(prepare=lambda sources: prologue(rewritten(mirror, sources)), timestamp=mirror.timestamp)
+
+
+def through_mirror(dockerfile: str) -> str:
+    """The Dockerfile with the mounts wherever apt-get is called: the same bytes for every mirror and date."""
+    return INSTRUCTION.sub(_mounted, dockerfile)
+
+
+def _readdressed(mirror: Mirror, text: str) -> str:
+    below = f"/{mirror.timestamp}" if mirror.timestamp else ""
+    text = ARCHIVE.sub(rf"{mirror.root}/\g<1>{below}", text)
+    left = next((line for line in ADDRESSED.findall(text) if f"{mirror.root}/" not in line), None)
+    if left:
+        message = f"a source of the base is in neither of a mirror's archives debian and debian-security: {left}"
+        raise BuildError(message, hint="take another base: --base debian:bookworm-slim")
+    return COMPONENTS.sub(lambda line: re.sub(r"\bmain\b", "main contrib non-free", line.group()), text)
+
+
+def _mounted(instruction: re.Match[str]) -> str:
+    text = instruction.group()
+    return text.replace("RUN ", f"RUN {MOUNTS}", 1) if text.startswith("RUN ") and "apt-get " in text else text

@@ -1,0 +1,1 @@
+"""Which image suits a machine, and why: GPUs, proofs, selection, explanation."""

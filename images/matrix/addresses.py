@@ -1,0 +1,37 @@
+"""How wide a process's addresses are here: nvcc's memory is put at fixed ones, which not every kernel has.
+
+images/builder/fixed-addresses.c says why, and begins at 2^44 and 2^45. Kernels of arm64 may be built for 39 or 42 bits.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from images.errors import BuildError
+from images.matrix.matrix import Cell
+
+MAPS = Path("/proc/self/maps")
+NEEDED_BITS = 47  # the upper half of them is where Linux puts programs, libraries and stacks
+RANGE = re.compile(r"^[0-9a-f]+-([0-9a-f]+) .*$", re.MULTILINE)
+OF_THE_KERNEL = "[vsyscall]"  # stands beyond what a process can use
+
+
+def bits(maps: str) -> int | None:
+    """Of the highest address that a process was given: its stack is near the end. None where nothing says."""
+    ends = [int(found[1], 16) for found in RANGE.finditer(maps) if OF_THE_KERNEL not in found[0]]
+    return (max(ends) - 1).bit_length() if ends else None
+
+
+def refuse_narrow(cell: Cell, maps: str) -> None:
+    """BuildError for a cell whose compiler would not get its addresses, before it has run for half an hour."""
+    found = bits(maps)
+    if cell.target.cuda is None or not cell.engine.is_compiled or found is None or found >= NEEDED_BITS:
+        return
+    message = f"cell {cell.id} cannot be built here: nvcc needs {NEEDED_BITS}-bit addresses, this kernel has {found}"
+    raise BuildError(message, hint="build it on a kernel with CONFIG_ARM64_VA_BITS_48, as Ubuntu's and Debian's are")
+
+
+def here() -> str:
+    """Empty on a machine without such a file, whose containers run in another one."""
+    return MAPS.read_text("ascii", errors="replace") if MAPS.is_file() else ""

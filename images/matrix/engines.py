@@ -1,0 +1,120 @@
+"""What differs between engines inside an image: one row an engine, looked up once, when the matrix is loaded.
+
+Versions, sources and CPU variants stand in build_matrix.yaml, and how an engine gets into an image in its template.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from appliance.image_facts import WeightsFormat
+from images.errors import MatrixError, near_miss
+
+ENGINES_NAME = "images/matrix/engines.py"  # as a person sees it
+LIBRARY_FOLDER = "opt/appliance/lib/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFiles:
+    """Patterns and prefixes are of paths as an image's layers have them, without the first slash."""
+
+    serves: WeightsFormat
+    repository: str  # on GitHub, where its commit is: the bill of materials names it so
+    folder: str  # only images of this engine have it
+    binary: str  # `appliance engine-facts` asks it while the image is built
+    version_line: str  # what it says to `version_argv`, with {version}, {build} and {commit} of the matrix
+    packages: str  # what the runtime stage asks Debian for
+    caches: Mapping[str, str]  # variable -> folder below the cache of this build; what is not named here goes to HOME
+    gpu_files: re.Pattern[str]  # what cuobjdump is asked about
+    version_argv: tuple[str, ...] = ()  # what else is asked than the binary with --version
+    backends: tuple[str, ...] = ()  # of attention, which must have said on which chips they run
+    # What an image may have beyond the others, and must have.
+    tools: re.Pattern[str] | None = None
+    headers: re.Pattern[str] | None = None
+    needed: tuple[re.Pattern[str], ...] = ()
+    code: tuple[str, ...] = (LIBRARY_FOLDER,)  # must be compiled ahead
+    wheel_folders: tuple[str, ...] = (LIBRARY_FOLDER,)
+    without_cuda: EngineFiles | None = None  # of its images for machines without a GPU, where they differ
+
+
+# vLLM compiles when it runs. Triton's launcher takes gcc, the C library's headers and Python's, and its own ptxas;
+# FlashInfer takes g++ and the nvcc of the lock. Below its own folder everything is of a hash-locked wheel. Its own
+# libraries alone are judged: those that its lock brings beside them are 8 GB.
+_VLLM = EngineFiles(
+    serves="safetensors",
+    repository="vllm-project/vllm",
+    folder="/opt/vllm",
+    binary="/opt/vllm/bin/vllm",
+    version_line="{version}",
+    version_argv=(
+        "/opt/vllm/bin/python",
+        "-c",
+        "import vllm; print(vllm.__version__)",
+    ),  # --version asks for a GPU first
+    packages="g++ libc6-dev libgomp1 libpython3-dev libstdc++6 python3 tini",
+    caches={
+        "HOME": "home",
+        "CUDA_CACHE_PATH": "cuda",
+        "DG_JIT_CACHE_DIR": "deep_gemm",
+        "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+        "HF_HOME": "huggingface",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "VLLM_CACHE_ROOT": "vllm",
+        "XDG_CACHE_HOME": "xdg",
+    },
+    gpu_files=re.compile(r"^opt/vllm/lib/vllm/.+\.so$"),
+    tools=re.compile(
+        r"^usr/(?:bin/(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|c\+\+|cc|cpp|ld|as|ar)(?:[.-][\w.]+)?|"
+        r"lib(?:exec)?/gcc/.+)$|^opt/vllm/lib/"
+    ),
+    headers=re.compile(r"^usr/(?:include|lib/gcc|lib/python3[^/]*)/|^opt/(?:vllm|appliance)/lib/"),
+    needed=(
+        re.compile(r"^usr/bin/gcc$"),
+        re.compile(r"^usr/include/stdio\.h$"),
+        re.compile(r"^usr/include/python3[\d.]*/Python\.h$"),
+    ),
+    code=(LIBRARY_FOLDER, "opt/vllm/lib/vllm/"),
+    wheel_folders=(LIBRARY_FOLDER, "opt/vllm/lib/"),
+)
+# TorchInductor compiles with g++ and Python's headers. vLLM's kernels take libnuma; tcmalloc is what vLLM asks to be
+# preloaded, since it allocates small tensors all the time. The wheel is a third party's and says `+cpu` of itself.
+_VLLM_ON_CPU = replace(
+    _VLLM,
+    version_line="{version}+cpu",
+    version_argv=(),
+    backends=("CPU_ATTN",),
+    packages="g++ libc6-dev libgomp1 libnuma1 libpython3-dev libstdc++6 libtcmalloc-minimal4 python3 tini",
+    caches={
+        "HOME": "home",
+        "HF_HOME": "huggingface",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "VLLM_CACHE_ROOT": "vllm",
+        "XDG_CACHE_HOME": "xdg",
+    },
+)
+
+LLAMA = EngineFiles(
+    serves="gguf",
+    repository="ggml-org/llama.cpp",
+    folder="/opt/llama",
+    binary="/opt/llama/llama-server",
+    version_line="version: {version} (build {build}, commit {commit})",
+    packages="libgomp1 libstdc++6 python3 tini",
+    caches={"HOME": "home", "LLAMA_CACHE": "llama", "XDG_CACHE_HOME": "xdg"},
+    gpu_files=re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$"),
+)
+VLLM = replace(_VLLM, without_cuda=_VLLM_ON_CPU)
+
+ENGINES: Mapping[str, EngineFiles] = {"llama": LLAMA, "vllm": VLLM}
+
+
+def files_of(engine: str, table: Mapping[str, EngineFiles] = ENGINES) -> EngineFiles:
+    """MatrixError for an engine without a row."""
+    if engine not in table:
+        message = f"{ENGINES_NAME} has no row for engine: {engine}"
+        known = f"it has {', '.join(table)}; a new engine needs its packages, binary, caches and files to check"
+        raise MatrixError(message, hint=near_miss(engine, table) or known)
+    return table[engine]
