@@ -15,19 +15,9 @@ from urllib.parse import urlsplit
 from images.build.build import Job
 from images.build.installed import INSTRUCTION
 from images.build.mirror import folder_of
-from images.errors import UsageError
 
-FORM = re.compile(r"https?://[^\s/]+\S*")
 SECRET, FILE, TARGET = "pip-index", "pip.conf", "/etc/pip.conf"
 MOUNT = f"--mount=type=secret,id={SECRET},target={TARGET},mode=0444 \\\n    "
-
-
-def parse_index(text: str) -> str:
-    """UsageError for what is no address of an index; the address is not repeated, since it may hold a password."""
-    if FORM.fullmatch(text):
-        return text
-    message = "--index-url is no address of a package index"
-    raise UsageError(message, hint="such as --index-url https://pypi.example/simple")
 
 
 def plan(job: Job) -> Job:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -30,6 +30,7 @@ Cuda = Annotated[str, Field(pattern=r"^\d+\.\d$")]  # one digit after the point,
 Sm = Annotated[str, Field(pattern=r"^\d{2,3}$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Platform = Literal["linux/amd64", "linux/arm64"]
+PLATFORMS: tuple[Platform, ...] = get_args(Platform)
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 LockForm = Literal["wheels", "wheel", "sdist", "engine", "engine-amd64"]
 BaseStatus = Literal["verified", "unverified", "unresolved"]

@@ -130,7 +130,7 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
 # The groups of images/ in the order in which an image comes about: each may import those before it. None stands in a
 # circle with another, and no file with another file.
 IMAGES_LEAVES = ("errors", "own_python", "rows", "docker", "console")
-IMAGES_ORDER = ("matrix", "choice", "recipes", "pins", "layers", "build", "proof", "ci")
+IMAGES_ORDER = ("matrix", "choice", "recipes", "pins", "layers", "build", "proof", "ci", "verbs")
 # Programs that run inside an image or its build, beside the files that copy them there.
 COPIED = {"builder", "router"}
 FILES_IN_A_FOLDER = 15

@@ -16,6 +16,7 @@ from images.errors import UsageError
 from images.matrix import matrix
 from images.matrix.matrix import Cell
 from images.pins import lock
+from images.verbs import flags
 
 URL = "https://me:pw@wheels.example/simple"
 
@@ -32,7 +33,7 @@ def job(job: build.Job, cell: Cell, project: Path, tmp_path: Path) -> build.Job:
 @pytest.mark.parametrize("text", ["", "wheels.example", "file:///x", "https://", "https://a b", "ftp://x"])
 def test_what_is_no_index_is_exit_2_and_not_repeated(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--index-url is no address of a package index$") as caught:
-        index.parse_index(text)
+        flags.parse_index(text)
     assert (caught.value.exit_code, bool(caught.value.hint)) == (2, True)
 
 

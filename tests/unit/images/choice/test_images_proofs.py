@@ -19,10 +19,13 @@ from images.build import packages
 from images.choice import explain, proofs, select
 from images.choice.gpus import Gpu
 from images.choice.proofs import Proof, Record
+from images.console import ROOT
 from images.errors import MatrixError, VerificationError
 from images.matrix import matrix, render, timing
 from images.matrix.matrix import Cell, Platform
 from images.proof import verify
+from images.verbs.prove.verify import record
+from images.verbs.show.list import state_of
 
 LOADED = matrix.load(Path(__file__).parents[4])
 PLATFORMS: dict[str, tuple[Platform, ...]] = {
@@ -223,7 +226,7 @@ def test_list_explain_and_select_agree(data: st.DataObject) -> None:
     machine = select.Machine(platform=platform, gpus=(Gpu(name=f"SM {sm}", sm=sm),) if sm else ())
     choice = select.choose(LOADED, machine, record=record)
     cell = next(each for each in LOADED.cells if each.id == choice.cell)
-    states = command._state(cell, record)["states"]
+    states = state_of(cell, record)["states"]
     told = {each.name: each.value for each in explain.explain(cell.id, LOADED, record=record).follows}
     assert isinstance(states, dict)
     assert choice.state == states[platform]
@@ -249,7 +252,7 @@ def _has_image(programs: Path, tag: str, labels: dict[str, str] | None = None) -
 
 def test_the_list_says_it_of_every_cell(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = matrix.select(LOADED.cells, "llama-cu124-sm75")[0]
-    wanted = packages.build_id_of(command.ROOT, tree, "linux/amd64", {})
+    wanted = packages.build_id_of(ROOT, tree, "linux/amd64", {})
     _has_image(programs, "appliance:llama-cu124-sm75", {"io.appliance.build-id": wanted})
     assert command.main(["list"]) == 0
     rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
@@ -282,14 +285,13 @@ class Engine(docker.Engine):
 
 @pytest.mark.usefixtures("programs")
 def test_what_was_verified_is_recorded(
-    project: Path, tmp_path: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Path, tmp_path: Path, cell: Cell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(project / "images/locks", tmp_path / "images/locks")
     for name in ("build_matrix.yaml", str(proofs.PROOFS_FILE)):
         shutil.copyfile(project / name, tmp_path / name)
-    monkeypatch.setattr(command, "ROOT", tmp_path)
     checks = [verify.Check(name=name, ok=True, detail=detail) for name, detail in SAID.items()]
-    command._record(cell, checks, Engine(), image="x:1")
+    record(tmp_path, cell, checks, Engine(), image="x:1")
     proof = proofs.load(tmp_path, [*matrix.load(project).cells])["llama-cpu", "linux/amd64"]
     assert (proof.digest, proof.commit, proof.size_mib) == (DIGEST, "f" * 40, 852)
     assert str(proof.machine).endswith("CPUs, no GPU")
@@ -305,7 +307,7 @@ def test_an_image_of_an_edited_tree_is_not_recorded(cell: Cell, monkeypatch: pyt
     monkeypatch.setattr(verify, "verify", lambda *_, **__: pytest.fail("it was checked"))
     assert command.main(["verify", "--only", cell.id, "--record"]) == 61
     with pytest.raises(VerificationError, match=r"cannot be recorded: .*\+dirty"):
-        command._record(cell, [], Engine(), image="x:1")
+        record(ROOT, cell, [], Engine(), image="x:1")
 
 
 def test_a_reproduction_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from images.choice.select import Machine
 from images.errors import MatrixError, UsageError
 from images.matrix import compat, matrix
 from images.matrix.matrix import Matrix, Platform
+from images.verbs.checkout import platform_here
 
 LOADED = matrix.load(Path(__file__).parents[4])
 CELLS = {cell.id: cell for cell in LOADED.cells}
@@ -565,7 +566,7 @@ def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.thorough
 def test_an_image_for_another_kind_of_machine_is_built_there(capsys: pytest.CaptureFixture[str]) -> None:
-    (other,) = {AMD, ARM} - {command._platform_here()}
+    (other,) = {AMD, ARM} - {platform_here()}
     assert command.main(["select", "--platform", other, "--sm", "90", "--driver", "580.65.06"]) == 0
     assert f"\nget it on a machine of {other}: python3 -m images build" in capsys.readouterr().err
 

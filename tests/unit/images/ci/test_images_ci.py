@@ -138,7 +138,7 @@ def test_a_refreshed_lock_is_proposed_by_commands_that_exist(project: Path, job:
     commands = re.findall(r"-m images ((?:[\w/-]+ ?)+)", script)
     assert [words.split()[0] for words in commands] == verbs
     for words in commands:  # an unknown one ends here, with argparse's own words
-        assert command._parser().parse_args(words.split()).verb
+        assert command.parser().parse_args(words.split()).run
     assert workflow["jobs"][job]["permissions"] == {"contents": "write", "pull-requests": "write"}
     assert workflow[True] == {
         "schedule": [{"cron": "17 4 * * 1"}],
