@@ -25,7 +25,8 @@ from tests.process.stages.gateway import KEY, on_stage
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *("README.md", "images/README.md"),  # README.zh-CN.md has the same commands, which a unit test sees to
+    # README.zh-CN.md has the same commands, which a unit test sees to.
+    *("README.md", "images/README.md", "images/decisions.md"),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))),
 )
 BEGINS = ("make", "python", "python3", "docker", "pip", "uv", "appliance")

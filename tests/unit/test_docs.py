@@ -109,6 +109,10 @@ def test_the_front_page_is_short(page: str) -> None:
     assert len((ROOT / page).read_text("utf-8").splitlines()) <= 130
 
 
+def test_the_page_of_the_build_half_is_of_use_alone() -> None:
+    assert len((ROOT / "images/README.md").read_text("utf-8").splitlines()) <= 120
+
+
 def test_every_setting_is_on_its_page() -> None:
     assert settings_page.PAGE.read_text("utf-8") == settings_page.page(), "python3 -m tests.settings_page"
 
