@@ -69,7 +69,7 @@ def parser() -> Parser:
 
 
 def _leave(number: int, _: object) -> NoReturn:
-    """As an interrupt does: what was started is ended on the way out."""
+    """Ends like an interrupt does: programs that were started are ended on the way out."""
     raise SystemExit(128 + number)
 
 

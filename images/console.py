@@ -32,8 +32,9 @@ def _nowhere() -> TextIO:
 
 
 def fail(error: FatalError, *, is_json: bool) -> int:
-    """On stderr, as data where data was asked for: stdout may hold the answer of a verb that then failed. No address
-    keeps the password in it.
+    """Prints the error on stderr and returns its exit code. With --json it is data; stdout may hold a partial answer.
+
+    Passwords in addresses are removed.
     """
     message, hint = (USERINFO.sub("…@", text) if text else None for text in (error.message, error.hint))
     said = json.dumps({"error": message, "hint": hint, "exit_code": error.exit_code})

@@ -75,7 +75,7 @@ class Image:
 
 
 def parse_inspected(line: str) -> Image | None:
-    """Of `docker image inspect` in the form `Id RepoTags Labels`, the latter two as JSON; None for another line."""
+    """Parses a line of `docker image inspect`: id, names and labels, the latter two as JSON. None for another line."""
     digest, _, rest = line.partition(" ")
     try:
         tags, end = json.JSONDecoder().raw_decode(rest)
@@ -230,7 +230,7 @@ class Engine:
 
     @cached_property
     def _quick(self) -> docker.DockerClient:
-        """For what an engine says at once; one that hangs is given up."""
+        """Client for questions that an engine answers at once; one that hangs is given up."""
         with _in_words("the Docker engine does not answer"):
             client = docker.from_env(timeout=int(self._quick_timeout_s))
             client.ping()
@@ -244,7 +244,7 @@ class Engine:
 
     @property
     def platform(self) -> str:
-        """As the matrix writes it: linux/amd64."""
+        """Platform in the matrix's form: linux/amd64."""
         with _in_words("the engine does not say what it is"):
             version = self._quick.version()
         architecture = str(version["Arch"])
@@ -252,14 +252,14 @@ class Engine:
 
     @property
     def image_store(self) -> str:
-        """What keeps its images: `io.containerd.snapshotter.v1`, or the name of a storage driver such as overlay2."""
+        """Returns the engine's image store: `io.containerd.snapshotter.v1`, or a storage driver such as overlay2."""
         with _in_words("the engine does not say how it keeps images"):
             info = self._quick.info()
         status = dict(info.get("DriverStatus") or [])
         return str(status.get("driver-type") or info.get("Driver"))
 
     def image(self, reference: str) -> Image | None:
-        """None when the engine has no such image."""
+        """Returns the image, or None if the engine has none of that name."""
         with _in_words(f"the engine cannot inspect {reference}"):
             try:
                 return _image(self._client.images.get(reference).attrs)
@@ -272,7 +272,7 @@ class Engine:
             return [_image(image.attrs) for image in self._client.images.list(filters={"label": wanted})]
 
     def images_untagged(self, label: str) -> list[Image]:
-        """Those that carry this label and have no name any more."""
+        """Returns images that carry this label and have lost their name."""
         with _in_words("the engine cannot list its images"):
             found = self._client.images.list(filters={"label": label, "dangling": True})
             return [_image(image.attrs) for image in found]
@@ -311,7 +311,7 @@ class Engine:
         return int(done.get("SpaceReclaimed") or 0)
 
     def data_folder(self) -> Path | None:
-        """Where the engine keeps images and cache; None where that is not on this machine's own disk."""
+        """Returns the engine's folder of images and cache; None if it is not on this machine's own disk."""
         with _in_words("the engine does not say where its data is"):
             folder = Path(str(self._quick.info()["DockerRootDir"]))
             is_local = self._client.api.base_url.startswith(LOCAL_ENGINE)
@@ -360,7 +360,7 @@ def _run_to_end(container: Container) -> Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a registry has under a name."""
+    """An entry of a registry under a name."""
 
     digest: str  # of the index, where there is one
     platforms: tuple[str, ...] | None  # the engine does not say it of a single OCI manifest
@@ -379,7 +379,7 @@ def query_registry(reference: str, *, timeout_s: float) -> Published:
 
 
 def registry_has(reference: str, *, timeout_s: float) -> bool:
-    """Whether a registry, asked through the engine, knows this reference; False also when none answers in time."""
+    """True if a registry, asked through the engine, has this reference. False also if none answers in time."""
     try:
         docker.from_env(timeout=int(timeout_s)).images.get_registry_data(reference)
     except (docker.errors.DockerException, requests.exceptions.RequestException):

@@ -40,7 +40,7 @@ class BuildError(FatalError):
 
 
 class ArchiveError(BuildError):
-    """Never for what an archive gave wrongly."""
+    """An archive that did not deliver. Wrong bytes from an archive are another error."""
 
 
 class VerificationError(FatalError):

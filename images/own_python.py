@@ -43,7 +43,7 @@ exec "$0/.venv/bin/python" "$@"
 
 
 def lacking(words: Sequence[str]) -> list[str]:
-    """What `words`, the command line with its interpreter, needs and this Python has not."""
+    """Returns the packages that the command line `words`, with its interpreter, needs and this Python lacks."""
     is_benchmark = any(word.startswith(("benchmarks.", "benchmarks/")) for word in words[1:3])
     return [name for name in (FOR_BENCHMARKS if is_benchmark else FOR_IMAGES) if find_spec(name) is None]
 

@@ -42,7 +42,7 @@ Kind = TypeVar("Kind", bound=Row)
 
 
 class Source(Row):
-    """Where a fact is from: what was read or measured, and on which day."""
+    """Source of a fact: what was read or measured, and when."""
 
     kind: Literal["measured", "file", "document", "report", "inferred"]
     what: Text

@@ -1,1 +1,1 @@
-"""From a cell to an image in this machine's engine."""
+"""The build itself: a cell becomes an image in this machine's engine."""

@@ -1,4 +1,4 @@
-"""What a script prints in a cell's base, run as a step of a build: on the build's base and network."""
+"""Runs a script as a step of a build, on the build's base and network, and returns its output."""
 
 from __future__ import annotations
 

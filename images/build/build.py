@@ -62,7 +62,7 @@ OTHER_ARCHIVE = "--debian-mirror http://deb.debian.org takes what Debian's own h
 
 @dataclass(frozen=True, kw_only=True)
 class BaseChoice:
-    """What the build stands on. `context` replaces the FROM string when it is given; `identity` is a digest."""
+    """The base of a build. `context` replaces the FROM string if it is given; `identity` is a digest."""
 
     identity: str
     context: str | None = None
@@ -78,7 +78,7 @@ class BaseChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where the sources come from. Without git `revision` is None and the date is a fixed one."""
+    """Commit and date of the sources. Without git `revision` is None and the date is a fixed one."""
 
     epoch_s: int
     revision: str | None
@@ -86,7 +86,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line asks for."""
+    """The choices of the command line."""
 
     base: str | None = None  # None: the pinned one; "auto": whichever is there; else an image name
     toolkit_image: str | None = None  # None: the pinned one
@@ -207,7 +207,7 @@ def buildx_argv(job: Job) -> tuple[str, ...]:
 
 
 def targeted_argv(job: Job, target: str, output: str) -> tuple[str, ...]:
-    """The same build as far as one stage, with its files where `output` says."""
+    """Returns the command that builds up to one stage and writes that stage's files to `output`."""
     words = buildx_argv(replace(job, attest=(), cache_to=()))
     at = words.index("--output")
     return (*words[:at], "--target", target, "--output", output, *words[at + 2 :])
@@ -418,8 +418,9 @@ def choose_toolkit(cell: Cell, wanted: str | None, engine: docker.Engine) -> Bas
 
 
 def other_toolkit(cell: Cell, labels: Mapping[str, str]) -> str | None:
-    """What an image says of the toolkit that stood for the matrix's: name and digest. None for the same digest under
-    another name, and where nothing stood for it.
+    """Returns name and digest of the toolkit that replaced the matrix's, by the image's label.
+
+    None if nothing replaced it, or only its name differs.
     """
     said = labels.get(TOOLKIT_OVERRIDE_LABEL)
     pinned = cell.toolkit.image.digest if cell.toolkit and cell.toolkit.image else None
@@ -454,12 +455,12 @@ def read_inputs(root: Path, cell: Cell) -> dict[str, bytes]:
 
 
 def digests_of(root: Path, cell: Cell) -> dict[str, str]:
-    """Of `read_inputs`."""
+    """Returns the SHA-256 of each file of `read_inputs`, by path."""
     return {path: hashlib.sha256(data).hexdigest() for path, data in read_inputs(root, cell).items()}
 
 
 def parts_of(root: Path, cell: Cell) -> set[str]:
-    """What its stages ask apt for, as a Debian lock names it."""
+    """Returns the sets of packages that the cell's stages install, as a Debian lock names them."""
     return set(debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).values())
 
 
@@ -479,7 +480,7 @@ def build_id_of(root: Path, cell: Cell, base: str, toolkit: str | None, *, lock:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """As the .dockerignore lets them through."""
+    """Yields the files of a path that its .dockerignore lets into the context."""
     if path.is_file():
         yield path
         return
@@ -517,14 +518,14 @@ def query_origin(root: Path, cell: Cell, *, epoch_s: int | None, lock: debian.Lo
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What git says of the revision that an image claims. `is_false` is False as well where git cannot say."""
+    """Verdict of git about the revision that an image claims. `is_false` is False if git cannot tell."""
 
     is_false: bool
     words: str
 
 
 def query_revision(root: Path, cell: Cell, revision: str | None, *, lock: debian.Lock | None = None) -> Judged:
-    """Whether a build of that commit has the inputs of this tree, for an image that has this tree's build id."""
+    """Compares the inputs of that commit with this tree, for an image that has this tree's build id."""
     if revision is None:
         return Judged(is_false=False, words="no revision is told, as of a build without git")
     commit = revision.removesuffix("+dirty")
@@ -549,7 +550,10 @@ def query_revision(root: Path, cell: Cell, revision: str | None, *, lock: debian
 
 
 def _refuse_shallow(root: Path, revision: str) -> None:
-    """Where a shallow clone begins, git takes every file for new, so the date would be that of another commit."""
+    """Raises BuildError if the commit is where a shallow clone ends.
+
+    Git takes every file for new there, so the date would be that of another commit.
+    """
     asked = docker.capture(("git", "rev-parse", "--git-path", "shallow"), cwd=root)
     ends = root / asked.lines[0] if asked.code == 0 and asked.lines else None
     if ends and ends.is_file() and revision in ends.read_text("ascii").split():
@@ -606,7 +610,7 @@ def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
 
 
 def _explain_apt(cell: Cell, said: Sequence[str], last: str) -> BuildError:
-    """Of the step that failed: elsewhere apt warns of lists that it could not get, and may go on without them."""
+    """Returns the error of the step that failed. Warnings of earlier steps are no cause: apt goes on after them."""
     lie = next((line for line in said if any(sign in line.lower() for sign in LIES)), None)
     if lie:
         message = f"cell {cell.id} was not built: an archive gave other bytes than its signed list names: {lie.strip()}"

@@ -48,7 +48,7 @@ def through(root: Path, job: Job) -> Job:
 
 
 def configuration(url: str) -> str:
-    """What pip is told. An index without TLS must be trusted by name; the hashes of the lock are what protects."""
+    """Returns pip's configuration. An index without TLS is trusted by name; the hashes of the lock protect."""
     parts = urlsplit(url)
     trusted = f"trusted-host = {parts.netloc.rpartition('@')[2]}\n" if parts.scheme == "http" else ""
     return f"[global]\nindex-url = {url}\n{trusted}"

@@ -1,4 +1,4 @@
-"""Which packages the stages of a cell really hold, cached layers included, before anything is compiled on them.
+"""Compares the packages in a cell's stages, cached layers too, with the lock before anything is compiled.
 
 The rendered Dockerfile is left as it is. Beside it stands a second one, the same text and a few stages more: each of
 them repeats a stage up to its last `apt-get install`, so it shares that stage's layers, and the last one lists them.
@@ -41,7 +41,7 @@ LIST = r"""\
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What the stages hold, by stage and name, and the SHA-256 that the archive's lists give a package's file."""
+    """Packages of each stage by name, and the SHA-256 of each package file by the archive's lists."""
 
     versions: Mapping[str, Mapping[str, str]]
     files: Mapping[tuple[str, str], frozenset[str]]  # name and version; absent where a stage kept no lists
@@ -76,7 +76,7 @@ def refuse_unlocked(root: Path, job: Job, engine: docker.Engine) -> debian.Lock:
 
 
 def name_of(job: Job) -> str:
-    """Of a job's lock, for people."""
+    """Returns the name of the job's lock for messages."""
     if job.lock and job.is_locked:
         return str(debian.path_for(job.cell.base, job.lock.platform))
     return f"the temporary lock of {job.lock.archive_date}" if job.lock else "no lock"
@@ -88,7 +88,7 @@ def some(found: Sequence[str]) -> str:
 
 
 def differing(root: Path, job: Job) -> list[str]:
-    """Where the job's stages are not what its lock says; none without a lock."""
+    """Returns the differences between the job's stages and its lock; none without a lock."""
     if job.lock is None:
         return []
     return list(dict.fromkeys(faults(job, job.lock, _asked(root, job), query(root, job))))
@@ -99,7 +99,7 @@ def _asked(root: Path, job: Job) -> dict[str, str]:
 
 
 def faults(job: Job, lock: debian.Lock, asked: Mapping[str, str], holding: Holding) -> Iterator[str]:
-    """Where stages are not what the lock says, each fault naming its package."""
+    """Returns a line for each package of a stage that differs from the lock."""
     for stage, image in holding.versions.items():
         if stage == BASE:
             continue
@@ -149,7 +149,7 @@ def listing(dockerfile: str) -> str:
 
 
 def parse_listing(lines: Iterable[str]) -> Holding:
-    """What the last stage wrote. BuildError when it is cut or names no package of some stage."""
+    """Parses the listing of the last stage. Raises BuildError if it is cut off or a stage names no package."""
     versions: dict[str, dict[str, str]] = {}
     files: dict[tuple[str, str], frozenset[str]] = {}
     stage, lists = "", None

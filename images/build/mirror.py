@@ -53,7 +53,7 @@ class Mirror:
     timestamp: str | None = None
 
     def __str__(self) -> str:
-        """As --debian-mirror takes it."""
+        """Returns the form that --debian-mirror takes."""
         return f"{self.root}@{self.timestamp}" if self.timestamp else self.root
 
 
@@ -71,7 +71,7 @@ def parse_mirror(text: str) -> Mirror:
 
 
 def folder_of(job: Job) -> Path:
-    """Where a build has what it needs to go through a mirror, as long as it runs."""
+    """Returns the folder for the files of one build that goes through a mirror. It is removed after the build."""
     return job.archive.with_name(f"{job.cell.id}.mirror")
 
 
@@ -128,7 +128,7 @@ def prologue(files: Mapping[str, str]) -> str:
 
 
 def as_archive(mirror: Mirror | None) -> debian.Archive:
-    """For a lock that is made of what it has."""
+    """Returns the mirror as an archive to make a Debian lock from; without a mirror the base's own sources."""
     if mirror is None:
         return debian.Archive()
     return debian.Archive(prepare=lambda sources: prologue(rewritten(mirror, sources)), timestamp=mirror.timestamp)

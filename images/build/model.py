@@ -53,7 +53,7 @@ class ModelImage:
 
 
 def check_prefix(prefix: str) -> str:
-    """With the slash that may be left out. UsageError for what does not make an image's name before a recipe's."""
+    """Returns the prefix with its slash. Raises UsageError if no image's name can begin with it."""
     found = f"{prefix.removesuffix('/')}/"
     if docker.IMAGE_NAME.match(f"{found}x"):
         return found
@@ -62,7 +62,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def alias_of(name: str, prefix: str = PREFIX) -> str:
-    """What a user types who does not care which cell: of this machine only, never pushed."""
+    """Returns the name without a cell. It is this machine's only and never pushed."""
     return f"{prefix}{name}"
 
 
@@ -81,7 +81,7 @@ def build(
     prefix: str = PREFIX,
     weights: Weights | None = None,
 ) -> ModelImage:
-    """On the cell's image that the engine has under the name `image`. BuildError when there is none."""
+    """Builds on the engine's image of the name `image`. Raises BuildError if there is none."""
     found = engine.image(image)
     if found is None:
         message = f"cell {cell.id} has no image here: {image}"
@@ -135,7 +135,7 @@ def lay_out(context: Path, texts: Mapping[str, str], weights: Weights | None, *,
 
 
 def _lay_out_cache(folder: Path, weights: Weights) -> None:
-    """As the Hugging Face hub's client has it: blobs by hash, snapshots of links. Without a repository, the files."""
+    """Lays files out in the Hugging Face client's form: blobs by hash, snapshots of links. Else plain files."""
     for file, source in zip(weights.rung.files, weights.files, strict=True):
         target = folder / weights.rung.place(file)
         target.parent.mkdir(parents=True, exist_ok=True)

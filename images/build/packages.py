@@ -1,7 +1,7 @@
-"""Which archive a build takes its Debian packages from, and which lock it is held to.
+"""Chooses the archive of a build's Debian packages and the lock that they are held to.
 
-Debian's snapshot service at the moment of the lock; what --debian-mirror names instead; and where no snapshot can be
-reached, what the base's own sources have now, under a temporary lock of exact versions and hashes.
+The first choice is Debian's snapshot service at the moment of the lock, or what --debian-mirror names instead. If no
+snapshot answers, it is the base's own sources as they are now, under a temporary lock of exact versions and hashes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 
 class Archives:
-    """What one command knows of Debian's archives. The snapshot service is asked once, when it is first needed."""
+    """Knowledge of one command about Debian's archives. The snapshot service is asked once, when it is first needed."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Archives:
         self._is_asked = False
 
     def choose(self, base: Base, timestamp: str) -> Mirror | None:
-        """None: the base's own sources. BuildError when these will not do."""
+        """Returns the archive to use, None for the base's own sources. Raises BuildError if only a snapshot will do."""
         if self.given:
             return self.given
         dated = Mirror(root=self.service, timestamp=timestamp)
@@ -60,14 +60,14 @@ class Archives:
         return f"no snapshot of Debian's archive can be reached ({self.trouble})"
 
     def gave_up(self, error: ArchiveError) -> bool:
-        """Whether a build may go on without the snapshot that it began with; then the others do not try it again."""
+        """True if the build may go on without the snapshot. Later builds of this command skip it."""
         if self.given or self.is_strict:
             return False
         self.trouble = f"{self.service}: {error.message}"
         return True
 
     def hint(self, lock: debian.Lock, tried: Mirror | None) -> str:
-        """What helps when packages are not the lock's: never the archive that was just tried."""
+        """Returns the hint for packages that differ from the lock. It never names the archive that was just tried."""
         dated = Mirror(root=self.service, timestamp=lock.snapshot)
         if tried and tried.timestamp:
             return installed.TODAY
@@ -168,7 +168,7 @@ def resolve(root: Path, job: Job, lock: debian.Lock, archive: Mirror | None) -> 
 
 
 def path_for(build_id: str) -> Path:
-    """Where a temporary lock stays, for `verify` and for the next build."""
+    """Returns the path of a temporary lock, which `verify` and the next build read."""
     return build.ARCHIVES / f"{build_id}.debian.json"
 
 
@@ -184,7 +184,7 @@ def load(root: Path, build_id: str) -> debian.Lock | None:
 
 
 def lock_of(root: Path, cell: Cell, platform: str, labels: Mapping[str, str]) -> debian.Lock | None:
-    """What an image was held to, by its labels: the lock of its base, or a temporary one."""
+    """Returns the lock that an image was held to, by its labels: that of its base, or a temporary one."""
     if labels.get(REPRODUCIBLE_LABEL) == "no":
         return load(root, labels.get(BUILD_ID_LABEL, ""))
     known = next((each for each in cell.platforms if each == platform), None)
@@ -199,7 +199,7 @@ def stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def build_id_of(root: Path, cell: Cell, platform: str, labels: Mapping[str, str]) -> str:
-    """What this tree gives an image on the base, with the toolkit and of the packages that its labels name."""
+    """Returns the build id that this tree gives an image with the base, toolkit and packages of its labels."""
     base, toolkit = stood_on(cell, labels)
     return build.build_id_of(root, cell, base, toolkit, lock=lock_of(root, cell, platform, labels))
 
@@ -228,13 +228,13 @@ def _sources(root: Path, job: Job) -> str:
 
 
 def _part_of(lock: debian.Lock, root: Path, cell: Cell) -> debian.Lock:
-    """What a cell takes from its lock."""
+    """Returns the part of the lock that the cell installs."""
     wanted = build.parts_of(root, cell)
     return lock.model_copy(update={"parts": {name: part for name, part in lock.parts.items() if name in wanted}})
 
 
 def _reassure(archives: Archives, say: Say) -> None:
-    """Of an archive that the user named there is nothing to say."""
+    """Says that another archive still gave the lock's packages. An archive that the user named needs no word."""
     if not archives.given:
         say(f"{archives.reason}; the packages are those of the lock all the same")
 

@@ -39,7 +39,7 @@ class Leftover:
 
 
 def prune(root: Path, engine: docker.Engine, *, with_cache: bool, is_dry: bool) -> list[Leftover]:
-    """What was found, and whether it is gone; a dry run only finds."""
+    """Removes what builds left behind and returns it, each with its fate. A dry run only finds."""
     found = [*_archives(root, is_dry=is_dry), *_images(engine, is_dry=is_dry), *_of_builds(root, engine, is_dry=is_dry)]
     return found + (_cache(root, engine, is_dry=is_dry) if with_cache else [])
 
@@ -52,7 +52,7 @@ def instructions(dockerfile: str) -> set[str]:
 
 
 def is_ours(description: str, known: set[str]) -> bool:
-    """Whether a cache record was made by one of these instructions, or by an earlier form of them."""
+    """True if one of these instructions, or an earlier form of one, made the cache record."""
     text = _one_line(description)
     instruction = text.removeprefix(EXEC) if text.startswith(EXEC) else STEP.sub("", text)
     return instruction in known or bool(OUR_PATHS.search(instruction))

@@ -38,7 +38,7 @@ FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where wheels come from, when not from PyPI as this machine reaches it."""
+    """Source of the wheels, if it is not PyPI as this machine reaches it."""
 
     ca_bundle: Path | None = None
     index_url: str | None = None
@@ -52,7 +52,10 @@ class RouterImage:
 
 
 def build(root: Path, engine: docker.Engine, *, image: str, tag: str, source: Source) -> RouterImage:
-    """On the appliance's image of that name. BuildError (60); VerificationError (61) where it is not what is locked."""
+    """Builds on the appliance's image of that name.
+
+    Raises BuildError if it cannot be built, VerificationError if its packages are not the locked ones.
+    """
     below = engine.image(image)
     if below is None:
         message = f"the image to build the router on is not here: {image}"
@@ -74,7 +77,7 @@ def build(root: Path, engine: docker.Engine, *, image: str, tag: str, source: So
 
 
 def version_of(text: str) -> str:
-    """Of the router, as it is locked."""
+    """Returns the locked version of the router."""
     pins = (pin.partition("==") for pin in lock.parse_pins(text))
     return next(version for name, _, version in pins if name == PROGRAM)
 

@@ -1,1 +1,1 @@
-"""Which image suits a machine, and why: GPUs, proofs, selection, explanation."""
+"""The image for a machine, and the reasons: GPUs, proofs, selection, explanation."""

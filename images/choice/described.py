@@ -78,7 +78,7 @@ def _load_yaml(text: str) -> object:
 
 
 def _gpu(entry: object, key: str, source: str, known: Facts | None) -> Gpu:
-    """By its number where that is told, else by its name; memory as the file says it."""
+    """Returns the GPU of an entry, by its number or else its name, with the memory that the file gives."""
     row = _mapping(entry, source, key)
     name, sm, mib = row.get("name"), row.get("sm"), row.get("vram_total_mib")
     if name is not None and not str(name).isprintable():

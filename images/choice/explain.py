@@ -122,7 +122,7 @@ def explain(
 
 
 def _cpu_cell(question: Question, matrix: Matrix, known: Facts) -> str | None:
-    """Of a kind of machine that has the chips that were asked for."""
+    """Returns the CPU cell for a kind of machine that has the chips of the question; None if there is none."""
     chips = [set(known.sms[sm].platforms) for sm in question.sms if sm in known.sms]
     having = set.intersection(*chips) if chips else set()
     wanted = {question.platform} if question.platform else having
@@ -174,7 +174,7 @@ def _serves(cell: Cell, question: Question, known: Facts) -> bool:
 
 
 def _sm_distance(cell: Cell, question: Question) -> tuple[int, int]:
-    """From the nearest of its chips, and then how many it has beside those that were asked for."""
+    """Returns the distance to the cell's nearest chip, then its number of chips that were not asked for."""
     apart = [min((abs(int(own) - int(sm)) for own in cell.sms), default=0) for sm in question.sms]
     return sum(apart), len(set(cell.sms) - set(question.sms)) if cell.engine.is_compiled else 0
 
@@ -338,7 +338,7 @@ def _of_sm(cell: Cell, form: SmForm) -> str:
 
 
 def _wheel_consequences(cell: Cell, known: Facts) -> Iterator[Consequence]:
-    """What an engine from wheels has for each chip, and what it still compiles on the user's machine."""
+    """Yields what an engine from wheels brings for each chip and what it compiles on the user's machine."""
     engine, told = cell.engine, wheel_facts.facts(cell.engine.name)
     yield Consequence(name="wheels", value=f"of CUDA {engine.cuda}", sources=(engine.source.lock_file.as_posix(),))
     for jit in told.jits:
@@ -394,7 +394,7 @@ def _describe(base: Base) -> str:
 
 
 def lines(explanation: Explanation) -> list[str]:
-    """For people: what follows, or what speaks against it, each with its sources below."""
+    """Returns the answer as lines for people: consequences or refusals, each followed by its sources."""
     items: Iterable[tuple[str, tuple[str, ...]]] = [
         (f"{each.name}: {each.value}", each.sources) for each in explanation.follows
     ] or [(each.what, each.sources) for each in explanation.reasons]

@@ -75,7 +75,7 @@ class Proof(Row):
 
     @property
     def substitute(self) -> str | None:
-        """What stood for the toolkit; rows had it among what was run, before it had a field."""
+        """Name of the replacement of the toolkit. Rows from before the field existed have it under what was run."""
         told = (each.removeprefix(SUBSTITUTED) for each in self.ran if each.startswith(SUBSTITUTED))
         return self.toolkit or next(told, None)
 
@@ -106,7 +106,7 @@ Proofs = Mapping[tuple[str, str], Proof]
 
 
 def load(root: Path, cells: Iterable[Cell]) -> Proofs:
-    """By cell and platform. MatrixError for a row that is about no cell of the matrix."""
+    """Reads the proofs by cell and platform. Raises MatrixError for a row about no cell of the matrix."""
     data = rows.load(PROOFS_FILE, root=root, hint=f"git checkout {PROOFS_FILE}")
     return parse(data, {cell.id: cell.platforms for cell in cells})
 
@@ -123,14 +123,15 @@ def parse(data: object, platforms: Mapping[str, tuple[Platform, ...]]) -> Proofs
 
 
 def dump(proofs: Iterable[Proof]) -> str:
-    """In the order of the cells' names; parse(dump(x)) is x."""
+    """Returns the file's text, sorted by cell; parse(dump(x)) is x."""
     data = [_row(proof) for proof in sorted(proofs, key=_key)]
     return HEADER + yaml.safe_dump({"proofs": data}, sort_keys=False, width=120, allow_unicode=True)
 
 
 def record(root: Path, cells: Iterable[Cell], proof: Proof) -> None:
-    """In the place of an earlier row about the same cell and platform. VerificationError where that is a proof and this
-    one is of a substitute toolkit.
+    """Writes a proof in place of an earlier row about the same cell and platform.
+
+    Raises VerificationError if a build with a substitute toolkit would replace a proof.
     """
     known = dict(load(root, cells))
     if proof.substitute and is_proven(known, cell=proof.cell, platform=proof.platform):
@@ -156,8 +157,10 @@ def of_checks(
     toolkit: str | None = None,
     is_locked: bool = True,
 ) -> Proof:
-    """What `verify` saw of an image, check by check, all of which passed. `base`, `toolkit`: that stood for the
-    matrix's. `is_locked`: its packages are those of the project's own lock.
+    """Makes a proof of the checks of `verify`, all of which passed.
+
+    `base` and `toolkit` name replacements of the matrix's. `is_locked`: True if the packages are those of the project's
+    lock.
     """
     size = re.match(r"(\d+) MiB", said.get("size", ""))
     others = [f"{name}: {_short(said[name])}" for name in TELLING if name in said]
@@ -186,7 +189,7 @@ def _is_reproducible(took: Took | None, *, is_locked: bool) -> bool | None:
 
 
 def is_proven(proofs: Proofs, *, cell: str, platform: str) -> bool:
-    """Whether its own toolkit built what was verified."""
+    """True if the image was verified and its own toolkit built it."""
     proof = proofs.get((cell, platform))
     return proof is not None and proof.state == "proven"
 
@@ -219,7 +222,7 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is known of images. `here`: by tag, of this machine's engine, which are of its own platform."""
+    """Known states of images. `here` has those of this machine's engine by tag, all of its own platform."""
 
     proofs: Proofs = field(default_factory=dict)
     here: Mapping[str, Here] = field(default_factory=dict)
@@ -234,7 +237,7 @@ class Record:
         return "built" if here.is_current else "built of another tree"
 
     def has(self, cell: Cell, platform: Platform) -> bool:
-        """Whether its tag is in this machine's engine and `build` would leave it there."""
+        """True if its tag is in this machine's engine and `build` would reuse that image."""
         here = self._here(cell, platform)
         return here is not None and here.is_current
 
@@ -255,13 +258,13 @@ class Record:
 
 
 def _row(proof: Proof) -> dict[str, object]:
-    """As the file has it: what was not replaced is not mentioned."""
+    """Returns the row as the file has it, without fields at their default."""
     row = proof.model_dump(mode="python", exclude_defaults=True)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in row.items()}
 
 
 def _is_same(written: str | None, digest: str) -> bool:
-    """Of a digest that may have been written down shortened, `sha256:cc37f25f…76c1`."""
+    """Compares digests. One of them may be shortened: `sha256:cc37f25f…76c1`."""
     head, _, tail = (written or "?").partition("…")
     return digest.startswith(head) and digest.endswith(tail)
 

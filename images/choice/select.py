@@ -1,10 +1,9 @@
-"""Which cell a machine should run, why every other one lost, and which GPUs are left out of it. Pure.
+"""Chooses the cell for a machine, and tells why others lost and which GPUs are left out. Pure.
 
-A cell serves a GPU when its machine code runs there and the driver is not older than what that GPU needs of it. Of the
-cells that serve the most memory times bandwidth, the one of the nearest chip and of that chip alone wins; of its
-toolkits one that was proven, then one not newer than the driver's own CUDA, then the newest. So a proof moves no
-GPU to another chip's code. Where the memory of a GPU is not known, the newest chip counts most: an unknown card is
-not a weak one.
+A cell serves a GPU if its machine code runs there and the driver is not older than that GPU needs. Of the cells that
+serve the most memory times bandwidth, the one of the nearest chip and of that chip alone wins. Of its toolkits a proven
+one comes first, then one not newer than the driver's own CUDA, then the newest. So a proof moves no GPU to another
+chip's code. If the memory of a GPU is not known, the newest chip counts most: an unknown card is not a weak one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What an image would run on. No GPU at all means the CPU; a driver of None was not told and is not checked."""
+    """A machine to choose for. Without GPUs the CPU is meant; a driver of None is unknown and not checked."""
 
     platform: Platform
     gpus: tuple[Gpu, ...] = ()
@@ -128,7 +127,7 @@ def parse_driver(text: str) -> str:
 
 
 def _fit(cell: Cell, machine: Machine, known: Facts) -> _Fit | None:
-    """None for a cell that serves none of the machine's GPUs, or has use for none."""
+    """Returns the GPUs that the cell serves. None if it serves none of the machine's GPUs, or has no use for them."""
     if machine.platform not in cell.platforms or (cell.target.cuda is None) is bool(machine.gpus):
         return None
     served = tuple(gpu for gpu in machine.gpus if _unserved(cell, gpu, machine, known) is None)
@@ -165,7 +164,7 @@ def _runs(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> bool:
 
 
 def _driver(cell: Cell, gpu: Gpu, known: Facts) -> str:
-    """What the image needs on this GPU: a chip's own first driver counts, whichever chip the code was made for."""
+    """Returns the driver that the image needs on this GPU. A chip's own first driver always counts."""
     sm = gpu.sm if gpu.sm in known.sms else None
     return compat.required_driver(cell, known, sm=sm) or "0"
 
@@ -174,7 +173,7 @@ Rank = tuple[bool, tuple[float, float], int, int, int, bool, bool, tuple[int, ..
 
 
 def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> Rank:
-    """What can be built, then what serves most, then what fits the chips best; of its toolkits first the proven."""
+    """Ranks by: can be built, serves most, fits the chips best; among toolkits proven ones come first."""
     cell = fit.cell
     return (
         not cell.unresolved,
@@ -205,12 +204,12 @@ def _untold(machine: Machine) -> list[Gpu]:
 
 
 def _counting(machine: Machine) -> list[Gpu]:
-    """Those of a generation that the matrix has: an old display card decides nothing."""
+    """Returns the GPUs new enough for the matrix. Older ones, such as a display card, decide nothing."""
     return [gpu for gpu in machine.gpus if int(gpu.sm) >= FIRST_SM]
 
 
 def _is_of_the_driver(fit: _Fit, machine: Machine, known: Facts) -> bool:
-    """Whether the driver is CUDA's own or newer: minor version compatibility promises a limited feature set."""
+    """True if the driver is CUDA's own or newer: minor version compatibility has a limited feature set."""
     release = known.releases.get(fit.cell.target.cuda or "")
     if release is None or machine.driver is None:
         return True
@@ -259,7 +258,7 @@ def _praise(best: _Fit, machine: Machine, known: Facts) -> str:
 
 
 def _guess(best: _Fit, machine: Machine) -> str:
-    """What decided between GPUs, where that was not their memory."""
+    """Returns a note if unknown memory made the newest chip decide between GPUs, else an empty string."""
     untold = _untold(machine)
     if not untold or not any(gpu not in best.served for gpu in _counting(machine)):
         return ""
@@ -276,7 +275,7 @@ def _left_out(best: _Fit, matrix: Matrix, machine: Machine, known: Facts) -> lis
 
 
 def _why_left_out(cell: Cell, gpu: Gpu, matrix: Matrix, machine: Machine, known: Facts) -> str:
-    """What keeps every image from it before what keeps this one."""
+    """Returns why a GPU is left out: first what keeps every image from it, then what keeps this one."""
     willing = [each for each in matrix.cells if _runs(each, gpu, machine, known)]
     if not willing:
         return _why_never(matrix, gpu, machine, known) or _unserved(cell, gpu, machine, known) or ""

@@ -82,8 +82,9 @@ def _driver(row: Mapping[str, str]) -> str | None:
 
 
 def _placed(row: Mapping[str, str], known: Facts | None) -> Gpu | None:
-    """By its number, which an unlisted GPU has too; by its name where an old driver does not tell the number. Memory as
-    the machine says it, bandwidth as the facts say of the name. None where neither is known.
+    """Places a card by its number, or by its name if an old driver does not tell the number. None if neither is known.
+
+    Memory is what the machine reports, bandwidth what the facts have for the name.
     """
     digits = row.get(CAPABILITY, "").replace(".", "")
     sm = digits if digits.isdecimal() else None

@@ -1,1 +1,1 @@
-"""What runs in CI, and what is published: jobs, steps, devcontainers, pushed images."""
+"""Jobs and steps of CI, devcontainers, and pushed images."""

@@ -48,7 +48,7 @@ def jobs_file(cells: Iterable[Cell], is_locked: IsLocked = lambda cell, platform
 
 
 def job(cell: Cell) -> dict[str, object]:
-    """What the workflow is called with. A platform's short name is that of its cache and of its step's output."""
+    """Returns the workflow's inputs. A platform's short name is also that of its cache and its step's output."""
     return {
         "cell": cell.id,
         "free_disk": space.total_mib(cell) > RUNNER_MIB,

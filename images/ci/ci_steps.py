@@ -40,7 +40,7 @@ class Step:
 
 
 def load(root: Path) -> tuple[Step, ...]:
-    """Of all workflows, in their order. MatrixError for a file that cannot be read, and a shell that is not bash."""
+    """Reads the steps of all workflows, in order. Raises MatrixError for a bad file or another shell than bash."""
     files = sorted((root / WORKFLOWS).glob("*.yml"))
     return tuple(step for file in files for step in parse(file.stem, _document(file.relative_to(root), root)))
 

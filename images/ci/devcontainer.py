@@ -42,7 +42,7 @@ EXTENSIONS = ("charliermarsh.ruff", "ms-python.debugpy", "ms-python.python", "ms
 
 
 def files(root: Path, name: str, cell: Cell) -> dict[Path, str]:
-    """By their path below the project. MatrixError when the cell's template has no such stage."""
+    """Returns the files by path below the project. Raises MatrixError if the cell's template has no such stage."""
     folder = FOLDER / name
     return {
         folder / "Dockerfile": render.fill(cell, render.load_template(root, cell, "devcontainer"), _values(cell)),

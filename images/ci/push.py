@@ -58,7 +58,7 @@ def tag_of(cell: Cell, platform: str) -> str:
 
 
 def is_current(job: Job, image: docker.Image | None) -> bool:
-    """Whether an image with this build id has this job's date, revision and version as well: a registry shows them."""
+    """True if an image with this build id also has the job's date, revision and version, which a registry shows."""
     if image is None or not job.publisher.is_of(image.labels):
         return False
     return moment_labels(job).items() <= image.labels.items()
@@ -92,7 +92,7 @@ def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str
 
 
 def _files_of(image: docker.Image | None) -> str | None:
-    """What its label says of the manifest of its files: the image is exported again with the same labels."""
+    """Returns the label with the hash of the image's file manifest. The exported image gets the same label."""
     return image.labels.get(FILES_LABEL) if image else None
 
 
@@ -131,7 +131,7 @@ def refuse_other(cell: Cell, contents: oci.Contents, digest: str, bill: Mapping[
 
 
 def private_words(root: Path, job: Job) -> tuple[str, ...]:
-    """What only this machine has, and no attestation may say."""
+    """Returns words that only this machine has and no attestation may repeat."""
     return (str(root), *([str(job.ca_bundle)] if job.ca_bundle else []))
 
 
@@ -153,7 +153,7 @@ def refuse_leaks(
 
 
 def _leak(path: str, value: str, private: tuple[str, ...]) -> str | None:
-    """In words that do not repeat it: this is printed, and a log may be as public as the registry."""
+    """Describes a leak without repeating it: the message may end up in a log as public as the registry."""
     if PROXY.search(path) or PROXY.search(value):
         return "the address of a proxy"
     if any(word in value for word in private):
@@ -186,7 +186,7 @@ def _run(root: Path, job: Job, argv: tuple[str, ...]) -> None:
 
 
 def _push(root: Path, reference: str, index: str) -> None:
-    """By the docker command, which knows the credentials; then the registry is asked whether it has that index."""
+    """Pushes with the docker command, which has the credentials, and then asks the registry for that index."""
     finished = docker.stream(("docker", "push", "--quiet", reference), cwd=root)
     if finished.code != 0:
         host = reference.partition("/")[0]

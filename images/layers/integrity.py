@@ -1,4 +1,4 @@
-"""Whether an image is still what its build made: each file by its hash, and what would have it run other code. Pure.
+"""Compares an image's files with the manifest of its build, and finds settings that would run other code. Pure.
 
 The build writes the hash of every file to `MANIFEST` when all but the image's own facts is there, and the hash of that
 into a label. Who changes a file afterwards, in a layer of their own or in one of ours, is found out unless they rewrite
@@ -93,7 +93,7 @@ def _is_astray(tree: Tree, path: str, entry: Entry) -> bool:
 
 
 def preloaded(tree: Tree, environment: Sequence[str]) -> list[str]:
-    """What makes the dynamic linker load other code than the program asks for."""
+    """Returns the settings that make the dynamic linker load code that the program does not ask for."""
     names = [line.partition("=")[0] for line in environment if LINKER_ENVIRONMENT.match(line)]
     files = [path for path, entry in tree.files.items() if LINKER_FILES.match(path) and not _is_of_base(tree, entry)]
     return [f"{name} in the environment" for name in names] + sorted(files)

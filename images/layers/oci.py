@@ -1,4 +1,4 @@
-"""What an OCI archive holds: the manifest of a platform, its configuration and layers, and what is said about it."""
+"""Reads OCI archives: a platform's manifest, its configuration and layers, and its attestations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_index(tar: tarfile.TarFile, index: str, document: Mapping[str, Any], pl
 
 
 def platform_manifests(entries: list[Mapping[str, Any]], platform: str | None) -> list[Mapping[str, Any]]:
-    """Of an index: its images, without what is said about them; for one platform, if that is named."""
+    """Returns the images of an index without their attestations, for one platform if it is named."""
     images = [entry for entry in entries if ABOUT not in (entry.get("annotations") or {})]
     return [entry for entry in images if platform is None or _platform(entry) in (platform, "")]
 

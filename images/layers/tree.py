@@ -1,4 +1,4 @@
-"""What is in a built image, read from its saved layers: every file of each, also those that a later one hides."""
+"""Reads the saved layers of an image: every file of each layer, hidden ones too."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def read_tree(archive: Path, *, kept: re.Pattern[str] = KEPT, extraction: Extrac
 
 
 def members(layer: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
-    """What a layer holds, in its order; None for what has no bytes of its own. Read each before asking for the next."""
+    """Yields a layer's members in order, None for one without bytes. Read each before asking for the next."""
     with tarfile.open(fileobj=layer, mode="r:*") as tar:
         for member in tar:
             yield member, tar.extractfile(member) if member.isreg() else None
@@ -185,7 +185,7 @@ def _kind(member: tarfile.TarInfo) -> Kind:
 
 
 def _look_for_secrets(tree: Tree, entry: Entry, data: bytes) -> None:
-    """What the base brings is public: Debian's libgnutls carries the private keys of its own self-test."""
+    """Looks for secrets in a file. Files of the base are public: Debian's libgnutls has keys of its own self-test."""
     if entry.layer == 0:
         tree.base_certificates |= parse_certificates(data)
         return

@@ -18,7 +18,7 @@ OF_THE_KERNEL = "[vsyscall]"  # stands beyond what a process can use
 
 
 def bits(maps: str) -> int | None:
-    """Of the highest address that a process was given: its stack is near the end. None where nothing says."""
+    """Returns the width in bits of a process's addresses, by that of its stack. None if it cannot be told."""
     ends = [int(found[1], 16) for found in RANGE.finditer(maps) if OF_THE_KERNEL not in found[0]]
     return (max(ends) - 1).bit_length() if ends else None
 

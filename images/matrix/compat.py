@@ -1,7 +1,7 @@
-"""Whether a cell can exist, and which driver it needs. Pure; every refusal names the fact and where the fact is from.
+"""Decides if a cell can exist and which driver it needs. Pure; each refusal names the fact and its source.
 
-The facts are rows of images/facts/nvidia.yaml. Decisions not to build what could exist are no facts: they stand in the
-matrix, under out_of_scope.
+The facts are rows of images/facts/nvidia.yaml. A decision not to build a possible cell is no fact: it stands in the
+matrix under `out_of_scope`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Release(Row):
 
     @property
     def jit_libraries(self) -> tuple[str, ...]:
-        """What cuBLAS opens, and what that opens in turn."""
+        """Libraries that cuBLAS opens, directly or through another."""
         return (self.cublas_jit, f"libnvrtc-builtins.so.{self.cuda}") if self.cublas_jit else ()
 
     @property
@@ -133,7 +133,7 @@ class Refusal:
 
 
 def jit_libraries(cell: Cell) -> tuple[str, ...]:
-    """Of NVIDIA's compiler, in the image because its cuBLAS opens it; none without CUDA, or where it opens none."""
+    """Returns the libraries of NVIDIA's compiler that its cuBLAS opens; none without CUDA."""
     return facts().releases[cell.toolkit.cuda].jit_libraries if cell.toolkit else ()
 
 
@@ -215,8 +215,9 @@ def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:
 
 
 def cell_floors(cell: Cell, known: Facts | None = None, *, sm: str | None = None) -> Floors | None:
-    """Of one GPU; without `sm` the lowest of all that the cell is for, since one condition stands for all of them.
-    None for a cell without CUDA. MatrixError when the facts lack its release or chip.
+    """Returns the driver floors for one GPU; without `sm` the lowest of all chips, since one condition stands for them.
+
+    None for a cell without CUDA. Raises MatrixError if the facts lack its release or chip.
     """
     if cell.target.cuda is None:
         return None
@@ -244,7 +245,7 @@ def required_driver(cell: Cell, known: Facts | None = None, *, sm: str | None = 
 
 
 def runs_on(form: str, sm: str, known: Facts | None = None) -> bool:
-    """Whether machine code of a form (`80`, `90a`, `120f`) runs on a chip.
+    """True if machine code of a form (`80`, `90a`, `120f`) runs on a chip.
 
     Plain: same major, equal or higher minor, never from or to a Tegra. `a`: that chip alone. `f`: as plain, since a
     family is a major. CUDA C++ Programming Guide, 6.1.2 and the table of family-specific targets.
@@ -297,7 +298,7 @@ def cell_refusals(cell: Cell, platform: Platform, known: Facts) -> Iterator[Refu
 def refusals(
     cuda: str, sm: str, platform: Platform | None, form: SmForm | None, known: Facts | None = None
 ) -> Iterator[Refusal]:
-    """What speaks against a CUDA release making code for a chip on a platform; None for a platform means any."""
+    """Returns the facts against a CUDA release making code for a chip on a platform. None as platform means any."""
     known = known or facts()
     yield from _target_refusals(cuda, sm, platform, known)
     release = known.releases.get(cuda)
@@ -309,7 +310,7 @@ def refusals(
 
 
 def toolkit_refusals(toolkit: Toolkit, base: Base, platform: Platform, known: Facts) -> Iterator[Refusal]:
-    """What speaks against this toolkit on this base: its compiler, its C library, its platform."""
+    """Returns the facts against a toolkit on this base: its compiler, its C library, its platform."""
     release, host = known.releases[toolkit.cuda], _host(base, known)
     gcc = toolkit.host_compiler or host.gcc[0]
     if gcc not in host.gcc:

@@ -1,6 +1,6 @@
-"""What differs between engines inside an image: one row an engine, looked up once, when the matrix is loaded.
+"""One row for each engine with what differs inside an image. It is looked up once, when the matrix is loaded.
 
-Versions, sources and CPU variants stand in build_matrix.yaml, and how an engine gets into an image in its template.
+Versions, sources and CPU variants are in build_matrix.yaml. The template says how an engine gets into an image.
 """
 
 from __future__ import annotations

@@ -184,13 +184,13 @@ class Base:
 
     @property
     def reference(self) -> str:
-        """What stands after FROM, and the key of a named build context that replaces it."""
+        """The text after FROM, and the key of a named build context that replaces it."""
         return f"{self.image}@{self.digest}" if self.digest else self.image
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What an engine comes from, hash-locked: its source distribution, or one wheel for each platform."""
+    """The hash-locked source of an engine: its source distribution, or one wheel for each platform."""
 
     distribution: str
     release: str
@@ -226,7 +226,7 @@ class Variants:
 
 @dataclass(frozen=True, kw_only=True)
 class Toolkit:
-    """Where nvcc and the CUDA libraries of one release come from: exactly one of lock, image and base, by its form."""
+    """The source of nvcc and the CUDA libraries of one release: exactly one of lock, image and base."""
 
     cuda: str
     form: ToolkitForm
@@ -239,7 +239,7 @@ class Toolkit:
 
     @property
     def source(self) -> str:
-        """In a few words, for people."""
+        """A few words for people."""
         if self.form == "wheels":
             return f"cuda-toolkit {self.release} from wheels, images/locks/{self.lock}.txt"
         return f"{self.image.reference}" if self.image else f"nvidia-cuda-toolkit {self.release} of {self.base}"
@@ -247,7 +247,7 @@ class Toolkit:
 
 @dataclass(frozen=True, kw_only=True)
 class SmForm:
-    """What the compiler is asked for on behalf of one chip: `90`, `120a`, `100f`. Of wheels: what they carry for it."""
+    """The compiler's target for one chip: `90`, `120a`, `100f`. For wheels, the code that they carry for it."""
 
     sm: str
     form: str
@@ -354,7 +354,7 @@ class Cell:
 
     @property
     def gencode(self) -> str | None:
-        """As nvcc is told: machine code for its chips and no PTX. None where it is told nothing."""
+        """Options of nvcc: machine code for the cell's chips and no PTX. None without a compiler."""
         if not self.sm_forms or not self.engine.is_compiled:
             return None
         return " -gencode ".join(f"arch=compute_{form},code=sm_{form}" for form in self.forms)
@@ -372,7 +372,7 @@ class Cell:
 
     @property
     def cpu_variants(self) -> tuple[str, ...]:
-        """Those of all its platforms: the patched CMake list takes from it what its own platform knows."""
+        """The variants of all its platforms; the patched CMake list picks those of the platform that is built."""
         built = (
             variants.built for platform, variants in self.engine.cpu_variants.items() if platform in self.platforms
         )
@@ -380,7 +380,7 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Where its rendered files stand, relative to the project."""
+        """Folder of the rendered files, relative to the project."""
         return Path("images/rendered") / self.id
 
 
@@ -578,7 +578,7 @@ def _without_cuda(
     locks: Mapping[str, str],
     files: EngineFiles,
 ) -> Engine:
-    """Of wheels only: what is compiled here is compiled from one source for every machine."""
+    """Returns the CPU build of an engine from wheels. A compiled engine has one source for every machine."""
     _refuse_unknown(row.source.lock, known, f"engine {name}: without_cuda: lock")
     if not engine.source.wheels or not row.source.wheels:
         message = f"{MATRIX_FILE}: engine {name}: without_cuda is for engines from wheels, here and there"
@@ -602,7 +602,7 @@ def _without_cuda(
 
 
 def _refuse_half_compiled(name: str, row: _EngineRow) -> None:
-    """What is compiled needs all that compiling takes; what comes in wheels has none of it."""
+    """Refuses an engine that lacks part of what compiling takes, or one from wheels that has any of it."""
     given = {"build": row.build, "backend_lock": row.backend_lock, "patches": row.patches}
     wrong = [key for key, value in given.items() if bool(value) is bool(row.source.wheels)]
     if wrong:
@@ -685,7 +685,7 @@ def _cell(
 
 
 def _forms(target: Target, engine: Engine) -> tuple[SmForm, ...]:
-    """Of a wheel all that it carries: it cannot be asked for less."""
+    """Returns the target's forms; for wheels all that they carry, since less cannot be asked for."""
     if target.cuda is None:
         return ()
     return tuple(engine.sm_forms[sm] for sm in target.sms) if engine.is_compiled else tuple(engine.sm_forms.values())

@@ -30,12 +30,12 @@ class Publisher:
         return {label: value for label, value in named.items() if value is not None}
 
     def is_of(self, labels: Mapping[str, str]) -> bool:
-        """Whether they name this publisher and no other, also where they name none."""
+        """True if the labels name this publisher and no other; without names, True if they name none."""
         known = (f"{PREFIX}{each.name}" for each in fields(self))
         return {label: labels[label] for label in known if label in labels} == self.labels
 
     def overridden(self, given: Mapping[str, str | None]) -> Publisher:
-        """What the command line names takes the place of the matrix's."""
+        """Returns the publisher with the command line's values in place of the matrix's."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return Publisher(**(own | {name: value for name, value in given.items() if value is not None}))
 

@@ -75,7 +75,7 @@ def load_template(root: Path, cell: Cell, kind: str = "Dockerfile") -> str:
 
 
 def inputs(cell: Cell) -> tuple[Path, ...]:
-    """What the build may copy from the project: the context, the date and the build id are all made of these."""
+    """Returns the paths that a build may copy from the project. Context, date and build id are made of them."""
     locks = ["appliance", *filter(None, (cell.engine.backend_lock,)), cell.engine.source.lock]
     patches = [*cell.engine.patches]
     if cell.toolkit and cell.toolkit.lock:
@@ -140,7 +140,7 @@ def _engine_values(cell: Cell) -> dict[str, str | int]:
 
 
 def _source_values(cell: Cell) -> dict[str, str | int]:
-    """What the stages that compile an engine take."""
+    """Returns the values of the stages that compile an engine."""
     engine = cell.engine
     variants = [";".join(engine.cpu_variants[platform].built) for platform in cell.platforms]
     own = {"backend_lock": engine.backend_lock, "engine_build": engine.build}
@@ -162,7 +162,7 @@ def _source_values(cell: Cell) -> dict[str, str | int]:
 
 
 def _wheel_values(cell: Cell) -> dict[str, str | int]:
-    """What the stages that install an engine take."""
+    """Returns the values of the stages that install an engine."""
     engine = cell.engine
     return {
         "engine_lock": engine.source.lock,
@@ -204,7 +204,7 @@ def _cache_lines(caches: Mapping[str, str]) -> str:
 
 
 def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
-    """What the stages of a CUDA cell take; a value that its form of toolkit has no use for is left out."""
+    """Returns the values of a CUDA cell's stages, without those that its form of toolkit does not use."""
     floors = compat.cell_floors(cell)
     if floors is None or not cell.sm_forms:
         message = f"cell {cell.id} has a CUDA toolkit and no SM"

@@ -1,4 +1,4 @@
-"""Whether a build's disks have room for it, asked before it begins: half a build takes minutes and gives nothing."""
+"""Checks the disks before a build: half a build takes minutes and gives nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Disk:
 
 
 def needs(cell: Cell, *, archives: Path, engine_data: Path | None) -> list[Need]:
-    """From the cell's size budget. Without the engine's folder (it is elsewhere) only the archives are counted."""
+    """Returns the space needed, by the size budget. Without the engine's folder only archives are counted."""
     tools_mib = TOOLS_MIB + _cuda_mib(cell)
     found = [Need(what="archives", path=archives, mib=COPIES_IN_ARCHIVES * cell.size_budget_mib)]
     if engine_data:
@@ -50,7 +50,7 @@ def needs(cell: Cell, *, archives: Path, engine_data: Path | None) -> list[Need]
 
 
 def total_mib(cell: Cell) -> int:
-    """Of one disk that holds everything, such as a hosted runner's."""
+    """Returns the space needed if one disk holds everything, such as a hosted runner's."""
     anywhere = Path("/")
     return sum(need.mib for need in needs(cell, archives=anywhere, engine_data=anywhere))
 
@@ -62,8 +62,9 @@ def _cuda_mib(cell: Cell) -> int:
 
 
 def needs_baked(weights_bytes: int, *, archives: Path, engine_data: Path | None) -> list[Need]:
-    """Of weights that go into an image, beside the file itself: the archive; the builder's copy of the context, its
-    layer, and the loaded image's blob and files.
+    """Returns the space that weights in an image take beside their file.
+
+    That is the archive, the builder's copy of the context, its layer, and the blob and files of the loaded image.
     """
     mib = weights_bytes // 2**20 + 1
     found = [Need(what="the archive with the weights", path=archives, mib=mib)]
@@ -73,7 +74,7 @@ def needs_baked(weights_bytes: int, *, archives: Path, engine_data: Path | None)
 
 
 def query_disk(path: Path) -> Disk:
-    """Of the nearest folder that exists."""
+    """Asks the disk of the nearest folder that exists."""
     here = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     return Disk(device=here.stat().st_dev, free_mib=shutil.disk_usage(here).free // 2**20)
 

@@ -26,14 +26,14 @@ def path_for(folder: Path, build_id: str) -> Path:
 
 
 def save(folder: Path, build_id: str, took: Took) -> None:
-    """Of two builds that gave one image the one counts that found less of it done."""
+    """Keeps the time of a build. Of two builds of one image, the one that reused fewer stages counts."""
     known = load(folder, build_id, took.digest)
     if known is None or len(took.kept) < len(known.kept):
         path_for(folder, build_id).write_bytes(_TOOK.dump_json(took))
 
 
 def load(folder: Path, build_id: str, digest: str) -> Took | None:
-    """None for an image that was built elsewhere, or before this was kept."""
+    """Returns the kept time. None for an image that was built elsewhere, or before times were kept."""
     try:
         took = _TOOK.validate_json(path_for(folder, build_id).read_bytes())
     except (OSError, ValidationError):

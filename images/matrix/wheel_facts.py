@@ -1,6 +1,6 @@
-"""What an engine from wheels does with which chip, and what it compiles on the user's machine. Pure.
+"""Attention of an engine from wheels by chip, and what it compiles on the user's machine. Pure.
 
-The facts are rows of images/facts/<engine>.yaml, each with its sources, as those of compat are.
+The facts are rows of images/facts/<engine>.yaml, each with its sources like those of compat.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WheelFacts(Row):
     attention: Annotated[tuple[Attention, ...], Field(min_length=1)]
 
     def attention_of(self, sm: str) -> Attention | None:
-        """None for a chip that the engine does not serve."""
+        """Returns the attention backend for a chip; None if the engine does not serve it."""
         return next((row for row in self.attention if sm in row.sms), None)
 
     def cite(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ SOURCE = re.compile(r"^    source:\n(?:      .*\n)*", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a registry said of one base."""
+    """Answer of a registry about one base."""
 
     name: str
     image: str

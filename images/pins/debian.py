@@ -1,9 +1,9 @@
-"""Which Debian packages a build installs: asked of apt inside the base, written to a lock, and held against an image.
+"""Locks the Debian packages of a build, by asking apt inside the base, and compares an image with the lock.
 
-A lock belongs to one base and one platform; that of another platform than the engine's is made of its index of the
-archive, as if the base had the same packages there. It has a part for each set of packages that a stage installs, and
-in it every package that apt would bring along, with version and SHA-256. It names no address, but the moment at which
-a snapshot archive has all of them.
+A lock belongs to one base and one platform. For another platform than the engine's it is made of that platform's index,
+as if the base had the same packages there. It has a part for each set of packages that a stage installs: every package
+that apt would bring along, with version and SHA-256. It names no address, only the moment at which a snapshot archive
+has all of them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def path_for(base: Base, platform: Platform) -> Path:
 
 
 def load(root: Path, base: Base, platform: Platform) -> Lock | None:
-    """None when there is none; MatrixError when it is no lock, or that of another platform."""
+    """Reads a lock, None if there is none. Raises MatrixError for another file or a lock of another platform."""
     path = path_for(base, platform)
     if not (root / path).is_file():
         return None
@@ -105,7 +105,7 @@ def load_file(path: Path, *, name: str) -> Lock:
 
 
 def content(lock: Lock, parts: Iterable[str]) -> bytes:
-    """What a build takes from a lock: these of its parts, whenever and from wherever they were asked."""
+    """Returns the parts of a lock that a build installs, as bytes without date and source."""
     asked = {part: lock.model_dump()["parts"].get(part) for part in parts}
     return json.dumps(asked, sort_keys=True).encode()
 
@@ -123,7 +123,7 @@ def asked(dockerfile: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """Where `lock` asks. `prepare` makes, of the text of a base's sources, the shell lines that come before apt."""
+    """The archive that `lock` asks. `prepare` turns the base's sources into shell lines that run before apt."""
 
     prepare: Callable[[str], str] | None = None  # None: the base's own sources
     timestamp: str | None = None  # of a snapshot archive
@@ -193,7 +193,7 @@ def refuse_partial(lock: Lock, base: Base) -> None:
 def parse_answer(
     lines: Iterable[str], *, image: str, identity: str, platform: Platform, snapshot: str | None = None
 ) -> Lock:
-    """What the script printed. BuildError when no list had a date, or a part names no package."""
+    """Parses the script's output. Raises BuildError if no list has a date or a part names no package."""
     dates: dict[str, datetime] = {}
     parts: dict[str, dict[str, Locked]] = {}
     packages: dict[str, Locked] = {}
@@ -297,7 +297,7 @@ def parse_status(text: str) -> Iterator[Installed]:
 def faults(
     cell: Cell, lock: Lock | None, part: str, *, image: Mapping[str, str], base: Mapping[str, str], identity: str
 ) -> list[str]:
-    """Where an image is not what the lock says, each naming its package. `image` and `base`: package -> version."""
+    """Returns a line for each package that differs from the lock. `image` and `base`: package -> version."""
     if lock is None:
         return [f"{cell.base.image} has no Debian lock: {LOCK_COMMAND}"]
     if part not in lock.parts:
@@ -315,7 +315,7 @@ def faults(
 
 
 def _by_base(dockerfiles: Iterable[tuple[Cell, str]], platform: Platform) -> dict[str, tuple[Base, set[str]]]:
-    """What the cells of a platform ask of each base."""
+    """Returns the parts that a platform's cells ask of each base, by its image."""
     found: dict[str, tuple[Base, set[str]]] = {}
     for cell, dockerfile in dockerfiles:
         if platform in cell.platforms:

@@ -1,7 +1,7 @@
-"""Whether everything in a lock is asked for: by the `.in` file, or "via" another package that is. Offline.
+"""Checks that each package of a lock is asked for: by the `.in` file, or "via" another package. Offline.
 
-uv writes behind each package who wants it. A package that was added by hand lacks that, or names one that is not there.
-What it names is not looked up in an index: `lock --check` does that.
+uv writes behind each package who wants it. A package added by hand lacks that, or names one that is not there.
+`lock --check` compares the names with an index.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def closure_faults(root: Path, name: str) -> Iterator[str]:
 
 
 def parse_lock(text: str) -> dict[str, Locked]:
-    """By canonical name. Raises MatrixError for a line that `uv pip compile` does not write."""
+    """Returns the packages by canonical name. Raises MatrixError for a line that `uv pip compile` does not write."""
     found: dict[str, Locked] = {}
     for block in re.split(r"\n(?=[^\s#])", re.sub(r" *\\\n\s+--hash=\S+", "", f"\n{text}")):
         head, *via = block.strip("\n").splitlines() or [""]
@@ -67,7 +67,7 @@ def parse_lock(text: str) -> dict[str, Locked]:
 
 
 def _asked_for(root: Path, path: Path) -> dict[str, Requirement]:
-    """Of a file of requirements, and of those that it takes in."""
+    """Returns the names in a requirements file and in those that it includes."""
     found: dict[str, Requirement] = {}
     for line in (root / path).read_text("utf-8").splitlines():
         words = line.partition("#")[0].strip()

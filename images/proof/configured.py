@@ -1,6 +1,6 @@
-"""What `docker run` takes from an image's configuration, as the last stage of its Dockerfile says it. Pure.
+"""Compares an image's configuration with the last stage of its Dockerfile: what `docker run` takes from it. Pure.
 
-A second volume, another user or a trigger for images made from this one is no file, so no manifest has it.
+A second volume, another user or a trigger for derived images is no file, so no manifest has it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ APART = {"Env", "Labels", "ArgsEscaped", "Hostname", "Domainname", "Image", "Mac
 
 
 def given(dockerfile: str) -> dict[str, object]:
-    """As the engine inspects it: durations in nanoseconds. ValueError for a form that no Dockerfile of ours has."""
+    """Returns the configuration in the engine's own form, durations in nanoseconds.
+
+    Raises ValueError for a form that no Dockerfile of the project has.
+    """
     stage = debian.STAGE.split(dockerfile.replace("\\\n", " "))[-1]
     said = dict(INSTRUCTION.findall(stage))
     return {

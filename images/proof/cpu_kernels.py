@@ -31,7 +31,7 @@ Status = Literal["ok", "wrong", "died", "refused", "unloadable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one variant did. `at` is the case that was worst, or the one in which it died."""
+    """Result of one variant. `at` is its worst case, or the one in which it died."""
 
     variant: str
     status: Status
@@ -180,7 +180,7 @@ def _run(
 
 
 def _build_emulator(root: Path, *, image: str, tag: str, base: str) -> str | None:
-    """None when it is there; else why not, for which no network is reason enough."""
+    """Builds the emulator's image. Returns None if it is there, else the reason, such as no network."""
     with tempfile.TemporaryDirectory(prefix="emulator-") as context:
         argv = (
             *("docker", "buildx", "build", "--progress", "plain", "--provenance=false", "--sbom=false", "--load"),

@@ -18,7 +18,7 @@ ENV = re.compile(r"^ENV (.+)$", re.MULTILINE)
 
 
 def given(dockerfile: str, base: Sequence[str], arguments: Mapping[str, str]) -> dict[str, str]:
-    """Of the last stage. `base`: NAME=value lines of the image that it stands on; `arguments`: values of its ARGs."""
+    """Returns the variables of the last stage. `base`: NAME=value lines of its image; `arguments`: values of ARGs."""
     stage = debian.STAGE.split(dockerfile.replace("\\\n", " "))[-1]
     lines = [word for line in ENV.findall(stage) for word in shlex.split(line)]
     found = {"PATH": PATH} | dict(_pair(line) for line in (*base, *lines))

@@ -1,4 +1,4 @@
-"""Which machine code a file carries, kernel by kernel, and whether one GPU runs all of it without a JIT.
+"""Lists the machine code of a file, kernel by kernel, and decides if one GPU runs all of it without a JIT.
 
 cuobjdump names targets and kernels; the file's own fat binary headers say which of them belong together. That matters:
 a template kernel stands once in every translation unit that uses it, and each unit loads only what it brought itself.
@@ -149,7 +149,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """What fails the gate, in words. A gate that saw no kernel proves nothing, and fails."""
+        """Faults in words. A gate that saw no kernel proves nothing, and fails."""
         nothing = [] if self.kernel_count else [f"no kernel in any of {len(self.libraries)} files"]
         unlinked = [
             f"{library.path}: {library.unlinked} units have only code for link-time optimization"
@@ -179,7 +179,7 @@ class _CountRow(_PlatformRow):
 
 
 class _ListedRow(_PlatformRow):
-    """Of a wheel that is not ours to judge: cubins by target."""
+    """Cubins by target of a wheel that is listed but not judged."""
 
     targets: dict[str, int]
 
@@ -193,13 +193,13 @@ class _GapFile(Row):
 
 
 def compiles_for(target: str, sm: int) -> bool:
-    """Whether a driver makes code for the chip `sm` of PTX of `target`: with a suffix, for no more chips than code."""
+    """True if a driver compiles PTX of `target` for the chip `sm`. A suffix narrows the chips as in a cubin."""
     number, suffix = parse_target(target)
     return runs_natively(target, sm) if suffix else number <= sm
 
 
 def runs_natively(target: str, sm: int) -> bool:
-    """Whether a cubin of `target` (`80`, `sm_90a`, `120f`) runs on the chip `sm` without its PTX: compat's rule."""
+    """True if a cubin of `target` (`80`, `sm_90a`, `120f`) runs on the chip `sm` without its PTX, by compat's rule."""
     number, suffix = parse_target(target)
     return compat.runs_on(f"{number}{suffix}", str(sm))
 
@@ -248,7 +248,7 @@ def _miscounted(libraries: Sequence[Library], sm: int, counts: Sequence[Count]) 
 
 
 def load_known_gaps(path: Path, platform: str | None = None) -> KnownGaps:
-    """Those of one platform; None: of all. MatrixError when they cannot be read."""
+    """Reads the known gaps of one platform, or of all with None. Raises MatrixError if they cannot be read."""
     return parse_known_gaps(rows.load(path, root=Path(), hint=GAPS_FORM), where=path.as_posix(), platform=platform)
 
 
@@ -265,7 +265,7 @@ def parse_known_gaps(data: object, *, where: str, platform: str | None = None) -
 
 
 def parse_elements(lines: Iterable[str]) -> list[Element]:
-    """What `cuobjdump -symbols -ptx` prints, in its order. Other kinds of code than cubin and PTX are passed over."""
+    """Parses `cuobjdump -symbols -ptx`, in order. Other kinds of code than cubin and PTX are skipped."""
     found: list[tuple[str, str, set[str]]] = []
     for line in lines:
         if match := ELEMENT.match(line):
@@ -278,7 +278,7 @@ def parse_elements(lines: Iterable[str]) -> list[Element]:
 
 
 def parse_listing(lines: Iterable[str]) -> dict[str, int]:
-    """What `cuobjdump --list-elf` prints: cubins by target. It writes `120` for `120f`."""
+    """Parses `cuobjdump --list-elf`: cubins by target. cuobjdump writes `120` for `120f`."""
     targets = [match.group(1) for line in lines if (match := LISTED.match(line))]
     return {target: targets.count(target) for target in sorted(set(targets), key=parse_target)}
 
@@ -360,7 +360,7 @@ def _refuse_no_library(file: Path, path: str) -> None:
 
 
 def read_units(file: Path, path: str) -> list[list[tuple[Kind, int]]]:
-    """Those of a file. VerificationError when it is cut off: of that cuobjdump says that it has no device code."""
+    """Returns the units of a file. Raises VerificationError if it is cut off: cuobjdump would see no device code."""
     data = file.read_bytes()
     try:
         _refuse_beyond(data, 1)
@@ -380,7 +380,7 @@ def find_tool(wanted: Path | None = None) -> Path:
 
 
 def _dump(tool: Path, flags: tuple[str, ...], file: Path, parse: Callable[[Iterable[str]], T]) -> T | None:
-    """None when the file has no GPU code at all."""
+    """Returns cuobjdump's output, None if the file has no GPU code."""
     parsed, done = docker.feed((str(tool), *flags, str(file)), parse, cwd=file.parent)
     said = " ".join(done.lines)
     if done.code == 0:
@@ -416,7 +416,7 @@ def _kernels(unit: Sequence[Element]) -> Iterator[Kernel]:
 
 
 def _containers(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where the elements of each fat binary begin and end."""
+    """Yields begin and end of each fat binary's elements."""
     position, end = _fatbin_range(data)
     while position + FATBIN_HEADER.size <= end:
         magic, _, header_size, size = FATBIN_HEADER.unpack_from(data, position)
@@ -448,7 +448,7 @@ def _fatbin_range(data: bytes) -> tuple[int, int]:
 
 
 def _elf_sections(data: bytes) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Where each section begins and ends, by name. Each has to be there: without that of the names none has one."""
+    """Yields name, begin and end of each section. All must be there: without the table of names none has one."""
     try:
         for section in ELFFile(io.BytesIO(data)).iter_sections():
             start, size = section["sh_offset"], section.data_size if section["sh_type"] != "SHT_NOBITS" else 0

@@ -1,4 +1,4 @@
-"""Whether everything that an image's files are linked with is there: `ldd` over them, in a container of the image."""
+"""Checks that all libraries an image's files are linked with are there: `ldd`, in a container of the image."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Known:
 
 
 def query(engine: docker.Engine, image: str) -> Answers | str:
-    """What the image's own loader says; in words where it could not be asked."""
+    """Returns the output of the image's own loader, or the reason why it could not be asked."""
     finished = engine.run(image, ("-c", _SCRIPT), entrypoint=("sh",))
     if finished.code != 0:
         return f"the image's loader cannot be asked: exit code {finished.code}: {' '.join(finished.lines[-2:])}"
@@ -74,7 +74,7 @@ def query(engine: docker.Engine, image: str) -> Answers | str:
 
 
 def parse(lines: Iterable[str]) -> Answers:
-    """Of the script's lines; others, which programs wrote on standard error, are passed over."""
+    """Parses the script's lines. Lines that programs wrote on standard error are skipped."""
     rows = [line.split("\t") for line in lines]
     return Answers(
         asked=sum(int(row[1]) for row in rows if row[0] == "asked"),

@@ -49,8 +49,7 @@ class Wheel(Row):
 
 
 class ComponentRow(Row):
-    """What is in an image and is neither a wheel nor a package. `texts` are below FOLDER and its name; `in_base` is a
-    file of the base."""
+    """A component that is neither wheel nor package. `texts` are below FOLDER/name; `in_base` is in the base."""
 
     name: Text
     texts: tuple[Text, ...] = ()
@@ -59,7 +58,7 @@ class ComponentRow(Row):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """In the image."""
+        """Paths in the image."""
         own = tuple(f"{FOLDER}{self.name}/{text}" for text in self.texts)
         return (*own, self.in_base) if self.in_base else own
 
@@ -128,7 +127,7 @@ def look(files: Mapping[str, Entry], *, engine: str, folders: Iterable[str]) -> 
 
 
 def _paths_of(component: str) -> tuple[str, ...]:
-    """Of its texts. An engine that is not listed has one at least."""
+    """Returns the paths of a component's license texts; for an unlisted engine the usual one."""
     row = components().get(component)
     return row.paths if row else (f"{FOLDER}{component}/LICENSE",)
 

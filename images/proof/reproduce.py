@@ -84,16 +84,17 @@ def reproduce(root: Path, job: Job, engine: docker.Engine, *, stages: tuple[str,
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What somebody else built: the digest of its manifest, and the archive where that is at hand."""
+    """A build of somebody else: the digest of its manifest, and the archive if it is at hand."""
 
     manifest: str
     archive: Path | None = None
 
 
 def published(what: str, platform: str, *, cwd: Path) -> Published:
-    """By an archive, a manifest's digest, or an image of a registry, whose index is asked for the platform's manifest.
+    """Finds a published build by an archive, a manifest's digest, or an image of a registry.
 
-    UsageError for anything else, BuildError when no registry answers for it.
+    A registry's index is asked for the platform's manifest. Raises UsageError for anything else, BuildError if no
+    registry answers.
     """
     if Path(what).is_file():
         with oci.opened(Path(what)) as tar:
@@ -246,7 +247,7 @@ def _content_hash(file: IO[bytes] | None) -> str:
 
 
 def _value_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> Difference | None:
-    """Of two JSON documents: an image's configuration, or its manifest with what that says beside the layers."""
+    """Returns the first difference of two JSON documents: configurations, or manifests."""
     left, right = dict(oci.leaves("", one)), dict(oci.leaves("", two))
     for path in sorted(left.keys() | right.keys()):
         if left.get(path) != right.get(path):

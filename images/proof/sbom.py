@@ -1,4 +1,4 @@
-"""What is in a built image, as SPDX: Debian packages, wheels, the engine with its source, and what compiled it.
+"""Describes a built image as SPDX: Debian packages, wheels, the engine with its source, and its compilers.
 
 Read from the image's own layers wherever they tell. The matrix, the rendered Dockerfile and the locks say what no file
 in a layer can: the engine's commit, the hash of its source, nvcc and its targets. The same image gives the same bytes.
@@ -143,12 +143,12 @@ class Hashes:
 
 
 def path_for(cell: Cell) -> Path:
-    """Beside the cell's archive, below the project."""
+    """Returns the path of the document, next to the cell's archive."""
     return ARCHIVES / f"{cell.id}.spdx.json"
 
 
 def describes(path: Path, digest: str) -> bool:
-    """Whether a document of this image is there already."""
+    """True if the file describes this image."""
     return path.is_file() and f'"checksumValue": "{digest.removeprefix("sha256:")}"' in path.read_text("utf-8")
 
 
@@ -268,7 +268,7 @@ def packages_of(
 
 
 def _upstream(package: debian.Installed) -> str | None:
-    """As syft writes it: the source package, and its version where that is not the binary's."""
+    """Returns the source package in syft's form, with its version if it differs from the binary's."""
     found = SOURCE_FIELD.match(package.source or "")
     return None if found is None else f"{found[1]}@{found[2]}" if found[2] else found[1]
 
@@ -394,7 +394,7 @@ def source_of(cell: Cell) -> Component:
 
 
 def _commit_of(engine: Engine) -> str:
-    """In words; a third party's wheel may name none."""
+    """Returns the engine's commit in words; a third party's wheel may name none."""
     return f"git commit {engine.commit}" if engine.commit else f"no commit is named; built by {engine.publisher}"
 
 
@@ -439,7 +439,7 @@ def pins_of(lock: str) -> dict[str, str]:
 
 
 def gencode(target: str) -> str:
-    """What nvcc is told for one entry of CMAKE_CUDA_ARCHITECTURES: `90a-real` is machine code for 90a and no PTX."""
+    """Returns nvcc's option for an entry of CMAKE_CUDA_ARCHITECTURES: `90a-real` is code for 90a without PTX."""
     chip, _, form = target.partition("-")
     codes = {"real": f"sm_{chip}", "virtual": f"compute_{chip}", "": f"[compute_{chip},sm_{chip}]"}
     if form not in codes:
@@ -476,7 +476,7 @@ def document(cell: Cell, image: docker.Image, components: Iterable[Component]) -
 
 
 def dump(made: Document) -> str:
-    """As JSON. VerificationError with the library's own words when it does not hold the document for valid SPDX."""
+    """Returns the document as JSON. Raises VerificationError with the library's own words if it is no valid SPDX."""
     complaints = validate_full_spdx_document(made)
     if complaints:
         first = complaints[0]
@@ -532,7 +532,7 @@ def _purl(kind: str, name: str, version: str | None) -> str:
 
 
 def _expression(words: str) -> str | None:
-    """None unless SPDX knows every license in it: `BSD` could be any of several."""
+    """Returns the license expression. None unless SPDX knows every license in it: `BSD` could be any of several."""
     try:
         known = spdx_licensing.parse(words, validate=True, strict=True)
     except ExpressionError:

@@ -198,7 +198,7 @@ def _recipe_of(root: Path, labels: Mapping[str, str]) -> recipe.RecipeRow | None
 
 
 def _environment_of(engine: docker.Engine, base: str) -> Sequence[str]:
-    """What a base brings, by its digest; nothing of one that is not here, as when BuildKit alone fetched it."""
+    """Returns the variables of a base, by its digest; none if it is not here, as after a fetch by BuildKit."""
     found = engine.image(base)
     return (found.config.get("Env") or ()) if found else ()
 
@@ -253,7 +253,7 @@ def _judge_kernels(
 
 
 def check_start(snapshot: ImageSnapshot) -> Check:
-    """As UID 12345 of group 0, read-only, without capabilities and without a network."""
+    """Starts the image as UID 12345 of group 0, read-only, without capabilities and without a network."""
     said = " ".join(snapshot.version.lines[-3:])
     return Check(name="starts hardened", ok=snapshot.version.code == 0, detail=f"exit {snapshot.version.code}: {said}")
 
@@ -506,7 +506,7 @@ def check_image_facts(snapshot: ImageSnapshot) -> Check:
 
 
 def _floors(snapshot: ImageSnapshot, facts: ImageFacts) -> list[str]:
-    """What the appliance refuses a machine by is what the labels promise; check_labels holds these to the matrix."""
+    """Returns labels that differ from the facts by which the appliance refuses a machine."""
     said = {
         "io.appliance.cuda": facts.cuda,
         "io.appliance.sm": ", ".join(snapshot.cell.sms) or None,
@@ -547,7 +547,7 @@ def check_links(snapshot: ImageSnapshot) -> Check:
 
 
 def check_recipe(snapshot: ImageSnapshot) -> Check:
-    """Those that no manifest lists, since a model image adds them to its cell."""
+    """Checks for foreign recipes and weights. No manifest lists them, since a model image adds its own."""
     found = model.foreign(snapshot.tree, snapshot.labels, snapshot.recipe)
     return _none_of("no foreign recipe, no foreign weights", found)
 
@@ -581,7 +581,7 @@ def check_user(snapshot: ImageSnapshot) -> Check:
 
 
 def check_run_line(snapshot: ImageSnapshot) -> Check:
-    """What `docker run` relies on: entry point, health check and its times, ports, volumes, stop signal, no more."""
+    """Checks what `docker run` relies on: entry point, health check and times, ports, volumes, stop signal."""
     wrong = configured.differing(snapshot.config, snapshot.configured)
     return Check(name="run line", ok=not wrong, detail="; ".join(wrong) or "as the Dockerfile says")
 
@@ -600,7 +600,7 @@ def check_byte_code(snapshot: ImageSnapshot) -> Check:
 
 
 def check_debian(snapshot: ImageSnapshot) -> Check:
-    """What the runtime stage installed is what the Debian lock says, package by package; or else the temporary lock."""
+    """Compares the packages of the runtime stage with the Debian lock, or with the temporary lock of the build."""
     name = "Debian packages as locked"
     if _is_unlocked(snapshot.labels) and snapshot.debian is None:
         path = packages.path_for(snapshot.labels.get(BUILD_ID_LABEL, ""))
@@ -619,7 +619,7 @@ def _is_unlocked(labels: Mapping[str, str]) -> bool:
 
 
 def check_size(snapshot: ImageSnapshot) -> Check:
-    """Of the cell: weights that a model image has in it are no part of its budget."""
+    """Checks the size budget of the cell. Weights in a model image do not count."""
     weights = sum(each.size_bytes for path, each in snapshot.tree.files.items() if path.startswith(integrity.WEIGHTS))
     size_mib = (snapshot.tree.size_bytes - weights) / 2**20
     budget_mib = snapshot.cell.size_budget_mib

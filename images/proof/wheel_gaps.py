@@ -44,7 +44,7 @@ class Wheel:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one library is on one chip. `globs` are by how its gaps run."""
+    """One library on one chip. `globs` are grouped by how its gaps run."""
 
     count: gate.Count
     globs: tuple[tuple[str, tuple[str, ...]], ...]
@@ -69,7 +69,7 @@ class Identity:
 
 
 def identify(file: Path, source: Source, lock: str) -> Identity:
-    """By its hash: the matrix says whose wheel it is; of another the lock must know the hash."""
+    """Identifies a wheel by its hash. The matrix knows the engine's; the lock must know the hash of any other."""
     try:
         sha256 = _sha256(file)
     except OSError as error:

@@ -61,7 +61,7 @@ def check(folder: Path, rung: RungRow) -> tuple[Path, ...]:
 
 
 def run_argv(root: Path, gguf: Path, readers: Path, made: Path, image: str) -> tuple[str, ...]:
-    """As our own user, so that the files are ours; no registry is asked for an image of that name."""
+    """Returns the command. It runs as this user, so that the files are ours, and asks no registry for the image."""
     mounts = {root / SCRIPT: "/convert.py:ro", gguf: f"/in/{gguf.name}:ro", readers: "/readers:ro", made: "/out"}
     return (
         *("docker", "run", "--rm", "--pull", "never", "--network", "none", "--read-only", "--tmpfs", SCRATCH),
@@ -72,7 +72,7 @@ def run_argv(root: Path, gguf: Path, readers: Path, made: Path, image: str) -> t
 
 
 def _readers(root: Path, work: Path, ca_bundle: Path | None) -> Path:
-    """What transformers wants for GGUF, unpacked: both are Python alone."""
+    """Unpacks the packages that transformers needs for GGUF. Both are pure Python."""
     wheels, readers = work / "wheels", work / "readers"
     wheels.mkdir()
     done = docker.stream(fetch.pip_argv(root, Wheel(lock=READERS, member=""), wheels, ca_bundle), cwd=root)

@@ -1,4 +1,4 @@
-"""What the matrix and the recipes name, as JSON: for programs of a clone that have Python and no package. Pure."""
+"""Names in the matrix and the recipes as JSON, for programs of a clone that have no package for YAML. Pure."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class FileRow(Row):
 
 
 class ShapeRow(Row):
-    """In the words of llama.cpp's GGUF keys, without the architecture's prefix; of the text model alone."""
+    """Shape of the text model, by llama.cpp's GGUF keys without the architecture's prefix."""
 
     architecture: Name
     vocabulary: Annotated[int, Field(gt=0)]
@@ -74,7 +74,7 @@ class ShapeRow(Row):
 
 
 class ModelRow(Row):
-    """What the quantizations of one model share."""
+    """Facts that all quantizations of a model share."""
 
     parameters_b: Positive  # 10⁹
     active_b: Positive  # for one token
@@ -82,7 +82,7 @@ class ModelRow(Row):
 
 
 class LossRow(Row):
-    """What a quantization costs, as somebody published it."""
+    """Published loss of a quantization."""
 
     said: Text
     source: Names
@@ -199,7 +199,7 @@ def load(root: Path, name: str) -> RecipeRow:
 
 
 def as_recipe(row: RecipeRow) -> Recipe:
-    """What a model image carries."""
+    """Returns the recipe as a model image carries it."""
     return Recipe(
         name=row.name,
         license=row.license,
@@ -214,16 +214,18 @@ def as_recipe(row: RecipeRow) -> Recipe:
 
 
 def carried(row: RecipeRow, rung: RungRow, *, is_baked: bool) -> Recipe:
-    """With the rung as its default. Where its weights are in the image it is the only one: a machine without a network
-    has no choice to make.
+    """Returns the recipe with this rung as its default.
+
+    With baked weights it is the only rung, since a machine without a network has no choice.
     """
     whole = replace(as_recipe(row), default=rung.name)
     return replace(whole, rungs=(whole.default_rung,)) if is_baked else whole
 
 
 def find_rung(row: RecipeRow, name: str, serves: WeightsFormat | None = None) -> RungRow:
-    """By its name or the only beginning of one, in the default's format first where none is given. UsageError
-    otherwise, with the names that may be meant.
+    """Finds a rung by its name or an unambiguous beginning, first in the default's format.
+
+    Raises UsageError with the names that may be meant.
     """
     named = as_recipe(row).find(name)
     found = tuple(rung for rung in named if rung.format == (serves or row.default_rung.format))

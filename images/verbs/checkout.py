@@ -26,7 +26,7 @@ def load_all() -> Matrix:
 
 
 def _refuse_missing(inputs: Sequence[Path]) -> None:
-    """A patch that the matrix names and nobody has would show in the middle of a build."""
+    """Refuses a matrix that names missing files, such as a patch, before a build stumbles on it."""
     missing = [path.as_posix() for path in inputs if not (ROOT / path).exists()]
     if missing:
         message = f"{matrix.MATRIX_FILE} names files that are not there: {', '.join(missing)}"
@@ -36,7 +36,7 @@ def _refuse_missing(inputs: Sequence[Path]) -> None:
 
 
 def load(options: argparse.Namespace) -> tuple[Matrix, tuple[Cell, ...]]:
-    """The whole matrix is checked, also when one cell is asked for."""
+    """Returns the matrix and the chosen cells. The whole matrix is checked even for one cell."""
     loaded = load_all()
     return loaded, matrix.select(loaded.cells, options.only)
 

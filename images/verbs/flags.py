@@ -31,7 +31,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser, *, of: str = "") -> None:
-    """What a build is made of, where that is not what the matrix pins; `of`: the flag that these belong to."""
+    """Adds flags that replace pinned inputs of a build. `of` names the flag that they belong to."""
     about = "build on this image of the engine instead of the pinned one; `auto`: the pinned one if it can be had"
     parser.add_argument("--base", metavar="IMAGE", help=of + about)
     about = (

@@ -17,7 +17,7 @@ from images.matrix.publisher import Publisher
 def with_toolkit(
     wanted: build.Options, loaded: Matrix, cells: Sequence[Cell], engine: docker.Engine, *, is_dry: bool
 ) -> build.Options:
-    """With an image's name in the place of `substitute`; it is made unless this is dry."""
+    """Returns the options with an image's name in place of `substitute`. The image is made unless this is dry."""
     if wanted.toolkit_image != substitute.WORD:
         return wanted
     name = substitute.find(cells, engine) if is_dry else substitute.make(ROOT, loaded, cells, wanted, engine)
@@ -37,7 +37,7 @@ def archives_of(options: argparse.Namespace, loaded: Matrix, *, is_strict: bool)
 def plan(
     cell: Cell, wanted: build.Options, engine: docker.Engine, platform: matrix.Platform, *, is_dry: bool = False
 ) -> build.Job:
-    """BuildError when an image that the cell stands on, or takes its toolkit from, is nowhere to be had."""
+    """Plans the build of a cell. Raises BuildError if its base or its toolkit's image cannot be had."""
     if wanted.toolkit_image is None:
         compat.refuse_unresolved(cell)
     given.check_wheels(cell, wanted.wheels)
@@ -49,5 +49,5 @@ def plan(
 
 
 def dry(job: build.Job, archives: packages.Archives) -> build.Job:
-    """No archive is asked, so only one that is named can be shown."""
+    """Returns the job of a dry run. No archive is asked, so only a named one can be shown."""
     return index.plan(mirror.plan(job) if archives.given else job)

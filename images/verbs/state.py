@@ -1,4 +1,4 @@
-"""Which images were proven, and which of them are in this machine's engine."""
+"""States of images: proven, built here, or only rendered."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def record_of(loaded: Matrix) -> proofs.Record:
 
 
 def _built_here(loaded: Matrix, own: str) -> dict[str, proofs.Here]:
-    """Images of cells in this machine's engine, by tag; none where there is no engine, which is no fault of who lists
-    cells.
-    """
+    """Returns cells' images in this machine's engine, by tag. None without an engine, which is no fault of a list."""
     cells = {cell.tag: cell for cell in loaded.cells}
     listed = _ask_docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}", proofs.REPOSITORY)
     tags = [tag for tag in listed if tag in cells]
@@ -39,7 +37,7 @@ def _built_here(loaded: Matrix, own: str) -> dict[str, proofs.Here]:
 
 
 def _is_current(cell: Cell, own: str, image: docker.Image) -> bool:
-    """Whether this tree gives its build id. A lock that cannot be read gives none, which other verbs say."""
+    """True if this tree gives its build id. False for an unreadable lock, which other verbs report."""
     try:
         wanted = packages.build_id_of(ROOT, cell, own, image.labels)
     except MatrixError:

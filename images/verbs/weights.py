@@ -32,7 +32,7 @@ def rung_of(options: argparse.Namespace, row: recipe.RecipeRow, serves: WeightsF
 
 
 def folder_of(row: recipe.RecipeRow, rung: recipe.RungRow, to: Path) -> Path:
-    """Where its files lie: what was converted beside the file that it was made of, in a folder of its own."""
+    """Returns the folder of a rung's files. Converted files have a folder next to the file they were made of."""
     if rung.made_of is None:
         return to
     return fetch.target_of(row.rung(rung.made_of).files[0], to).with_suffix("")
@@ -46,7 +46,7 @@ def weights_of(
     hub: str,
     image: str = convert.IMAGE,
 ) -> tuple[Path, ...]:
-    """From where the recipe says; what is made of another rung is made of it, in the image."""
+    """Fetches the rung's files. A rung that is made of another is converted from it, in the image."""
     if rung.made_of is None:
         return fetch.fetch(ROOT, rung, to, ca_bundle=ca_bundle, hub=hub)
     (source,) = fetch.fetch(ROOT, row.rung(rung.made_of), to, ca_bundle=ca_bundle, hub=hub)

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_unasked(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
-    """Every cell is days of compiling, and who left --only out may not have meant that."""
+    """Asks or refuses if every cell would be built, which takes days: --only may have been forgotten."""
     if options.only != EVERYTHING or options.all or options.dry_run or len(cells) == 1:
         return
     if sys.stdin.isatty():
@@ -137,7 +137,7 @@ def _build_cell(
 def _hold(
     job: build.Job, wanted: build.Options, engine: docker.Engine, archives: packages.Archives
 ) -> tuple[build.Job, build.Built | None]:
-    """The job with its packages decided, and the image of that job, if it is here."""
+    """Decides the packages of the job. Returns the job, and its image if it is already here."""
     cell = job.cell
     build.refuse_engine(job, engine)
     temporary = None if wanted.force else packages.find_temporary(ROOT, job, engine, archives)
@@ -171,7 +171,7 @@ def _push(
 
 
 def _build_line(result: Mapping[str, object]) -> str:
-    """What a script wants on stdout: tag, or what was pushed, or the command that a dry run would have run."""
+    """Returns the line for stdout: the tag, the pushed reference, or the command of a dry run."""
     command = result.get("command")
     if isinstance(command, list):
         return shlex.join(command)

@@ -22,8 +22,9 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
 
 
 def models_of(options: argparse.Namespace, cells: Sequence[Cell]) -> list[tuple[Recipe, recipe.RungRow]]:
-    """What --model names, read before the build, which takes long: for each cell the recipe with the chosen rung, of
-    what its engine serves, as the default.
+    """Returns the recipe of --model for each cell, with the chosen rung of a format that its engine serves.
+
+    It is read before the build, which takes long.
     """
     if options.model is None:
         _refuse_without_model(options)
@@ -38,7 +39,7 @@ def models_of(options: argparse.Namespace, cells: Sequence[Cell]) -> list[tuple[
 
 
 def _refuse_without_model(options: argparse.Namespace) -> None:
-    """What belongs to --model would be passed over in silence."""
+    """Refuses flags that mean nothing without --model."""
     for flag in ("--memory-mib", "--rung", "--bake-weights", "--alias"):
         value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value is not False:

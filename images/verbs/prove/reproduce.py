@@ -24,7 +24,7 @@ NOT_MET = "  of the newest Debian packages: the lock was not met"
 
 
 def refuse_alone(options: argparse.Namespace) -> None:
-    """What belongs to --reproduce would be passed over in silence, and look as if it had been done."""
+    """Refuses flags of --reproduce without it. They would be ignored and look as if they had been obeyed."""
     for flag in OF_REPRODUCE:
         value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value is not False:
@@ -34,7 +34,7 @@ def refuse_alone(options: argparse.Namespace) -> None:
 
 
 def reproduce_cells(options: argparse.Namespace) -> int:
-    """Two whole builds of each cell, minutes or hours: asked for by name and never part of plain `verify`."""
+    """Builds each cell twice, for minutes or hours. Only an explicit --reproduce asks for it."""
     _refuse_with_reproduce(options)
     loaded = load_all()
     cells = matrix.select(loaded.cells, options.reproduce)
@@ -74,7 +74,7 @@ def reproduce_cells(options: argparse.Namespace) -> int:
 
 
 def _refuse_with_reproduce(options: argparse.Namespace) -> None:
-    """The other way round: no image is looked at that is here already."""
+    """Refuses flags about an existing image: --reproduce builds its own."""
     only = None if options.only == EVERYTHING else options.only
     record = "images/proven.yaml" if options.record else None
     said = {"--only": only, "--image": options.image, "--cuobjdump": options.cuobjdump, "--record": record}

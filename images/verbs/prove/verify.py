@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def record(root: Path, cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *, image: str) -> None:
-    """Into images/proven.yaml, once every check of every cell has passed."""
+    """Writes images/proven.yaml, once every check of every cell has passed."""
     found = engine.image(image)
     if found is None:
         message = f"image is gone since it was verified, and was not recorded: {image}"
@@ -109,13 +109,13 @@ def record(root: Path, cell: Cell, checks: Sequence[verify.Check], engine: docke
 
 
 def _refuse_dirty(cells: Sequence[Cell], engine: docker.Engine, *, image: str | None) -> None:
-    """Before minutes of checks, and not after them."""
+    """Refuses an image of an edited tree before its checks, which take minutes."""
     for cell in cells:
         found = engine.image(image or cell.tag)
         proofs.refuse_dirty(cell, found.labels.get(proofs.REVISION_LABEL) if found else None)
 
 
 def _machine_words(here: select.Machine) -> str:
-    """Where something was proven, in words: no name of a host, which is nobody's business."""
+    """Describes this machine without the host's name."""
     cards = f"{gpus.describe(here.gpus)}, driver {here.driver}" if here.gpus else "no GPU"
     return f"{here.platform}, {os.cpu_count()} CPUs, {cards}"

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """What a forge would run, to be read, checked or run here."""
+    """Shows the steps that a forge would run, or writes their shell."""
     known = ci_steps.load(ROOT)
     jobs = dict.fromkeys(f"{step.workflow}/{step.job}" for step in known)
     if options.job and options.job not in jobs:

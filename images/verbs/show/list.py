@@ -47,7 +47,7 @@ def state_of(cell: Cell, record: proofs.Record) -> dict[str, object]:
 
 
 def _in_one_line(states: Mapping[matrix.Platform, proofs.State]) -> str:
-    """One word where all platforms agree."""
+    """Returns one word if all platforms agree."""
     words = dict.fromkeys(states.values())
     if len(words) == 1:
         return next(iter(words))

@@ -87,7 +87,7 @@ def _say_locks(options: argparse.Namespace, faults: Sequence[str], asked: Sequen
 
 
 def _lock_bases(options: argparse.Namespace) -> int:
-    """Digests of all base images, or of those that are named."""
+    """Writes the digests of all base images, or of the named ones."""
     loaded = matrix.load(ROOT)
     known = {cell.base.name: cell.base for cell in loaded.cells}
     known |= {kit.image.name: kit.image for kit in loaded.toolkits.values() if kit.image}
@@ -105,7 +105,7 @@ def _lock_bases(options: argparse.Namespace) -> int:
 
 
 def _lock_debian(options: argparse.Namespace) -> int:
-    """One lock for each base that the engine has, of the engine's own platform."""
+    """Writes one lock for each base that the engine has, for the engine's own platform."""
     if options.names:
         message = f"lock --debian takes no names: {' '.join(options.names)}"
         raise UsageError(message, hint="it asks apt in every base that is here")
@@ -128,7 +128,7 @@ def _lock_debian(options: argparse.Namespace) -> int:
 
 
 def _check_debian(options: argparse.Namespace, loaded: Matrix, dockerfiles: Sequence[tuple[Cell, str]]) -> int:
-    """Of the moment of each lock, so a snapshot it must be: the archive of today has other packages by right."""
+    """Compares Debian locks with a snapshot of their moment. Today's archive has other packages by right."""
     strict = archives_of(options, loaded, is_strict=True)
     base = loaded.cells[0].base
     engine = docker.Engine()

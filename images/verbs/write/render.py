@@ -65,7 +65,7 @@ def _refuse_odd_locks(loaded: Matrix) -> None:
 
 
 def mend(lines: Sequence[str]) -> str:
-    """`render` writes, and takes nothing away."""
+    """Returns the hint for drift. `render` writes files and removes none."""
     left = [line.rpartition(drift.TAKE_AWAY)[2] for line in lines if drift.TAKE_AWAY in line]
     lost = [line.rpartition(BRING_BACK)[2] for line in lines if BRING_BACK in line]
     writes = [f"{render.RENDER_COMMAND}, then commit what it wrote"] if len(left) + len(lost) < len(lines) else []
@@ -74,14 +74,14 @@ def mend(lines: Sequence[str]) -> str:
 
 
 def ungated(root: Path, loaded: Matrix) -> list[str]:
-    """A report on wheels that is gone would have `verify` take every kernel without machine code for a fault."""
+    """Returns a line for each missing report on wheels. Without it `verify` takes every kernel in PTX for a fault."""
     wheels = [cell for cell in loaded.cells if not cell.engine.is_compiled]
     paths = [wheel_gaps.path_for(cell, sm) for cell in wheels for sm in cell.sms]
     return [f"{path}: missing: {BRING_BACK}{path}" for path in paths if not (root / path).is_file()]
 
 
 def _unnamed(loaded: Matrix) -> list[str]:
-    """Left behind by cells, locks and devcontainers that the matrix had once."""
+    """Returns a line for each file left behind by a former cell, lock or devcontainer."""
     debian_locks = {debian.path_for(cell.base, each).name for cell in loaded.cells for each in cell.platforms}
     wheels = [cell for cell in loaded.cells if not cell.engine.is_compiled]
     files: dict[Path, set[str]] = {
