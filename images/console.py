@@ -22,7 +22,7 @@ USERINFO = re.compile(r"(?<=://)[^/\s@]+@(?!\d{4})")
 
 
 def open_streams() -> None:
-    """`images list >&-`: Python has no stream then, and prints for a missing stderr go to stdout."""
+    """Replaces closed streams, as in `images list >&-`: prints for a missing stderr would go to stdout."""
     sys.stdout = sys.stdout or _nowhere()
     sys.stderr = sys.stderr or _nowhere()
 
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"{near}; {self.prog} --help lists all" if near else f"{self.prog} --help")
 
     def _words(self) -> list[str]:
-        """Verbs, flags and choices, those of the verbs too: a verb's unknown flag is reported by the outer parser."""
+        """Returns verbs, flags and choices, those of the verbs too: the outer parser reports a verb's unknown flag."""
         words = [*self._option_string_actions]
         for action in self._actions:
             for name in action.choices or ():

@@ -156,8 +156,10 @@ def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Pat
 def _started(
     argv: tuple[str, ...], cwd: Path, *, stderr: int | IO[str], has_group: bool = True
 ) -> Iterator[subprocess.Popen[str]]:
-    """A running program that is gone when the block is left, also by an interrupt. `has_group`: of its own, with what
-    it starts in turn: docker runs buildx as a child."""
+    """Runs a program that is gone when the block is left, even after an interrupt.
+
+    `has_group`: True to give it a process group, for its children: docker runs buildx as a child.
+    """
     process = None
     try:
         with _undisturbed():
@@ -211,7 +213,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[str], *, has_group: bool) -> None:
-    """SIGTERM, and SIGKILL for what is there after that. Gives up on a program that the kernel does not let go."""
+    """Sends SIGTERM, then SIGKILL to what is left. Gives up on a program that the kernel does not release."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):  # it ended meanwhile
             if has_group:
@@ -278,7 +280,7 @@ class Engine:
             return [_image(image.attrs) for image in found]
 
     def remove(self, image_id: str) -> bool:
-        """False when a container still uses it, which keeps it."""
+        """Removes an image. False if a container still uses it."""
         with _in_words(f"the engine cannot remove {image_id}"):
             try:
                 self._client.images.remove(image_id)
@@ -367,7 +369,7 @@ class Published:
 
 
 def query_registry(reference: str, *, timeout_s: float) -> Published:
-    """Asked through the engine, which knows how to reach it. BuildError when none answers or it has no such image."""
+    """Asks a registry through the engine, which can reach it. Raises BuildError without an answer or image."""
     try:
         found = docker.from_env(timeout=int(timeout_s)).images.get_registry_data(reference)
     except (docker.errors.DockerException, requests.exceptions.RequestException) as error:

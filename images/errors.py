@@ -48,6 +48,6 @@ class VerificationError(FatalError):
 
 
 def near_miss(name: str, known: Iterable[str]) -> str | None:
-    """A hint that names the known spelling closest to `name`, if one is close."""
+    """Returns a hint with the known spelling closest to `name`, or None if none is close."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"perhaps you meant {near[0]}" if near else None

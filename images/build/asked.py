@@ -24,8 +24,9 @@ COPY --from={STAGE} /{ANSWER} /
 
 
 def ask(root: Path, job: Job, script: str, *, is_cached: bool) -> str:
-    """BuildError when the script fails, ArchiveError when that is an archive's doing. `is_cached`: it says the same
-    at all times.
+    """Runs the script and returns its output. Raises BuildError if it fails, ArchiveError if an archive is the cause.
+
+    `is_cached`: True if the output never changes.
     """
     folder = root / job.archive.parent
     folder.mkdir(parents=True, exist_ok=True)

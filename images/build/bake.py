@@ -31,7 +31,7 @@ NOBODY = Publisher()
 
 
 def bake_file(cells: Iterable[Cell], publisher: Publisher = NOBODY) -> str:
-    """The text of docker-bake.json."""
+    """Returns the text of docker-bake.json."""
     known = tuple(cells)
     targets = {cell.id: _target(cell, publisher) for cell in known}
     # An empty file is no certificate: the Dockerfiles look at its size.
@@ -44,7 +44,7 @@ def bake_file(cells: Iterable[Cell], publisher: Publisher = NOBODY) -> str:
 
 
 def _groups(cells: Iterable[Cell]) -> dict[str, dict[str, list[str]]]:
-    """One for each kind of machine, since none can build for the other; who names no group means amd64."""
+    """Returns a group for each kind of machine, since none can build for another. The default group is amd64."""
     ready = [cell for cell in cells if not cell.unresolved]
     platforms: tuple[Platform, ...] = get_args(Platform)
     kinds = {
@@ -55,12 +55,12 @@ def _groups(cells: Iterable[Cell]) -> dict[str, dict[str, list[str]]]:
 
 
 def variable(cell_id: str, name: str) -> str:
-    """A bake variable is an identifier: `llama_cpu_EPOCH`."""
+    """Returns the name of a bake variable, an identifier: `llama_cpu_EPOCH`."""
     return f"{cell_id.replace('-', '_').replace('.', '_')}_{name}"
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The variables of one target. A revision that is not known reads `none` here, since bake cannot leave it out."""
+    """Returns the variables of one target. An unknown revision is `none` here, since bake cannot leave it out."""
     labels = moment_labels(job)
     values = {name: labels.get(label, render.NONE) for label, name in LABEL_VARIABLES.items()}
     return {variable(job.cell.id, name): value for name, value in {"EPOCH": str(job.origin.epoch_s), **values}.items()}

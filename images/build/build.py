@@ -105,7 +105,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One build, decided to the last value."""
+    """A build with all of its values decided."""
 
     cell: Cell
     base: BaseChoice
@@ -180,13 +180,13 @@ def plan_job(
 
 
 def relock(root: Path, job: Job, lock: debian.Lock) -> Job:
-    """The job with a temporary lock in the lock's place."""
+    """Returns the job with a temporary lock in the lock's place."""
     found = _build_id(root, job.cell, job.base, job.toolkit, lock)
     return replace(job, lock=lock, is_locked=False, build_id=found)
 
 
 def buildx_argv(job: Job) -> tuple[str, ...]:
-    """The whole command; its last word is the context, the project's root."""
+    """Returns the whole command. Its last word is the context, the project's root."""
     return (
         *("docker", "buildx", "build", "--progress", "plain"),
         *((word for each in job.attest for word in ("--attest", each)) if job.attest else NO_ATTESTATIONS),
@@ -215,7 +215,7 @@ def targeted_argv(job: Job, target: str, output: str) -> tuple[str, ...]:
 
 @contextmanager
 def extended(root: Path, job: Job, more: str) -> Iterator[tuple[Job, Path]]:
-    """The job with these stages behind those of its Dockerfile, and a folder for what they give."""
+    """Returns the job with these stages added to its Dockerfile, and a folder for their output."""
     folder = root / job.archive.parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="stages-", dir=folder) as name:
@@ -228,9 +228,10 @@ def extended(root: Path, job: Job, more: str) -> Iterator[tuple[Job, Path]]:
 
 
 def seal(root: Path, job: Job) -> Job:
-    """Runs every step, and names in the job what its manifest of files must be. No label can be made of what a step
-    gave, so the image is exported afterwards, from the cache. Unchanged
-    without a manifest; BuildError when a step fails.
+    """Runs every step and puts the hash of the file manifest into the job. Without a manifest the job is unchanged.
+
+    No label can be made of a step's output, so the image is exported afterwards, from the cache. Raises BuildError if a
+    step fails.
     """
     text = (root / job.dockerfile).read_text("utf-8")
     if f"/{MANIFEST}" not in text:
@@ -246,7 +247,7 @@ def seal(root: Path, job: Job) -> Job:
 
 
 def moment_labels(job: Job) -> dict[str, str]:
-    """The labels that the matrix cannot know. A revision that is not known has no label."""
+    """Returns the labels that the matrix cannot know. An unknown revision has no label."""
     created = datetime.fromtimestamp(job.origin.epoch_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     labels = {
         BASE_OVERRIDE_LABEL: job.base.override or render.NONE,
@@ -270,9 +271,7 @@ def moment_labels(job: Job) -> dict[str, str]:
 
 
 def build(root: Path, job: Job, engine: docker.Engine) -> Built:
-    """Runs the build, loads the result and keeps how long that took. BuildError in words; the archive is gone either
-    way.
-    """
+    """Runs the build, loads the result and keeps its duration. Raises BuildError; the archive is gone either way."""
     refuse_engine(job, engine)
     began_s = time.monotonic()
     job.archive.parent.mkdir(parents=True, exist_ok=True)
@@ -294,8 +293,7 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
 
 
 def refuse_moved(root: Path, job: Job) -> None:
-    """BuildError for files that are others than those that the build id and the labels are of: BuildKit reads the tree
-    anew for each of its runs."""
+    """Raises BuildError if files changed after build id and labels were made: BuildKit reads the tree anew each run."""
     now = digests_of(root, job.cell) if job.inputs else {}
     moved = sorted(path for path in {*job.inputs, *now} if job.inputs.get(path) != now.get(path))
     if not moved:
@@ -306,7 +304,7 @@ def refuse_moved(root: Path, job: Job) -> None:
 
 
 def refuse_platform(cells: Iterable[Cell], platform: str, *, done: str = "built") -> None:
-    """BuildError that names every cell for other machines, before the first of them is begun and not hours later."""
+    """Raises BuildError naming every cell for other machines, before the first build begins."""
     foreign = [cell for cell in cells if platform not in cell.platforms]
     if not foreign:
         return
@@ -320,13 +318,13 @@ def refuse_platform(cells: Iterable[Cell], platform: str, *, done: str = "built"
 
 
 def refuse_engine(job: Job, engine: docker.Engine) -> None:
-    """BuildError for an engine that cannot build this cell, or cannot keep what it built."""
+    """Raises BuildError for an engine that cannot build this cell, or cannot keep what it built."""
     refuse_platform((job.cell,), engine.platform)
     refuse_store(engine.image_store)
 
 
 def refuse_store(image_store: str) -> None:
-    """BuildError for an engine without the containerd image store: only there is an id the manifest's digest."""
+    """Raises BuildError for an engine without the containerd image store: only there is an id the manifest's digest."""
     if image_store.startswith("io.containerd."):
         return
     message = f"Docker keeps its images in a store that can neither export nor load what is built here: {image_store}"
@@ -338,7 +336,7 @@ def refuse_store(image_store: str) -> None:
 
 
 def find_built(job: Job, engine: docker.Engine) -> Built | None:
-    """An image that was made from the same inputs and names the same publisher, under this job's tag from now on."""
+    """Returns an image of the same inputs and publisher, tagged with this job's tag from now on; None without one."""
     known = engine.images_labelled({BUILD_ID_LABEL: job.build_id, CELL_LABEL: job.cell.id})
     cells = (image for image in known if RECIPE_LABEL not in image.labels)
     found = [image for image in cells if job.publisher.is_of(image.labels)]
@@ -399,9 +397,9 @@ def _local_base(cell: Cell, name: str, image: docker.Image | None) -> BaseChoice
 
 
 def choose_toolkit(cell: Cell, wanted: str | None, engine: docker.Engine) -> BaseChoice | None:
-    """An image that is here instead of the one of the matrix; None: that one, by its digest.
+    """Returns the image that replaces the matrix's toolkit. None means the matrix's own, by its digest.
 
-    UsageError for a cell whose toolkit comes from no image, BuildError when the wanted one is not here.
+    Raises UsageError for a cell whose toolkit comes from no image, BuildError if the wanted one is not here.
     """
     if wanted is None:
         return None
@@ -428,7 +426,7 @@ def other_toolkit(cell: Cell, labels: Mapping[str, str]) -> str | None:
 
 
 def other_base(labels: Mapping[str, str]) -> str | None:
-    """The image that a build stood on instead of the pinned one: name and digest."""
+    """Returns name and digest of the image that replaced the pinned base."""
     if labels.get(BASE_OVERRIDE_LABEL, render.NONE) == render.NONE:
         return None
     return " ".join(labels.get(f"org.opencontainers.image.base.{part}", "?") for part in ("name", "digest"))
@@ -443,7 +441,7 @@ def _toolkit_context(job: Job) -> str:
 
 
 def read_inputs(root: Path, cell: Cell) -> dict[str, bytes]:
-    """Every file that decides what is in the image, by its path below the project. MatrixError when one is missing."""
+    """Returns every file that decides the image's content, by path. Raises MatrixError if one is missing."""
     folder = [cell.folder / name for name in ("Dockerfile", "image_facts.json")]
     files: dict[str, bytes] = {}
     for path in (*render.inputs(cell), *folder):
@@ -469,9 +467,9 @@ def _build_id(root: Path, cell: Cell, base: BaseChoice, toolkit: BaseChoice | No
 
 
 def build_id_of(root: Path, cell: Cell, base: str, toolkit: str | None, *, lock: debian.Lock | None) -> str:
-    """`base`, `toolkit`: by their digests; no toolkit is that of the matrix.
+    """Returns the build id for a base and a toolkit, given by their digests. None means the matrix's toolkit.
 
-    Of a lock only what this cell takes from it: another cell's packages, or a younger date, make no other image.
+    Only the part of the lock that this cell installs counts: other packages and a younger date make no other image.
     """
     files = read_inputs(root, cell)
     if lock:
@@ -490,7 +488,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def build_id(files: Mapping[str, bytes], base_identity: str) -> str:
-    """A hash of all inputs by name and content, and of the base: it names caches and profiles on the volume."""
+    """Returns a hash of all inputs by name and content, and of the base. It names caches and profiles on the volume."""
     total = hashlib.sha256(f"base {base_identity}\n".encode())
     for path in sorted(files):
         total.update(f"{hashlib.sha256(files[path]).hexdigest()} {path}\n".encode())
@@ -498,9 +496,9 @@ def build_id(files: Mapping[str, bytes], base_identity: str) -> str:
 
 
 def query_origin(root: Path, cell: Cell, *, epoch_s: int | None, lock: debian.Lock | None = None) -> Origin:
-    """The last commit that touched the inputs; `+dirty` when the working tree holds something else.
+    """Returns the last commit that touched the inputs, with `+dirty` if the working tree differs.
 
-    BuildError when a shallow clone cannot know that commit, or a file among the inputs is not git's.
+    Raises BuildError if a shallow clone cannot know that commit, or an input is not git's.
     """
     locks = [debian.path_for(cell.base, lock.platform)] if lock else []
     paths = [path.as_posix() for path in (*render.inputs(cell), cell.folder, *locks)]
@@ -562,7 +560,7 @@ def _refuse_shallow(root: Path, revision: str) -> None:
 
 
 def _refuse_untracked(root: Path, paths: Sequence[str]) -> None:
-    """A file of an editor, also one that git ignores, would be in the image and in no commit."""
+    """Refuses inputs that git does not have, even ignored ones: they would be in the image and in no commit."""
     words = ("git", "-c", "core.quotePath=false", "ls-files", "--others", "--", *paths)
     asked = docker.capture(words, cwd=root)
     found = [line for line in asked.lines if "__pycache__" not in Path(line).parts and Path(line).suffix != ".pyc"]
@@ -573,13 +571,13 @@ def _refuse_untracked(root: Path, paths: Sequence[str]) -> None:
 
 
 def parse_git_log(line: str) -> tuple[str, int] | None:
-    """`<40 digits> <seconds>`; None for anything else."""
+    """Parses `<40 digits> <seconds>`. None for anything else."""
     commit, _, date_s = line.partition(" ")
     return (commit, int(date_s)) if len(commit) == 40 and date_s.isdecimal() else None
 
 
 def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
-    """The likely cause of a failed build from its last lines."""
+    """Returns the likely cause of a failed build, from its last lines."""
     said = list(lines)
     errors = [line for line in said if "ERROR" in line or line.startswith("error:")]
     last = (errors or said or ["it said nothing"])[-1].strip()
@@ -623,7 +621,7 @@ def _explain_apt(cell: Cell, said: Sequence[str], last: str) -> BuildError:
 
 
 def manifest_digest(archive: Path) -> str:
-    """The digest of the image that buildx wrote. BuildError when what it left is not one image."""
+    """Returns the digest of the image that buildx wrote. Raises BuildError if the output is not one image."""
     try:
         with oci.opened(archive) as tar:
             return oci.read(tar).manifest
@@ -633,7 +631,7 @@ def manifest_digest(archive: Path) -> str:
 
 
 def check_ca_bundle(path: Path | None) -> Path | None:
-    """UsageError unless the file holds certificates; an empty one would be ignored in silence."""
+    """Raises UsageError unless the file holds certificates; an empty one would be ignored in silence."""
     if path is None:
         return None
     try:

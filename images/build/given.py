@@ -21,7 +21,7 @@ from images.matrix.render import GIVEN_WHEELS
 
 
 def check_wheels(cell: Cell, folder: Path | None) -> None:
-    """UsageError for a cell that takes no such file, BuildError for a file that is not there or not the matrix's."""
+    """Raises UsageError for a cell that takes no such file, BuildError for a missing or foreign file."""
     if folder is None:
         return
     if not cell.engine.index_files:
@@ -32,7 +32,7 @@ def check_wheels(cell: Cell, folder: Path | None) -> None:
 
 
 def plan(job: Job, folder: Path | None) -> Job:
-    """The job with the context that `placed` fills; unchanged without a folder."""
+    """Returns the job with the context that `placed` fills; unchanged without a folder."""
     if folder is None:
         return job
     return replace(job, wheels=folder, contexts=(*job.contexts, f"{GIVEN_WHEELS}={_context_of(job)}"))
@@ -40,8 +40,10 @@ def plan(job: Job, folder: Path | None) -> Job:
 
 @contextmanager
 def placed(job: Job) -> Iterator[None]:
-    """The context of a planned job has the files that the matrix names, and is gone afterwards. The folder itself would
-    be carried into the builder with all that is in it."""
+    """Fills the context of a planned job with the files of the matrix, and removes it afterwards.
+
+    The user's folder itself would be sent to the builder with all that is in it.
+    """
     if job.wheels is None:
         yield
         return
@@ -73,7 +75,7 @@ def _refuse_other(folder: Path, file: IndexFile) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Another disk gets a copy."""
+    """Links the file, or copies it from another disk."""
     target.unlink(missing_ok=True)
     try:
         os.link(source.resolve(), target)

@@ -21,7 +21,7 @@ MOUNT = f"--mount=type=secret,id={SECRET},target={TARGET},mode=0444 \\\n    "
 
 
 def plan(job: Job) -> Job:
-    """The job with pip's configuration as a secret, which `through` writes; unchanged without another index."""
+    """Returns the job with pip's configuration as a secret, which `through` writes; unchanged without an index."""
     if job.index_url is None:
         return job
     folder = folder_of(job)
@@ -30,7 +30,7 @@ def plan(job: Job) -> Job:
 
 
 def through(root: Path, job: Job) -> Job:
-    """The planned job, its Dockerfile and pip's configuration in their folder, which `mirror.workplace` takes away."""
+    """Returns the planned job and writes its Dockerfile and pip's configuration. `mirror.workplace` removes them."""
     if job.index_url is None:
         return job
     planned = plan(job)
@@ -55,7 +55,7 @@ def configuration(url: str) -> str:
 
 
 def through_index(dockerfile: str) -> str:
-    """The Dockerfile with the mount wherever pip installs: the same bytes for every index."""
+    """Returns the Dockerfile with the mount at each call of pip: the same bytes for every index."""
     return INSTRUCTION.sub(_mounted, dockerfile)
 
 

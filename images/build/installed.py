@@ -48,9 +48,9 @@ class Holding:
 
 
 def hold_to_lock(root: Path, job: Job, engine: docker.Engine, *, hint: str = TODAY) -> Job:
-    """The job as it must run so that its packages are those of its lock; BuildError naming each that moved.
+    """Returns the job, changed so that its packages are those of its lock. Raises BuildError naming each that moved.
 
-    A cached layer can be older than the lock. Then all is built again: what was compiled with it is as old.
+    If a cached layer is older than the lock, everything is built again: code compiled with it is as old.
     """
     refuse_unlocked(root, job, engine)
     found = differing(root, job)
@@ -64,7 +64,7 @@ def hold_to_lock(root: Path, job: Job, engine: docker.Engine, *, hint: str = TOD
 
 
 def refuse_unlocked(root: Path, job: Job, engine: docker.Engine) -> debian.Lock:
-    """Its lock. BuildError for a job without one, or whose lock does not know what its stages ask for."""
+    """Returns the job's lock. Raises BuildError without one, or if it lacks packages of the stages."""
     if job.lock is None:
         message = f"cell {job.cell.id} has no Debian lock for {engine.platform}: {job.cell.base.image}"
         raise BuildError(message, hint=f"{debian.LOCK_COMMAND} --platform {engine.platform} writes it")
@@ -99,7 +99,7 @@ def _asked(root: Path, job: Job) -> dict[str, str]:
 
 
 def faults(job: Job, lock: debian.Lock, asked: Mapping[str, str], holding: Holding) -> Iterator[str]:
-    """Returns a line for each package of a stage that differs from the lock."""
+    """Yields a line for each package of a stage that differs from the lock."""
     for stage, image in holding.versions.items():
         if stage == BASE:
             continue
@@ -112,7 +112,7 @@ def faults(job: Job, lock: debian.Lock, asked: Mapping[str, str], holding: Holdi
 
 
 def query(root: Path, job: Job) -> Holding:
-    """Builds the stages as far as their packages go, or finds them in the cache. BuildError when that fails."""
+    """Builds the stages as far as their packages go, or finds them in the cache. Raises BuildError if that fails."""
     with extended(root, job, listing((root / job.dockerfile).read_text("utf-8"))) as (longer, out):
         done = docker.stream(query_argv(longer, out), cwd=root)
         if done.code != 0:
@@ -121,8 +121,9 @@ def query(root: Path, job: Job) -> Holding:
 
 
 def query_argv(job: Job, out: Path) -> tuple[str, ...]:
-    """BuildKit knows a step by what it is made from, not by what that gave: of a stage that was run again meanwhile the
-    cache would give the old listing.
+    """Returns the command of the listing, which must not be cached.
+
+    BuildKit knows a step by its inputs, so the cache would give the old listing of a stage that ran again.
     """
     *words, context = targeted_argv(job, TARGET, f"type=local,dest={out}")
     # buildx refuses the two together.
@@ -130,7 +131,7 @@ def query_argv(job: Job, out: Path) -> tuple[str, ...]:
 
 
 def listing(dockerfile: str) -> str:
-    """Stages to stand behind those of the Dockerfile, the last a listing. BuildError when no stage installs any."""
+    """Returns the stages to add, the last a listing. Raises BuildError if no stage installs packages."""
     pieces = debian.STAGE.split(dockerfile)[1:]
     copies: dict[str, str] = {}
     for below, name, body in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):

@@ -58,7 +58,7 @@ class Mirror:
 
 
 def parse_mirror(text: str) -> Mirror:
-    """ROOT or ROOT@TIMESTAMP; UsageError for anything else."""
+    """Parses ROOT or ROOT@TIMESTAMP. Raises UsageError for anything else."""
     found = FORM.fullmatch(text)
     if found is None:
         message = f"--debian-mirror is no address of a mirror: {text}"
@@ -76,14 +76,14 @@ def folder_of(job: Job) -> Path:
 
 
 def plan(job: Job, files: Mapping[str, str] | None = None) -> Job:
-    """The job with another Dockerfile and these files as secrets, all of which `write` puts there."""
+    """Returns the job with another Dockerfile and its secrets, all of which `write` creates."""
     folder = folder_of(job)
     secrets = (f"id=debian-{name},src={(folder / name).as_posix()}" for name in TARGETS if not files or name in files)
     return replace(job, variant=folder / "Dockerfile", secrets=(*job.secrets, *secrets))
 
 
 def write(root: Path, job: Job, mirror: Mirror, sources: str) -> Job:
-    """The planned job, its files in their folder. `sources`: the base's own, as `debian.PRINT_SOURCES` says."""
+    """Writes the files of the planned job and returns it. `sources`: the base's own, from `debian.PRINT_SOURCES`."""
     files = rewritten(mirror, sources)
     planned = plan(job, files)
     own, variant = job.cell.folder / "Dockerfile", root / planned.dockerfile
@@ -98,7 +98,7 @@ def write(root: Path, job: Job, mirror: Mirror, sources: str) -> Job:
 
 @contextmanager
 def workplace(root: Path, job: Job) -> Iterator[None]:
-    """Leaves nothing of what a build through a mirror needed."""
+    """Removes everything that a build through a mirror needed."""
     try:
         yield
     finally:
@@ -106,9 +106,9 @@ def workplace(root: Path, job: Job) -> Iterator[None]:
 
 
 def rewritten(mirror: Mirror, sources: str) -> dict[str, str]:
-    """File -> text: the base's sources with this archive's address, and what apt is told.
+    """Returns files by name: the base's sources with this archive's address, and apt's configuration.
 
-    BuildError for a source that would be left as it is: it would be asked in silence.
+    Raises BuildError for a source that would stay as it is: it would be asked without anybody noticing.
     """
     texts = {"base.list": "", "base.sources": ""}
     for file in sources.split(debian.FILE_MARK)[1:]:
@@ -122,7 +122,7 @@ def rewritten(mirror: Mirror, sources: str) -> dict[str, str]:
 
 
 def prologue(files: Mapping[str, str]) -> str:
-    """Shell lines that put rewritten sources where apt finds them, in a container that is thrown away."""
+    """Returns shell lines that put rewritten sources into a temporary container."""
     written = (f"cat > {TARGETS[name]} <<'{END}'\n{text}\n{END}\n" for name, text in files.items())
     return f"mkdir -p {SOURCES}\n{''.join(written)}"
 
@@ -135,7 +135,7 @@ def as_archive(mirror: Mirror | None) -> debian.Archive:
 
 
 def through_mirror(dockerfile: str) -> str:
-    """The Dockerfile with the mounts wherever apt-get is called: the same bytes for every mirror and date."""
+    """Returns the Dockerfile with the mounts at each call of apt-get: the same bytes for every mirror and date."""
     return INSTRUCTION.sub(_mounted, dockerfile)
 
 

@@ -114,16 +114,14 @@ def build(
 
 
 def facts(root: Path, cell: Cell, recipe: Recipe, *, build_id: str) -> str:
-    """The cell's own, build id included: the engine is the same, and so are its caches and profiles."""
+    """Returns the cell's own facts, build id included: engine, caches and profiles are the same."""
     rendered = (root / cell.folder / "image_facts.json").read_text("utf-8")
     known = parse_image_facts(rendered.replace(render.BUILD_ID_MARK, build_id))
     return dump_facts(replace(known, recipe=recipe.name))
 
 
 def lay_out(context: Path, texts: Mapping[str, str], weights: Weights | None, *, epoch_s: int) -> None:
-    """The build's context: files as they will lie in the image, of one date and mode, so that a layer is the same
-    bytes wherever it is made.
-    """
+    """Lays out the build's context as the image will have it. One date and mode make the layer the same everywhere."""
     for name, text in texts.items():
         (context / name).write_text(text, "utf-8")
     if weights:
@@ -153,7 +151,7 @@ def _lay_out_cache(folder: Path, weights: Weights) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Weights are gigabytes: a second name where that is possible."""
+    """Gives the file a second name if the disk allows it: weights are gigabytes."""
     try:
         os.link(source, target)
     except OSError:  # another file system
@@ -161,8 +159,9 @@ def _link(source: Path, target: Path) -> None:
 
 
 def foreign(tree: Tree, labels: Mapping[str, str], row: RecipeRow | None) -> list[str]:
-    """A line for what of recipe and weights is not what `build --model` puts into an image. Pure. `row`: the recipe of
-    this tree that the image's label names.
+    """Returns a line for each recipe or weight that `build --model` does not put into an image. Pure.
+
+    `row`: the recipe of this tree that the image's label names.
     """
     name, baked = labels.get(RECIPE_LABEL), labels.get(WEIGHTS_LABEL)
     found = {path: each for path, each in tree.files.items() if path.startswith(WEIGHTS)}
@@ -182,7 +181,7 @@ def foreign(tree: Tree, labels: Mapping[str, str], row: RecipeRow | None) -> lis
 
 
 def _laid_out(rung: Rung) -> dict[str, str]:
-    """Path in an image -> what `_said` says of it: the layout of `_lay_out_cache`."""
+    """Returns paths in the image with the content that `_said` gives them: the layout of `_lay_out_cache`."""
     folder, places = PurePosixPath(WEIGHTS), {}
     for file in rung.files:
         target = folder / rung.place(file)
@@ -217,7 +216,7 @@ def model_argv(
 
 
 def set_alias(name: str, cell_id: str, engine: docker.Engine, prefix: str = PREFIX) -> str:
-    """`appliance/NAME` means the model image of this cell from now on. BuildError when it is not here."""
+    """Makes `appliance/NAME` the model image of this cell. Raises BuildError if that image is not here."""
     tag = tag_of(name, cell_id, prefix)
     if engine.image(tag) is None:
         message = f"no image to give the name {alias_of(name, prefix)}: {tag} is not here"

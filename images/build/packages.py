@@ -75,9 +75,9 @@ class Archives:
 
 
 def hold(root: Path, job: Job, engine: docker.Engine, archives: Archives, say: Say) -> Job:
-    """The job as it must run, its packages those of the lock, or else of a temporary one. BuildError naming what moved.
+    """Returns the job with packages of the lock, or of a temporary one. Raises BuildError naming each that moved.
 
-    Nothing is compiled yet when this returns. Leaves files in `mirror.workplace`.
+    Nothing is compiled yet. Files are left in `mirror.workplace`.
     """
     lock = installed.refuse_unlocked(root, job, engine)
     archive = archives.choose(job.cell.base, lock.snapshot)
@@ -100,7 +100,7 @@ def _hold_newest(
     archive: Mirror | None,
     say: Say,
 ) -> Job:
-    """Layers that are kept come first: those of the lock are as good as a snapshot, and nothing is compiled again."""
+    """Prefers cached layers: packages of the lock in them are as good as a snapshot, and nothing is compiled again."""
     hint = archives.hint(lock, archive)
     if archives.is_strict:
         return installed.hold_to_lock(root, job, engine, hint=hint)
@@ -121,9 +121,9 @@ def _hold_newest(
 
 
 def settle(root: Path, job: Job, engine: docker.Engine, archives: Archives, say: Say) -> Job:
-    """The job for builds that look at no layer that is kept: what its archive has now, against the lock.
+    """Returns the job for builds without cached layers: the archive's present packages, compared with the lock.
 
-    BuildError when a snapshot is not what the lock says, or nothing but the lock will do.
+    Raises BuildError if a snapshot differs from the lock, or if only the lock will do.
     """
     lock = installed.refuse_unlocked(root, job, engine)
     archive = archives.choose(job.cell.base, lock.snapshot)
@@ -148,18 +148,18 @@ def settle(root: Path, job: Job, engine: docker.Engine, archives: Archives, say:
 
 
 def by_way_of(root: Path, job: Job, engine: docker.Engine, archives: Archives) -> Job:
-    """The job with the archive that a build of it takes now."""
+    """Returns the job with the archive that a build of it takes now."""
     lock = installed.refuse_unlocked(root, job, engine)
     return through(root, job, archives.choose(job.cell.base, lock.snapshot))
 
 
 def through(root: Path, job: Job, archive: Mirror | None) -> Job:
-    """The job with an archive instead of the base's own sources, and with another index where one is named."""
+    """Returns the job with an archive in place of the base's sources, and with another index if one is named."""
     return index.through(root, mirror.write(root, job, archive, _sources(root, job)) if archive else job)
 
 
 def resolve(root: Path, job: Job, lock: debian.Lock, archive: Mirror | None) -> debian.Lock:
-    """A lock of what an archive has now, of exact versions and hashes. ArchiveError when it cannot be asked."""
+    """Returns a lock of an archive's present packages. Raises ArchiveError if it cannot be asked."""
     before = mirror.prologue(mirror.rewritten(archive, _sources(root, job))) if archive else ""
     parts = sorted(build.parts_of(root, job.cell))
     answer = asked.ask(root, job, before + debian.script(parts), is_cached=False)
@@ -178,7 +178,7 @@ def save(root: Path, job: Job) -> None:
 
 
 def load(root: Path, build_id: str) -> debian.Lock | None:
-    """The temporary lock that an image was built of; None when it was built elsewhere."""
+    """Returns the temporary lock of an image; None if the image was built elsewhere."""
     path = path_for(build_id)
     return debian.load_file(root / path, name=str(path)) if (root / path).is_file() else None
 
@@ -192,7 +192,7 @@ def lock_of(root: Path, cell: Cell, platform: str, labels: Mapping[str, str]) ->
 
 
 def stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
-    """Base and toolkit image that a build says it stood on, by their digests; None: the matrix's toolkit."""
+    """Returns digests of the base and the toolkit image of a build. None means the matrix's toolkit."""
     is_other = build.other_base(labels) is not None
     base = labels.get("org.opencontainers.image.base.digest") if is_other else cell.base.digest
     return base or render.NONE, labels.get(build.TOOLKIT_OVERRIDE_LABEL, "").rpartition(" ")[2] or None
@@ -205,8 +205,9 @@ def build_id_of(root: Path, cell: Cell, platform: str, labels: Mapping[str, str]
 
 
 def find_temporary(root: Path, job: Job, engine: docker.Engine, archives: Archives) -> Job | None:
-    """The job under the temporary lock of an image that is here and differs in nothing else, where no snapshot can be
-    reached: it is not built again because the archive moved once more.
+    """Returns the job under the temporary lock of an image that differs in nothing else, if no snapshot answers.
+
+    So the image is not built again each time the archive moves.
     """
     archive = (
         None

@@ -45,7 +45,7 @@ def prune(root: Path, engine: docker.Engine, *, with_cache: bool, is_dry: bool) 
 
 
 def instructions(dockerfile: str) -> set[str]:
-    """RUN, COPY and ADD as one line each, the way the builder's cache describes them: flags of RUN left out."""
+    """Returns RUN, COPY and ADD as one line each, in the form of the builder's cache, without flags of RUN."""
     joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", dockerfile, flags=re.MULTILINE))
     lines = [_one_line(line) for line in joined.splitlines() if INSTRUCTION.match(line)]
     return {MOUNT_FLAG.sub("", line.removeprefix("RUN ")) if line.startswith("RUN ") else line for line in lines}
@@ -70,7 +70,7 @@ def _archives(root: Path, *, is_dry: bool) -> Iterator[Leftover]:
 
 
 def _of_builds(root: Path, engine: docker.Engine, *, is_dry: bool) -> Iterator[Leftover]:
-    """Temporary locks, and how long builds took. A younger one may be of a build that runs now."""
+    """Removes temporary locks and times of builds whose image is gone. Young ones stay: a build may still run."""
     before_s = time.time() - ARCHIVE_AGE_S
     folder = root / build.ARCHIVES
     named = (packages.path_for("*").name, timing.path_for(folder, "*").name)
@@ -91,7 +91,7 @@ def _images(engine: docker.Engine, *, is_dry: bool) -> Iterator[Leftover]:
 
 
 def _cache(root: Path, engine: docker.Engine, *, is_dry: bool) -> list[Leftover]:
-    """Children before their parents, which the builder keeps as long as one is left: hence the passes."""
+    """Removes children before their parents, which the builder keeps while a child is left: hence the passes."""
     known = _known(path.read_text("utf-8") for path in sorted(root.glob("images/rendered/*/Dockerfile")))
     ours = [each for each in engine.build_cache() if not each.is_in_use and is_ours(each.description, known)]
     freed = dict.fromkeys((each.id for each in ours), 0)

@@ -83,7 +83,7 @@ def version_of(text: str) -> str:
 
 
 def install_argv(target: Path, source: Source) -> tuple[str, ...]:
-    """uv has no flag for certificates; the index goes the same way, so that no list of processes shows it."""
+    """Returns the command. uv takes certificates and index from variables, so that no list of processes shows them."""
     given = {"SSL_CERT_FILE": source.ca_bundle, "UV_DEFAULT_INDEX": source.index_url}
     environment = [f"{variable}={value}" for variable, value in given.items() if value]
     return (
@@ -95,7 +95,7 @@ def install_argv(target: Path, source: Source) -> tuple[str, ...]:
 
 
 def tidy(lib: Path) -> None:
-    """Leaves no program, no cache and no lock of the installation; everybody may read what stays."""
+    """Removes programs, caches and locks of the installation, and makes the rest readable for everybody."""
     shutil.rmtree(lib / "bin", ignore_errors=True)
     (lib / ".lock").unlink(missing_ok=True)
     for path in (lib, *lib.rglob("*")):
@@ -114,8 +114,10 @@ def buildx_argv(image: str, tag: str, identity: str, context: str) -> tuple[str,
 
 
 def verify(root: Path, engine: docker.Engine, tag: str) -> None:
-    """Every file is its wheel's, every wheel is locked, and the program has each flag that it is given. In a hardened
-    container without a network. VerificationError (61)."""
+    """Checks the image in a hardened container without a network. Raises VerificationError (61).
+
+    Every file is its wheel's, every wheel is locked, and the program knows each flag that it is given.
+    """
     python = ("/usr/bin/python3",)
     found = engine.run(tag, ("-c", (root / CHECK).read_text("utf-8")), entrypoint=python)
     wanted = {pin.partition(" ")[0] for pin in lock.parse_pins((root / LOCK).read_text("utf-8"))}

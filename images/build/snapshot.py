@@ -1,4 +1,4 @@
-"""Debian's snapshot service: every state of its archives by its moment, and whether it can be reached just now."""
+"""Debian's snapshot service: past states of its archives by timestamp, and whether it answers now."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ SETTLED = timedelta(hours=6)
 
 
 def settled(now: datetime) -> str:
-    """The youngest timestamp that means the same state for ever."""
+    """Returns the youngest timestamp whose state no longer changes."""
     return (now - SETTLED).strftime(debian.TIMESTAMP)
 
 
 def address(mirror: Mirror, base: Base) -> str:
-    """The first file that apt would ask for."""
+    """Returns the address of the first file that apt would ask for."""
     return f"{mirror.root}/debian/{mirror.timestamp}/dists/{base.suite}/InRelease"
 
 
 def query(url: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
-    """Why the service cannot be used, in a few words; None when it can. Never longer than the timeout.
+    """Returns why the service cannot be used, or None if it can. Never takes longer than the timeout.
 
-    A timeout of `requests` is one of connecting and one between two bytes, and resolving a name has none. So the
-    question is left behind in its thread when the time is up.
+    A timeout of `requests` limits connecting and the gap between two bytes; resolving a name has none. So the question
+    is left in its thread when the time is up.
     """
     said: list[str | None] = []
     thread = threading.Thread(target=lambda: said.append(_refusal(url, timeout_s)), daemon=True)

@@ -26,7 +26,7 @@ NEXT_STAGE = "\nFROM nvcc AS "
 
 
 def refuse(cell: Cell) -> None:
-    """UsageError for a cell that it cannot be a toolkit of."""
+    """Raises UsageError for a cell that this toolkit cannot serve."""
     if cell.target.cuda != CUDA or not cell.engine.is_compiled:
         message = f"--toolkit-image {WORD} stands for CUDA {CUDA} alone: {cell.id}"
         raise UsageError(message, hint="12.4, 13.0 and 13.4 need no image; for 12.9 nothing is to be had")
@@ -41,7 +41,7 @@ def refuse(cell: Cell) -> None:
 
 
 def find(cells: Iterable[Cell], engine: docker.Engine) -> str:
-    """The name of the image that was made earlier, for who makes nothing. UsageError, BuildError."""
+    """Returns the name of the image that was made earlier. Raises UsageError, or BuildError without one."""
     for cell in cells:
         refuse(cell)
     if engine.image(TAG) is None:
@@ -51,14 +51,14 @@ def find(cells: Iterable[Cell], engine: docker.Engine) -> str:
 
 
 def dockerfile(root: Path, loaded: Matrix) -> tuple[Cell, str]:
-    """The stages of a cell of Debian's toolkit as far as nvcc, byte for byte, and what is made of them."""
+    """Returns the nvcc stages of a cell with Debian's toolkit, byte for byte, and the stages that lay it out."""
     cell = next(each for each in loaded.cells if each.target.cuda == COMPILER)
     text = (root / cell.folder / "Dockerfile").read_text("utf-8")
     return cell, text[: text.index(NEXT_STAGE) + 1] + (root / STAGES).read_text("utf-8")
 
 
 def make(root: Path, loaded: Matrix, cells: Iterable[Cell], options: Options, engine: docker.Engine) -> str:
-    """The name of the image, which is built unless it is here. UsageError, BuildError."""
+    """Returns the name of the image, and builds it unless it is here. Raises UsageError, BuildError."""
     for cell in cells:
         refuse(cell)
     cell, text = dockerfile(root, loaded)

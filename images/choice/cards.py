@@ -69,7 +69,7 @@ def _numbers(matrix: Matrix) -> list[str]:
 
 
 def _rows(matrix: Matrix, sm: str, platform: Platform, record: Record) -> Iterator[str]:
-    """One for each driver from which on another cell is taken."""
+    """Yields a row for each driver at which the chosen cell changes."""
     cells = [
         cell
         for cell in select.of_engine(matrix, select.DEFAULT_ENGINE).cells
@@ -87,7 +87,7 @@ def _rows(matrix: Matrix, sm: str, platform: Platform, record: Record) -> Iterat
 
 
 def _proven(state: State) -> str:
-    """A build with a substitute toolkit is neither."""
+    """Tells if the cell was proven. A build with a substitute toolkit does not count."""
     return {"proven": "yes", "substitute toolkit": "no, built with a substitute toolkit"}.get(state, "no")
 
 
@@ -96,11 +96,11 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _names(sm: str) -> list[str]:
-    """Each name once, without its editions."""
+    """Returns each name once, without its editions."""
     found = (VARIANT.split(gpu.name)[0].strip() for gpu in gpus.products().values() if gpu.sm == sm)
     return sorted(dict.fromkeys(found), key=_as_people_sort)
 
 
 def _as_people_sort(name: str) -> list[tuple[int, str]]:
-    """4060 before 4090 before 4090 Ti, and 40 before 4000."""
+    """Sorts 4060 before 4090 before 4090 Ti, and 40 before 4000."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -28,7 +28,10 @@ ARM = "asimd"  # of every Arm CPU with 64 bits, and of no other
 
 
 def read_machine(name: str, here: Platform, known: Facts | None = None) -> Machine:
-    """`-` is stdin; `here` where the file does not tell the kind of CPU. Raises MatrixError (10) with file and key."""
+    """Reads the machine of a file; `-` is stdin. Raises MatrixError (10) with file and key.
+
+    `here` is the platform if the file does not name the kind of CPU.
+    """
     source = "stdin" if name == "-" else name
     try:
         with sys.stdin.buffer if name == "-" else Path(name).open("rb") as file:
@@ -70,7 +73,7 @@ def _load(data: bytes) -> Mapping[str, Any]:
 
 
 def _load_yaml(text: str) -> object:
-    """Without aliases, by which a short text becomes an endless one."""
+    """Loads YAML without aliases, which let a short text expand endlessly."""
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
         message = "aliases are not taken"
         raise ValueError(message)

@@ -103,7 +103,7 @@ def explain(
     known: Facts | None = None,
     record: Record | None = None,
 ) -> Explanation:
-    """UsageError when `cell_id` has not the form of an id."""
+    """Raises UsageError if `cell_id` has not the form of an id."""
     known = known or compat.facts()
     question = _parse(cell_id, matrix, platform)
     cell = next((cell for cell in matrix.cells if cell.id == cell_id), None)
@@ -130,7 +130,7 @@ def _cpu_cell(question: Question, matrix: Matrix, known: Facts) -> str | None:
 
 
 def _states(cell: Cell, platform: Platform | None, record: Record) -> Iterator[Consequence]:
-    """Proven, built or rendered, for each platform that was asked for."""
+    """Yields proven, built or rendered for each platform of the question."""
     for each in (platform,) if platform else cell.platforms:
         yield Consequence(name=f"state on {each}", value=record.describe(cell, each), sources=(str(PROOFS_FILE),))
     if not any(record.has(cell, each) for each in cell.platforms):
@@ -165,7 +165,7 @@ def _near(cell: Cell, question: Question, known: Facts) -> Near:
 
 
 def _serves(cell: Cell, question: Question, known: Facts) -> bool:
-    """Every chip that was asked for, on a platform that was asked for."""
+    """True if the cell has every chip of the question, on one of its platforms."""
     platforms = [each for each in cell.platforms if question.platform in (None, each)]
     return all(
         any(compat.runs_on(form.form, sm, known) for platform in platforms for form in cell.serving(sm, platform))
@@ -226,7 +226,7 @@ def _against(question: Question, matrix: Matrix, known: Facts) -> tuple[Verdict,
 
 
 def _carrier(question: Question, matrix: Matrix) -> Cell | None:
-    """The cell of an engine from wheels that has every chip that was asked for, where it was asked for."""
+    """Returns the cell from wheels that has every chip of the question, on its platform."""
     for cell in _toolkit_users(matrix, question.engine, question.cuda or ""):
         forms = {form.sm: form for form in cell.sm_forms}
         platforms = (question.platform,) if question.platform else cell.platforms
@@ -349,7 +349,7 @@ def _wheel_consequences(cell: Cell, known: Facts) -> Iterator[Consequence]:
 
 
 def _cpu_wheel_consequences(cell: Cell) -> Iterator[Consequence]:
-    """Whose build it is, and what PyPI does not have."""
+    """Yields who built the CPU wheel, and which files PyPI does not have."""
     engine, where = cell.engine, f"{MATRIX_FILE}, engines.{cell.engine.name}.without_cuda"
     lock = engine.source.lock_file.as_posix()
     wheels = f"{engine.source.distribution} {engine.source.release}"

@@ -75,13 +75,13 @@ def _file() -> _File:
 
 @functools.cache
 def driver_names() -> Mapping[str, str]:
-    """Plain name of what NVIDIA's driver says of a GPU -> number of its chip. MatrixError when they cannot be."""
+    """Returns chip numbers by the plain names of NVIDIA's driver. Raises MatrixError if the facts cannot be read."""
     return {compat.plain_name(name): sm for sm, names in _file().names.items() for name in names}
 
 
 @functools.cache
 def products() -> Mapping[str, Gpu]:
-    """Every product of the committed facts by its plain name. MatrixError when they cannot be."""
+    """Returns every product of the committed facts by its plain name. Raises MatrixError if they cannot be read."""
     file = _file()
     older = [Gpu(name=name, sm=sm) for sm, names in file.older.items() for name in names]
     tables = (file.products, *(each.products for each in file.published))  # of one name the last counts
@@ -95,7 +95,10 @@ def products() -> Mapping[str, Gpu]:
 
 
 def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
-    """UsageError, with near misses, for a name that is not one chip's. Of several boards the least figures count."""
+    """Finds a GPU by name. Of several boards the least figures count.
+
+    Raises UsageError, with near misses, for a name that is not one chip's.
+    """
     whole, _, part = name.partition(" MIG ")
     rows = _rows(known or compat.facts())
     wanted = compat.plain_name(whole)
@@ -125,14 +128,14 @@ def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
 
 
 def _driver_sms(wanted: str) -> str | None:
-    """The one chip of the driver's names that have its words: `RTX PRO 500` is said of laptops and boards alone."""
+    """Returns the chip of the driver's names with these words: `RTX PRO 500` names laptops and boards alone."""
     words = set(wanted.split())
     sms = {sm for name, sm in driver_names().items() if len(words) > 1 and words <= set(name.split())}
     return sms.pop() if len(sms) == 1 else None
 
 
 def parse_sm(text: str, known: Facts | None = None) -> Gpu:
-    """`90`, or `9.0` as nvidia-smi writes it. UsageError for a number that no chip has."""
+    """Parses `90`, or `9.0` in nvidia-smi's form. Raises UsageError for a number that no chip has."""
     known = known or compat.facts()
     sm = text.removeprefix("sm_").replace(".", "")
     if sm not in known.sms and sm not in known.older:
@@ -143,7 +146,7 @@ def parse_sm(text: str, known: Facts | None = None) -> Gpu:
 
 
 def describe(gpus: Iterable[Gpu]) -> str:
-    """Names for people, each once."""
+    """Returns names for people, each once."""
     return ", ".join(dict.fromkeys(map(str, gpus)))
 
 
@@ -159,7 +162,7 @@ def _rows(known: Facts) -> Mapping[str, Gpu]:
 
 
 def _part(gpu: Gpu, profile: str) -> Gpu:
-    """`1g.5gb` of a GPU that is shared: its memory, and of the bandwidth the same share."""
+    """Returns a share of a GPU such as `1g.5gb`: its memory, and the same share of the bandwidth."""
     size = MIG_PROFILE.search(profile)
     if size is None:
         return gpu
@@ -170,9 +173,10 @@ def _part(gpu: Gpu, profile: str) -> Gpu:
 
 
 def _matching(wanted: str, rows: Mapping[str, Gpu]) -> list[str]:
-    """The name itself, its words in any order; else the longest name that begins it (`RTX 4090 Founders Edition`), told
-    closer by the names with all of its words (`A100 80GB`); else those that it is a part of (`RTX PRO 6000`, `2080 Ti`)
-    or that have all of its words (`RTX 1000 Ada`).
+    """Finds products by name, first by the name itself with its words in any order.
+
+    Else it takes the longest name that begins it (`RTX 4090 Founders Edition`), narrowed by names with all of its words
+    (`A100 80GB`). Else names that contain it (`RTX PRO 6000`, `2080 Ti`) or have all of its words (`RTX 1000 Ada`).
     """
     words = set(wanted.split())
     if wanted in rows:
@@ -191,7 +195,7 @@ def _matching(wanted: str, rows: Mapping[str, Gpu]) -> list[str]:
 
 
 def _boards(found: list[str], rows: Mapping[str, Gpu]) -> list[Gpu]:
-    """`RTX 3060` has no figures of its own, but `RTX 3060 12 GB` and others have."""
+    """Returns the boards of a name that has no figures itself: `RTX 3060 12 GB` and others for `RTX 3060`."""
     if any(rows[key].worth is not None for key in found):
         return [rows[key] for key in found]
     longer = [row for key, row in rows.items() if any(_starts(key, each) for each in found)]
@@ -199,7 +203,7 @@ def _boards(found: list[str], rows: Mapping[str, Gpu]) -> list[Gpu]:
 
 
 def _least(gpus: list[Gpu]) -> Gpu:
-    """The board with the least of both; a laptop's is meant only where it is said."""
+    """Returns the board with the least memory and bandwidth. A laptop's counts only if the name says so."""
     told = [gpu for gpu in gpus if gpu.worth is not None]
     desktop = [gpu for gpu in told if not {"Mobile", "Max-Q", "Embedded"} & set(gpu.name.split())]
     return min(desktop or told or gpus, key=lambda gpu: gpu.worth or 0.0)

@@ -182,7 +182,7 @@ def of_checks(
 
 
 def _is_reproducible(took: Took | None, *, is_locked: bool) -> bool | None:
-    """Layers that were kept hold the times of the build that made them, and another build cannot repeat those."""
+    """True if no layer was reused. Reused layers have the times of their own build, which no other build repeats."""
     if not is_locked:
         return False
     return None if took is None else not took.kept
@@ -195,7 +195,7 @@ def is_proven(proofs: Proofs, *, cell: str, platform: str) -> bool:
 
 
 def refuse_dirty(cell: Cell, commit: str | None) -> None:
-    """VerificationError for an image of a tree that differed from its commit: nobody could build it again."""
+    """Raises VerificationError for an image of a tree that differed from its commit: nobody could build it again."""
     if commit and commit.endswith(DIRTY):
         message = (
             f"cell {cell.id} cannot be recorded: its image was built of a tree that differed from the commit: {commit}"
@@ -204,7 +204,7 @@ def refuse_dirty(cell: Cell, commit: str | None) -> None:
 
 
 def platform_of(cell: Cell, name: str) -> Platform:
-    """The cell's platform of that name. MatrixError when it is for another kind of machine."""
+    """Returns the cell's platform of that name. Raises MatrixError for another kind of machine."""
     for platform in cell.platforms:
         if platform == name:
             return platform
@@ -245,7 +245,7 @@ class Record:
         return self.here.get(cell.tag) if platform == self.own else None
 
     def describe(self, cell: Cell, platform: Platform) -> str:
-        """The state in a sentence, which begins with it."""
+        """Returns a sentence that begins with the state."""
         proof, here = self.proofs.get((cell.id, platform)), self._here(cell, platform)
         if here is None:
             return str(proof) if proof else "rendered, never built"

@@ -76,7 +76,7 @@ def choose(
     engine: str = DEFAULT_ENGINE,
     record: Record | None = None,
 ) -> Choice:
-    """Among the cells of one engine. MatrixError, saying what would help, when none fits."""
+    """Chooses among the cells of one engine. Raises MatrixError, naming a remedy, if none fits."""
     known, record = known or compat.facts(), record or Record()
     proofs = record.proofs
     matrix = of_engine(matrix, engine)
@@ -111,7 +111,7 @@ def build_command(cell: Cell) -> str:
 
 
 def of_engine(matrix: Matrix, engine: str) -> Matrix:
-    """UsageError, with the near miss, for an engine that the matrix does not have."""
+    """Raises UsageError, with the near miss, for an engine that the matrix does not have."""
     if engine not in matrix.engines:
         message = f"no such engine: {engine}"
         raise UsageError(message, hint=near_miss(engine, matrix.engines) or f"known are {', '.join(matrix.engines)}")
@@ -119,7 +119,7 @@ def of_engine(matrix: Matrix, engine: str) -> Matrix:
 
 
 def parse_driver(text: str) -> str:
-    """UsageError for something that is no driver version."""
+    """Raises UsageError for something that is no driver version."""
     if not text.isascii() or not text.replace(".", "").isdecimal() or not all(text.split(".")):
         message = f"not a driver version: {text!r}"
         raise UsageError(message, hint="such as 570.124.06; nvidia-smi --query-gpu=driver_version --format=csv says it")
@@ -135,7 +135,7 @@ def _fit(cell: Cell, machine: Machine, known: Facts) -> _Fit | None:
 
 
 def _unserved(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> str | None:
-    """Why this cell cannot serve this GPU; None when it can."""
+    """Returns why this cell cannot serve this GPU; None if it can."""
     if not any(compat.runs_on(form.form, gpu.sm, known) for form in cell.serving(gpu.sm, machine.platform)):
         return f"its code for sm_{', sm_'.join(cell.forms)} does not run on it"
     driver = _driver(cell, gpu, known)
@@ -145,7 +145,7 @@ def _unserved(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> str | Non
 
 
 def _unfit(cell: Cell, machine: Machine, known: Facts) -> str:
-    """Why this cell serves nothing of this machine."""
+    """Returns why this cell serves nothing of this machine."""
     if machine.platform not in cell.platforms:
         return f"not for {machine.platform}"
     if cell.target.cuda is None:
@@ -188,8 +188,10 @@ def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> Rank:
 
 
 def _worth(fit: _Fit, machine: Machine) -> tuple[float, float]:
-    """Memory times bandwidth of what it serves, then memory; memory alone where a bandwidth is not known; where even
-    that is not, the newest chip and then how many GPUs. One GPU without a figure makes sums of the others meaningless.
+    """Returns memory times bandwidth of the served GPUs, then memory.
+
+    Memory alone counts if a bandwidth is unknown. If a memory is unknown, the newest chip counts, then the number of
+    GPUs: one missing figure makes the sums of the others meaningless.
     """
     if _untold(machine):
         return max((float(gpu.sm) for gpu in fit.served), default=0.0), float(len(fit.served))
@@ -199,7 +201,7 @@ def _worth(fit: _Fit, machine: Machine) -> tuple[float, float]:
 
 
 def _untold(machine: Machine) -> list[Gpu]:
-    """GPUs of which nobody says how much memory they have, and that an image could serve."""
+    """Returns usable GPUs of unknown memory."""
     return [gpu for gpu in _counting(machine) if gpu.memory_gib is None]
 
 
@@ -224,7 +226,7 @@ def _distance(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> int:
 
 
 def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> str:
-    """The first thing in which it is behind the best."""
+    """Returns the first property in which it is behind the best."""
     cell, winner = fit.cell, best.cell
     if cell.unresolved and not winner.unresolved:
         return f"cannot be built yet: no digest for {cell.unresolved[0].image}"
@@ -292,7 +294,7 @@ def _too_old(gpu: Gpu, known: Facts) -> str | None:
 
 
 def _nothing_fits(matrix: Matrix, machine: Machine, known: Facts) -> MatrixError:
-    """The change that helps: another driver, another kind of machine, else the reason and nothing."""
+    """Returns the error with the change that helps: another driver, another kind of machine, else the reason alone."""
     where = f"no image fits {gpus.describe(machine.gpus) or 'a machine without a GPU'} on {machine.platform}"
     with_any_driver = replace(machine, driver=None)
     willing = [fit for fit in (_fit(cell, with_any_driver, known) for cell in matrix.cells) if fit]
@@ -318,7 +320,7 @@ def _driver_too_old(where: str, willing: list[_Fit], machine: Machine, known: Fa
 
 
 def _why_never(matrix: Matrix, gpu: Gpu, machine: Machine, known: Facts) -> str | None:
-    """The generation, or the decision of the matrix that is about this chip and this kind of machine."""
+    """Returns the generation, or the matrix's decision about this chip and this kind of machine."""
     if why := _too_old(gpu, known):
         return why
     engines = {cell.engine.name for cell in matrix.cells}
@@ -340,13 +342,13 @@ def _is_about(scope: Scope, machine: Machine, engines: set[str]) -> bool:
 
 
 def _is_all(scope: Scope, matrix: Matrix, gpu: Gpu, machine: Machine) -> bool:
-    """A decision on one release alone is no reason where another release could serve the chip: the last one is."""
+    """True if a decision covers every release, or the newest. One about an older release is no reason."""
     releases = {cell.target.cuda for cell in matrix.cells if cell.target.cuda}
     return scope.cuda is None or max(releases, key=compat.numbers) in scope.cuda
 
 
 def _elsewhere(matrix: Matrix, machine: Machine, known: Facts) -> str | None:
-    """Somebody asks on a laptop for the board on the shelf: the same GPUs in the other kind of machine."""
+    """Tries the same GPUs in the other kind of machine: people ask on a laptop for a board on the shelf."""
     for platform in get_args(Platform) if machine.gpus else ():
         moved = replace(machine, platform=platform)
         fitting = [fit for fit in (_fit(cell, moved, known) for cell in matrix.cells) if fit]

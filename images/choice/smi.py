@@ -41,7 +41,10 @@ def query_machine(run: Run, platform: Platform, known: Facts | None = None) -> M
 def parse(
     asked: Finished, platform: Platform, known: Facts | None = None, *, fields: Sequence[str] = FIELDS
 ) -> Machine:
-    """`fields`: those that were asked for. Not there at all (127) or no device: a machine without a GPU."""
+    """Parses nvidia-smi's answer. A missing nvidia-smi (127) or no device means a machine without a GPU.
+
+    `fields`: the columns that were asked for.
+    """
     said = " ".join(asked.lines).strip()
     if asked.code == NOT_FOUND or NO_DEVICES in said.casefold():
         return Machine(platform=platform)

@@ -28,7 +28,7 @@ IsLocked = Callable[[Cell, Platform], bool]
 
 
 def jobs_file(cells: Iterable[Cell], is_locked: IsLocked = lambda cell, platform: True) -> str:
-    """The text of .github/images.json. A platform without a Debian lock is left out: it could only fail."""
+    """Returns the text of .github/images.json. A platform without a Debian lock is left out: it could only fail."""
     known = tuple(cells)
     too_big = {cell.id: _why_too_big(cell) for cell in known if space.total_mib(cell) > RUNNER_MIB + FREED_MIB}
     ready = [cell for cell in known if not cell.unresolved and cell.id not in too_big]

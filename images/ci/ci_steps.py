@@ -70,7 +70,7 @@ def parse(workflow: str, document: Mapping[str, Any]) -> Iterator[Step]:
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """The text with its expressions replaced, as the forge does it; KeyError for one that has no value."""
+    """Replaces expressions in the text like the forge does. Raises KeyError for one without a value."""
     return EXPRESSION.sub(lambda found: values[found[1]], text)
 
 

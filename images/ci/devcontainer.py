@@ -102,7 +102,7 @@ def _described(cell: Cell) -> dict[str, object]:
 
 
 def _environment(cell: Cell) -> dict[str, str]:
-    """CUDAARCHS is what CMake reads; the other name is what people and scripts look for."""
+    """Returns the variables. CMake reads CUDAARCHS; people and scripts look for the other name."""
     own = {
         "CCACHE_DIR": CCACHE_DIR.as_posix(),
         "CCACHE_MAXSIZE": "4G",

@@ -45,7 +45,7 @@ class Pushed:
 
 
 def check_name(name: str) -> str:
-    """UsageError for what is no repository: tag and digest are not the caller's to choose."""
+    """Raises UsageError for anything but a repository: tag and digest are not the caller's to choose."""
     if not docker.IMAGE_NAME.match(name):
         message = f"--push takes a repository without tag or digest: {name}"
         raise UsageError(message, hint="such as registry.example/appliance; the tag is the cell's id")
@@ -53,7 +53,7 @@ def check_name(name: str) -> str:
 
 
 def tag_of(cell: Cell, platform: str) -> str:
-    """The cell's id, and with it the architecture where another machine pushes the other half of the index."""
+    """Returns the cell's id, with the architecture if another machine pushes the other half of the index."""
     return cell.id if len(cell.platforms) == 1 else f"{cell.id}-{platform.partition('/')[2]}"
 
 
@@ -65,8 +65,9 @@ def is_current(job: Job, image: docker.Image | None) -> bool:
 
 
 def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str) -> Pushed:
-    """BuildError when it cannot be exported or pushed; VerificationError when it is not what was built, or tells more
-    than it should. Archive, scanner and the registry's name for the image are gone from this machine either way.
+    """Pushes the image with both attestations. Raises BuildError if it cannot be exported or pushed.
+
+    Raises VerificationError if it is not what was built, or reveals more than it should.
     """
     reference = f"{name}:{tag_of(job.cell, engine.platform)}"
     bill = json.loads((root / sbom.path_for(job.cell)).read_text("utf-8"))
@@ -97,9 +98,9 @@ def _files_of(image: docker.Image | None) -> str | None:
 
 
 def attested_argv(job: Job, scanner: str) -> tuple[str, ...]:
-    """The build's own command, from the cache, with a bill of materials and provenance beside the image.
+    """Returns the build's command, from the cache, with a bill of materials and provenance.
 
-    Without git: what that would add is the address of a remote and paths of this machine; the revision is a label.
+    Git is left out: it would add a remote's address and paths of this machine. The revision is a label.
     """
     attest = (f"type=sbom,generator={scanner}", "type=provenance,mode=max")
     again = replace(job, no_cache=False, cache_to=(), attest=attest)
@@ -115,7 +116,7 @@ def scanner_argv(job: Job, scanner: str, context: Path) -> tuple[str, ...]:
 
 
 def refuse_other(cell: Cell, contents: oci.Contents, digest: str, bill: Mapping[str, Any]) -> None:
-    """VerificationError unless this is the image that was built, with both attestations, and the bill is its own."""
+    """Raises VerificationError unless this is the built image, with both attestations and its own bill."""
     if contents.manifest != digest:
         message = f"cell {cell.id} came out differently when it was exported again: {contents.manifest}, not {digest}"
         hint = f"nothing was pushed; python -m images verify --reproduce {cell.id} names what differs"
@@ -138,10 +139,9 @@ def private_words(root: Path, job: Job) -> tuple[str, ...]:
 def refuse_leaks(
     cell: Cell, statements: Iterable[Mapping[str, Any]], *, private: tuple[str, ...], public: tuple[str, ...] = ()
 ) -> None:
-    """VerificationError that names the place in the provenance where it says what nobody else should read. `public`:
-    what the image's own labels say of its publisher, which stands there as well.
+    """Raises VerificationError naming the place in the provenance that holds something private.
 
-    The bill of materials is not searched: it is made of what is in the image, and `verify` reads that.
+    `public`: values that may be in it.
     """
     provenance = [each for each in statements if str(each["predicateType"]).startswith(PROVENANCE)]
     for path, value in (leaf for statement in provenance for leaf in oci.leaves("", statement)):
@@ -166,7 +166,7 @@ def _leak(path: str, value: str, private: tuple[str, ...]) -> str | None:
 
 @contextmanager
 def _scanner(root: Path, job: Job, bill: Mapping[str, Any], engine: docker.Engine) -> Iterator[str]:
-    """An image of the engine that answers BuildKit's question with this document; removed again."""
+    """Makes a temporary image that answers BuildKit's question with this document."""
     scanner = f"appliance-sbom:{job.cell.id}"
     statement = {"_type": STATEMENT_TYPE, "predicateType": SPDX, "predicate": bill}
     with tempfile.TemporaryDirectory(prefix="push-", dir=job.archive.parent) as folder:

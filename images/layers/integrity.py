@@ -31,7 +31,7 @@ WRITABLE_BITS = 0o022  # the container's user is of group 0
 
 
 def changed(tree: Tree, label: str | None) -> list[str]:
-    """A line for each file that is not as the build left it. `label`: the manifest's hash, as the image says it."""
+    """Returns a line for each file that changed since the build. `label`: the manifest's hash by the image's label."""
     manifest = tree.files.get(MANIFEST)
     if manifest is None:
         return [f"no manifest: {MANIFEST}"]
@@ -45,7 +45,7 @@ def changed(tree: Tree, label: str | None) -> list[str]:
 
 
 def parse_manifest(text: str) -> dict[str, str]:
-    """Path without the leading slash -> SHA-256."""
+    """Parses the manifest: path without the leading slash -> SHA-256."""
     return {
         path.replace("\\n", "\n").replace("\\\\", "\\") if escaped else path: sha256
         for escaped, sha256, path in LINE.findall(text)
@@ -64,7 +64,7 @@ def _differing(tree: Tree, written: Mapping[str, str]) -> Iterator[str]:
 
 
 def _added(tree: Tree, written: Mapping[str, str], layer: int) -> Iterator[str]:
-    """Files that the manifest does not know, and links that came after it."""
+    """Yields files that the manifest lacks, and links that came after it."""
     for path, entry in tree.files.items():
         is_new = path not in written if entry.kind == "file" else entry.kind != "folder" and entry.layer > layer
         if is_new and path not in (*LATER, *MOUNTED, MANIFEST) and not path.startswith(WEIGHTS):
@@ -72,8 +72,10 @@ def _added(tree: Tree, written: Mapping[str, str], layer: int) -> Iterator[str]:
 
 
 def astray(tree: Tree) -> list[str]:
-    """A line for each link below /opt, or to it, that leads to another name than its own. A library's link leads to a
-    longer version beside it, `lib64` to `lib`; one from elsewhere has the name of what it leads to.
+    """Returns a line for each link below /opt, or to it, that leads to another name than its own.
+
+    A library's link leads to a longer version next to it, `lib64` to `lib`. A link from elsewhere has its target's
+    name.
     """
     return sorted(f"{path} -> {entry.target}" for path, entry in tree.files.items() if _is_astray(tree, path, entry))
 
@@ -110,7 +112,7 @@ def roots(tree: Tree) -> list[str]:
 
 
 def writable(tree: Tree) -> list[str]:
-    """Code that the user of the container could replace, by its mode or by its owner."""
+    """Returns code that the container's user could replace, by its mode or its owner."""
     return sorted(
         f"{path} ({entry.mode:o}, UID {entry.uid})"
         for path, entry in tree.files.items()

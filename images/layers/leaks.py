@@ -42,7 +42,7 @@ class Form:
 
 @functools.cache
 def forms() -> tuple[Form, ...]:
-    """The committed rows. MatrixError when they cannot be read."""
+    """Returns the committed rows. Raises MatrixError if they cannot be read."""
     hint = "it says what no image may hold"
     file = rows.check(rows.load(FACTS_NAME, hint=hint), _FactsFile, name=FACTS_NAME, hint="see its other rows")
     rows.refuse_uncited((name for row in file.forms for name in row.sources), file.sources, name=FACTS_NAME)
@@ -59,8 +59,7 @@ def forms() -> tuple[Form, ...]:
 
 
 def leaks(data: bytes, path: str | None = None) -> Iterator[str]:
-    """The name of each form that the data holds; never a piece of the secret itself. Without `path` the data is no
-    file's."""
+    """Yields the name of each form in the data, never a piece of the secret. Without `path` the data is no file's."""
     if len(data) > BINARY_BYTES_MAX and b"\0" in data[:_HEAD_BYTES]:
         return
     for form in forms():
@@ -73,7 +72,7 @@ def leaks(data: bytes, path: str | None = None) -> Iterator[str]:
 
 
 def _counts(data: bytes, found: re.Match[bytes]) -> bool:
-    """False inside a longer word, as in data in base64."""
+    """True unless the match is part of a longer word, such as data in base64."""
     begins = data[max(found.start() - 1, 0) : found.start() + 1]
     ends = data[found.end() - 1 : found.end() + 1]
     return not _INSIDE.match(begins) and not _INSIDE.match(ends)

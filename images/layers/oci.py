@@ -28,7 +28,7 @@ class Contents:
 
 @contextmanager
 def opened(archive: Path) -> Iterator[tarfile.TarFile]:
-    """VerificationError when it is no archive at all, or turns out to be cut or to lack what one must hold."""
+    """Raises VerificationError if it is no archive at all, or turns out to be cut or to lack what one must hold."""
     try:
         with tarfile.open(archive) as tar:
             yield tar
@@ -41,7 +41,7 @@ def opened(archive: Path) -> Iterator[tarfile.TarFile]:
 
 
 def read(tar: tarfile.TarFile, platform: str | None = None) -> Contents:
-    """The one image of an archive, or the one for `platform`. VerificationError when there is none, or several."""
+    """Reads the only image of an archive, or that of `platform`. Raises VerificationError for none or several."""
     top = _one(json_file(tar, "index.json").get("manifests") or [], tar, None)
     document = json_blob(tar, str(top["digest"]))
     if "manifests" not in document:
@@ -92,7 +92,7 @@ def member(tar: tarfile.TarFile, name: str) -> IO[bytes]:
 
 
 def leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Every value of a JSON document by its place: `config.Labels.version`. What holds nothing is a value as well."""
+    """Yields every value of a JSON document by its place: `config.Labels.version`. Empty containers count as values."""
     items: list[tuple[object, object]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -118,6 +118,6 @@ def _one(entries: list[Mapping[str, Any]], tar: tarfile.TarFile, platform: str |
 
 
 def _platform(entry: Mapping[str, Any]) -> str:
-    """`linux/amd64`; empty where the entry does not say."""
+    """Returns `linux/amd64`; empty if the entry does not tell."""
     said = entry.get("platform") or {}
     return f"{said['os']}/{said['architecture']}" if said else ""

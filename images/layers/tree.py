@@ -74,7 +74,7 @@ class Tree:
 
 
 def read_tree(archive: Path, *, kept: re.Pattern[str] = KEPT, extraction: Extraction | None = None) -> Tree:
-    """Reads what `docker save` wrote, and keeps the bytes of `kept`. VerificationError when it is something else."""
+    """Reads the output of `docker save` and keeps the bytes of `kept`. Raises VerificationError for anything else."""
     tree = Tree()
     try:
         with tarfile.open(archive) as tar:
@@ -101,7 +101,7 @@ def members(layer: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | Non
 
 
 def parse_certificates(data: bytes) -> set[bytes]:
-    """The bodies of all PEM certificates, without line ends."""
+    """Returns the bodies of all PEM certificates, without line ends."""
     if b"-----BEGIN CERTIFICATE-----" not in data:  # saves the regular expression 200 MB of binaries
         return set()
     return {b"".join(body.split()) for body in CERTIFICATE.findall(data)}
@@ -126,7 +126,7 @@ def _add_layer(tree: Tree, number: int, blob: IO[bytes], kept: re.Pattern[str], 
 
 
 def _extract(tree: Tree, entry: Entry, data: bytes, extraction: Extraction) -> None:
-    """Under a hash, since a path of an image is no path of this machine; a later layer's file replaces it."""
+    """Writes the file under a hash: an image's paths are not for this machine. A later layer replaces it."""
     tree.extracted.pop(entry.path, None)
     # A hard link has no bytes of its own: the name that it links to brings them.
     if data and entry.kind == "file" and extraction.pattern.match(entry.path):

@@ -24,7 +24,7 @@ def bits(maps: str) -> int | None:
 
 
 def refuse_narrow(cell: Cell, maps: str) -> None:
-    """BuildError for a cell whose compiler would not get its addresses, before it has run for half an hour."""
+    """Raises BuildError for a cell whose compiler would not get its addresses, before it has run for half an hour."""
     found = bits(maps)
     if cell.target.cuda is None or not cell.engine.is_compiled or found is None or found >= NEEDED_BITS:
         return
@@ -33,5 +33,5 @@ def refuse_narrow(cell: Cell, maps: str) -> None:
 
 
 def here() -> str:
-    """Empty on a machine without such a file, whose containers run in another one."""
+    """Returns this process's memory map; empty without that file, if containers run on another machine."""
     return MAPS.read_text("ascii", errors="replace") if MAPS.is_file() else ""

@@ -139,7 +139,7 @@ def jit_libraries(cell: Cell) -> tuple[str, ...]:
 
 @functools.cache
 def facts() -> Facts:
-    """The committed facts. MatrixError when they cannot be."""
+    """Returns the committed facts. Raises MatrixError if they cannot be read."""
     return parse_facts(rows.load(FACTS_NAME))
 
 
@@ -164,7 +164,7 @@ def parse_facts(data: object) -> Facts:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """`570.124.06` -> (570, 124, 6), which compares as versions do. ValueError for anything else."""
+    """Turns `570.124.06` into (570, 124, 6), which compares like versions. Raises ValueError for anything else."""
     return tuple(int(part) for part in version.split("."))
 
 
@@ -192,7 +192,7 @@ BRANDS = re.compile(r"(nvidia|geforce|quadro|tesla|titan|grid|jetson)(?=[a-z\d])
 
 
 def plain_name(name: str) -> str:
-    """A GPU's name without the words that some write and some do not. A Jetson's driver says `Orin (nvgpu)`.
+    """Returns a GPU's name without optional words. A Jetson's driver says `Orin (nvgpu)`.
 
     Letters and digits are parted, so `rtx4090` is `RTX 4090` and `80GB` is `80 GB`; `80G` is the same. So are the
     brands: `GeForceRTX3060`.
@@ -203,9 +203,10 @@ def plain_name(name: str) -> str:
 
 
 def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:
-    """Minor version compatibility covers machine code and no PTX, hence two; neither knows a chip before its time.
+    """Returns two driver floors, since minor version compatibility covers machine code and no PTX.
 
-    `is_compressed`: nvcc was told --compress-mode=size or balance, which old drivers of the same CUDA cannot unpack.
+    None is below the chip's first driver. `is_compressed`: True if nvcc had --compress-mode=size or balance, which old
+    drivers of the same CUDA cannot unpack.
     """
     known = sm.first_driver or release.minor_floor
     # The numbers behind the branch are those of another product where drivers are numbered apart.
@@ -235,8 +236,9 @@ def cell_floors(cell: Cell, known: Facts | None = None, *, sm: str | None = None
 
 
 def required_driver(cell: Cell, known: Facts | None = None, *, sm: str | None = None) -> str | None:
-    """The oldest driver that the image asks for, of one GPU or of any. An engine from wheels always has something that
-    the driver compiles: kernels that are PTX in them, or Triton's. None for a cell without CUDA.
+    """Returns the oldest driver for one GPU of the image, or for any. None for a cell without CUDA.
+
+    An engine from wheels always has something for the driver to compile: kernels in PTX, or Triton's.
     """
     found = cell_floors(cell, known, sm=sm)
     if found is None:
@@ -259,12 +261,12 @@ def runs_on(form: str, sm: str, known: Facts | None = None) -> bool:
 
 
 def python_of(base: Base, known: Facts | None = None) -> str:
-    """The Python of a base's distribution: `3.11`. MatrixError when the facts do not know the distribution."""
+    """Returns a base's Python: `3.11`. Raises MatrixError if the facts do not know the distribution."""
     return _host(base, known or facts()).python
 
 
 def check(cells: Iterable[Cell], known: Facts | None = None) -> None:
-    """MatrixError for the first cell that cannot exist."""
+    """Raises MatrixError for the first cell that cannot exist."""
     known = known or facts()
     for cell in cells:
         for platform in cell.platforms:
@@ -276,7 +278,7 @@ def check(cells: Iterable[Cell], known: Facts | None = None) -> None:
 
 
 def refuse_unresolved(cell: Cell) -> None:
-    """BuildError when the image that its toolkit comes from has no digest; `--base` can replace only the other one."""
+    """Raises BuildError if the toolkit's image has no digest; `--base` can replace only the other one."""
     image = cell.toolkit.image if cell.toolkit else None
     if image and image.digest is None:
         message = f"cell {cell.id} cannot be built: the image of its CUDA toolkit has no digest yet: {image.image}"
@@ -298,7 +300,7 @@ def cell_refusals(cell: Cell, platform: Platform, known: Facts) -> Iterator[Refu
 def refusals(
     cuda: str, sm: str, platform: Platform | None, form: SmForm | None, known: Facts | None = None
 ) -> Iterator[Refusal]:
-    """Returns the facts against a CUDA release making code for a chip on a platform. None as platform means any."""
+    """Yields the facts against a CUDA release making code for a chip on a platform. None as platform means any."""
     known = known or facts()
     yield from _target_refusals(cuda, sm, platform, known)
     release = known.releases.get(cuda)
@@ -310,7 +312,7 @@ def refusals(
 
 
 def toolkit_refusals(toolkit: Toolkit, base: Base, platform: Platform, known: Facts) -> Iterator[Refusal]:
-    """Returns the facts against a toolkit on this base: its compiler, its C library, its platform."""
+    """Yields the facts against a toolkit on this base: its compiler, its C library, its platform."""
     release, host = known.releases[toolkit.cuda], _host(base, known)
     gcc = toolkit.host_compiler or host.gcc[0]
     if gcc not in host.gcc:
@@ -402,7 +404,7 @@ def _check_sources(file: _FactsFile) -> None:
 
 
 def _check_every_fact_is_cited(file: _FactsFile) -> None:
-    """A fact without a source is somebody's memory."""
+    """Refuses a fact without a source: it is somebody's memory."""
     releases = {
         f"CUDA {row.cuda}": set(get_args(ReleaseFact)) - set(row.sources) - (OPTIONAL_FACTS - row.model_fields_set)
         for row in file.releases

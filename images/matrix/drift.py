@@ -10,14 +10,14 @@ RENDERED = Path("images/rendered")  # a cell's folder there holds rendered files
 
 
 def orphans(root: Path, files: Mapping[Path, str]) -> list[str]:
-    """A line for each folder of a cell that is none any more; `files` are those of all cells."""
+    """Returns a line for each folder of a former cell; `files` are those of all cells."""
     folders = {path.parent for path in files if RENDERED in path.parents}
     found = {path.relative_to(root) for path in (root / RENDERED).glob("*")} if (root / RENDERED).is_dir() else set()
     return [f"{path}: no cell of the matrix is called that: {TAKE_AWAY}{path}" for path in sorted(found - folders)]
 
 
 def unnamed(root: Path, named: Mapping[Path, Collection[str]], *, is_folder: bool = False) -> list[str]:
-    """A line for each file, or each folder, that the matrix does not name. `named`: a folder -> what may be in it."""
+    """Returns a line for each file or folder that the matrix does not name. `named`: a folder -> its allowed names."""
     found = sorted(
         path.relative_to(root)
         for folder, names in named.items()
@@ -28,7 +28,7 @@ def unnamed(root: Path, named: Mapping[Path, Collection[str]], *, is_folder: boo
 
 
 def drift(root: Path, files: Mapping[Path, str]) -> list[str]:
-    """A line for each committed file that is missing, differs, or is not rendered any more."""
+    """Returns a line for each committed file that is missing, differs, or is no longer rendered."""
     lines = [f"{path}: {state}" for path, text in files.items() if (state := _state(root / path, text))]
     folders = {path.parent for path in files if RENDERED in path.parents}
     strays = {path.relative_to(root) for folder in folders for path in (root / folder).glob("*")} - set(files)

@@ -112,7 +112,7 @@ ENGINES: Mapping[str, EngineFiles] = {"llama": LLAMA, "vllm": VLLM}
 
 
 def files_of(engine: str, table: Mapping[str, EngineFiles] = ENGINES) -> EngineFiles:
-    """MatrixError for an engine without a row."""
+    """Raises MatrixError for an engine without a row."""
     if engine not in table:
         message = f"{ENGINES_NAME} has no row for engine: {engine}"
         known = f"it has {', '.join(table)}; a new engine needs its packages, binary, caches and files to check"

@@ -397,13 +397,13 @@ class Matrix:
 
 
 def load(root: Path) -> Matrix:
-    """Reads build_matrix.yaml and the locks that it names, below `root`. MatrixError when they cannot be."""
+    """Reads build_matrix.yaml and its locks, below `root`. Raises MatrixError if they cannot be read."""
     data = rows.load(MATRIX_FILE, root=root)
     return parse_matrix(data, {path.stem: _lock_text(path) for path in sorted((root / LOCKS).glob("*.txt"))})
 
 
 def parse_matrix(data: object, locks: Mapping[str, str], files: Mapping[str, EngineFiles] = ENGINES) -> Matrix:
-    """`data` is the YAML as values; `locks` are the texts of the lock files by name, `files` the rows of engines."""
+    """Makes the matrix. `data`: YAML as values; `locks`: texts of lock files by name; `files`: rows of engines."""
     file = rows.check(data, _MatrixFile, name=MATRIX_FILE)
     bases = {name: _base(name, row) for name, row in file.bases.items()}
     engines = {name: _engine(name, row, file.locks, locks, files_of(name, files)) for name, row in file.engines.items()}
@@ -440,7 +440,7 @@ def _publisher(row: _PublisherRow) -> Publisher:
 
 
 def select(cells: Iterable[Cell], pattern: str) -> tuple[Cell, ...]:
-    """The cells whose id matches the glob. UsageError, with the nearest id, when none does."""
+    """Returns the cells whose id matches the glob. Raises UsageError, with the nearest id, if none does."""
     known = tuple(cells)
     chosen = tuple(cell for cell in known if fnmatch.fnmatchcase(cell.id, pattern))
     if not chosen:
@@ -461,7 +461,7 @@ def _cell_of(name: str, cell_id: str, cells: Iterable[Cell]) -> Cell:
 
 
 def parse_source_sha256(text: str, *, distribution: str, release: str, lock: str) -> str:
-    """The one hash of the one file that a source lock names; it must name this release and nothing else."""
+    """Returns the only hash of a source lock, which must name this release and nothing else."""
     pins = re.findall(r"^([A-Za-z0-9._-]+)==([^\s\\;]+)", text, re.MULTILINE)
     hashes = re.findall(r"--hash=sha256:([0-9a-f]{64})", text)
     if pins != [(distribution, release)] or len(hashes) != 1:
@@ -617,7 +617,7 @@ def _sdist(row: _SourceRow, text: str) -> Source:
 
 
 def _wheels(name: str, row: _SourceRow, text: str) -> Source:
-    """The lock must pin this release with the hash of each wheel, and all that the wheels need beside it."""
+    """Checks that the lock pins this release with each wheel's hash, and everything that the wheels need."""
     pin = re.search(rf"^{re.escape(row.distribution)}=={re.escape(row.release)}(?=\s)(?:.*\\\n)*.*", text, re.MULTILINE)
     hashes = re.findall(r"--hash=sha256:([0-9a-f]{64})", pin[0]) if pin else []
     for platform, sha256 in row.wheels.items():
@@ -631,7 +631,7 @@ def _wheels(name: str, row: _SourceRow, text: str) -> Source:
 
 
 def parse_cuda(text: str, *, lock: str) -> str:
-    """The CUDA release that a lock's wheels are made with: `13.0`, by the one metapackage that they all need."""
+    """Returns the CUDA release of a lock's wheels, such as `13.0`, by the metapackage that they all need."""
     found = re.search(r"^cuda-toolkit==(\d+\.\d)(?:\.|\s)", text, re.MULTILINE)
     if found is None:
         message = f"images/locks/{lock}.txt names no CUDA release: cuda-toolkit"
@@ -692,7 +692,7 @@ def _forms(target: Target, engine: Engine) -> tuple[SmForm, ...]:
 
 
 def _refuse_untooled(target: Target, engine: Engine, toolkits: Mapping[str, Toolkit]) -> None:
-    """A CUDA target needs a toolkit for its release and the form of its chip; wheels are of one release."""
+    """Refuses a CUDA target without a toolkit for its release and chip; wheels are of one release."""
     if not engine.is_compiled and target.cuda != engine.cuda:
         message = f"{MATRIX_FILE}: target {target.name}: {engine.title}'s wheels are made with CUDA {engine.cuda}"
         raise MatrixError(message, hint="take it out of cells, or lock a release of the engine with that CUDA")

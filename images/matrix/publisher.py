@@ -41,7 +41,7 @@ class Publisher:
 
 
 def parse_address(text: str) -> str:
-    """UsageError for what is no address, or holds a password: a label is as public as its image."""
+    """Raises UsageError for what is no address, or holds a password: a label is as public as its image."""
     found = ADDRESS.fullmatch(text)
     if found and not found["user"]:
         return text
@@ -53,7 +53,7 @@ def parse_address(text: str) -> str:
 
 
 def parse_vendor(text: str) -> str:
-    """UsageError for what cannot stand in a label between quotes."""
+    """Raises UsageError for what cannot stand in a label between quotes."""
     if NAME.fullmatch(text):
         return text
     message = f"no name for the label vendor: {text!r}"

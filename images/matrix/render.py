@@ -57,7 +57,7 @@ NONE = "none"  # the label of a fact that this cell does not have; an absent lab
 
 
 def render(cell: Cell, template: str) -> dict[Path, str]:
-    """The files of one cell by their path below the project. MatrixError when the template asks for more."""
+    """Returns the files of one cell by path. Raises MatrixError if the template asks for unknown values."""
     return {
         cell.folder / "Dockerfile": fill(cell, template),
         cell.folder / "Dockerfile.dockerignore": _dockerignore(cell),
@@ -88,7 +88,7 @@ def inputs(cell: Cell) -> tuple[Path, ...]:
 
 
 def fill(cell: Cell, template: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
-    """`own` values beside those of the cell, or in their place."""
+    """Fills a template with the cell's values; `own` values are added or replace them."""
     try:
         return _compiled(template).render({**_values(cell), **own})
     except jinja2.TemplateError as error:
@@ -98,7 +98,7 @@ def fill(cell: Cell, template: str, own: Mapping[str, str] = MappingProxyType({}
 
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
-    """Many cells share a template: compiling it takes longer than filling it."""
+    """Compiles a template once: cells share it, and compiling takes longer than filling."""
     return _environment().from_string(template)
 
 
@@ -173,7 +173,7 @@ def _wheel_values(cell: Cell) -> dict[str, str | int]:
 
 
 def _cpu_wheel_values(cell: Cell) -> dict[str, str | int]:
-    """The files that PyPI does not have, as pip reads them. They share an index, which is asked for nothing else."""
+    """Returns the files that PyPI lacks, in pip's form. They share an index, which is asked for nothing else."""
     files = cell.engine.index_files
     indexes = {file.index for file in files}
     if len(indexes) != 1:
@@ -199,7 +199,7 @@ def _cuda_wheel_values(cell: Cell) -> dict[str, str | int]:
 
 
 def _cache_lines(caches: Mapping[str, str]) -> str:
-    """The body of one ENV instruction."""
+    """Returns the body of one ENV instruction."""
     return " \\\n    ".join(f"{name}=/data/cache/${{APPLIANCE_BUILD_ID}}/{folder}" for name, folder in caches.items())
 
 
@@ -233,7 +233,7 @@ def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
 
 
 def static_labels(cell: Cell) -> dict[str, str]:
-    """The labels that the matrix alone decides; `build` adds those that depend on the moment and the base used."""
+    """Returns the labels of the matrix; `build` adds those of the moment and the base."""
     engine, floors = cell.engine, compat.cell_floors(cell)
     licenses = dict.fromkeys((OWN_LICENSE, engine.license, *((NVIDIA_LICENSE,) if floors else ())))
     return {
@@ -274,7 +274,7 @@ def _compiled_labels(cell: Cell) -> dict[str, str]:
 
 
 def _wheel_labels(cell: Cell) -> dict[str, str]:
-    """`partial`: some kernels have no machine code for a chip; which ones is data, and `jit` is what fills in."""
+    """Returns the labels of wheels. `partial`: some kernels lack machine code for a chip; `jit` fills in."""
     if not cell.sm_forms:
         return {
             "io.appliance.engine.publisher": f"third party: {cell.engine.publisher}",
@@ -302,12 +302,12 @@ def _toolkit_source(cell: Cell) -> str:
 
 
 def _wheel_hashes(cell: Cell) -> str:
-    """One image for each platform, and labels that they share."""
+    """Returns each platform's hash in one value, since the labels are the same on every platform."""
     return ", ".join(f"{platform} {cell.engine.source.wheels[platform]}" for platform in cell.platforms)
 
 
 def _label_lines(labels: Mapping[str, str]) -> str:
-    """The body of one LABEL instruction; values come from the matrix and hold no quotes."""
+    """Returns the body of one LABEL instruction; values come from the matrix and hold no quotes."""
     return " \\\n      ".join(f'{name}="{value}"' for name, value in labels.items())
 
 

@@ -80,7 +80,7 @@ def query_disk(path: Path) -> Disk:
 
 
 def refuse_full(cell: Cell, wanted: Iterable[Need], disk_of: Callable[[Path], Disk] = query_disk) -> None:
-    """BuildError with the figures when a disk has less room than what is wanted of it together."""
+    """Raises BuildError with the figures when a disk has less room than what is wanted of it together."""
     by_device: dict[int, list[Need]] = {}
     free_mib: dict[int, int] = {}
     for need in wanted:

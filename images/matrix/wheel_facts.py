@@ -48,7 +48,7 @@ class WheelFacts(Row):
 
 @functools.cache
 def facts(engine: str) -> WheelFacts:
-    """The committed facts. MatrixError when they cannot be."""
+    """Returns the committed facts. Raises MatrixError if they cannot be read."""
     name = f"images/facts/{engine}.yaml"
     return parse_facts(rows.load(name, hint="an engine from wheels needs it: what it compiles when it runs"), name=name)
 

@@ -35,7 +35,7 @@ class Found:
 
 
 def lock(root: Path, bases: Iterable[Base], *, today: date) -> list[Found]:
-    """Asks for every one before a line is written. BuildError when a registry does not answer, or lacks a platform."""
+    """Asks for all before a line is written. Raises BuildError if a registry does not answer or lacks a platform."""
     found = [_ask(base) for base in bases]
     path = root / MATRIX_FILE
     text = path.read_text("utf-8")
@@ -46,9 +46,9 @@ def lock(root: Path, bases: Iterable[Base], *, today: date) -> list[Found]:
 
 
 def rewrite(text: str, name: str, digest: str, today: date) -> str:
-    """The file with these lines of one base changed and no other byte; a source that was copied from goes.
+    """Returns the file with one base's lines changed and no other byte. A copied source is dropped.
 
-    MatrixError when the base does not stand there as a block of its own.
+    Raises MatrixError if the base is not a block of its own there.
     """
     bases = re.search(r"^bases:\n(?:[ #].*\n|\n)*", text, re.MULTILINE)
     block = re.search(BLOCK.format(name=re.escape(name)), bases.group(), re.MULTILINE) if bases else None
@@ -81,5 +81,5 @@ def _ask(base: Base) -> Found:
 
 
 def choose(known: Mapping[str, Base], names: Iterable[str]) -> list[Base]:
-    """These, or all."""
+    """Returns the named bases, or all."""
     return [known[name] for name in names] or list(known.values())

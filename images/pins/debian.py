@@ -76,7 +76,7 @@ class Installed:
 
 
 def path_for(base: Base, platform: Platform) -> Path:
-    """`debian:bookworm-slim` on linux/amd64 is debian-bookworm-slim-amd64.json."""
+    """Returns the lock's path: debian-bookworm-slim-amd64.json for `debian:bookworm-slim` on linux/amd64."""
     name = re.sub(r"[^a-z0-9.]+", "-", f"{base.image}-{platform.partition('/')[2]}")
     return LOCKS / f"debian-{name.removeprefix('debian-')}.json"
 
@@ -111,7 +111,7 @@ def content(lock: Lock, parts: Iterable[str]) -> bytes:
 
 
 def asked(dockerfile: str) -> dict[str, str]:
-    """Stage -> the packages that it and the stages below it install, as one line; stages that install none are out."""
+    """Returns each stage with its packages, those of the stages below included. Empty stages are left out."""
     found: dict[str, str] = {}
     pieces = STAGE.split(dockerfile.replace("\\\n", " "))[1:]
     for below, name, body in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
@@ -157,7 +157,7 @@ def lock(
 
 
 def _changes(path: Path, new: Lock) -> list[str]:
-    """A file that is no lock is what this command mends, so that is no reason to stop."""
+    """Compares the lock with the new one. An unreadable lock counts as changed: this command mends it."""
     if not path.is_file():
         return []
     try:
@@ -169,7 +169,7 @@ def _changes(path: Path, new: Lock) -> list[str]:
 def query(
     engine: docker.Engine, archive: Archive, *, image: str, identity: str, platform: Platform, parts: Iterable[str]
 ) -> Lock:
-    """Asks apt in the base itself. BuildError when it cannot say."""
+    """Asks apt in the base itself. Raises BuildError if it cannot say."""
     before = archive.prepare("\n".join(engine.run_shell(image, PRINT_SOURCES).lines)) if archive.prepare else ""
     is_foreign = platform != engine.platform
     done = engine.run_shell(image, before + script(parts, platform if is_foreign else None))
@@ -182,7 +182,7 @@ def query(
 
 
 def refuse_partial(lock: Lock, base: Base) -> None:
-    """BuildError unless the lock was made of all that an official image installs from."""
+    """Raises BuildError unless the lock was made of all that an official image installs from."""
     wanted = [f"{base.suite}{end}" for end in ("", "-updates", "-security")]
     missing = [suite for suite in wanted if suite not in lock.suites]
     if missing:
@@ -226,7 +226,7 @@ def dump(lock: Lock) -> str:
 
 
 def moved(old: Lock, new: Lock) -> list[str]:
-    """A line for each package that is not what it was."""
+    """Returns a line for each package that changed."""
     return [
         f"{name}: {was.version} -> {_description(was, now)}"
         for part, packages in old.parts.items()
@@ -236,7 +236,7 @@ def moved(old: Lock, new: Lock) -> list[str]:
 
 
 def differences(old: Lock, new: Lock) -> list[str]:
-    """Both ways: what moved, and what only one of the two has. `new` is of the moment of `old`."""
+    """Compares both ways: changed packages, and those that only one has. `new` is of the moment of `old`."""
     missing = [
         f"{name} is missing: {now.version}"
         for part, packages in new.parts.items()
@@ -256,9 +256,9 @@ def faults_of_locks(
     *,
     platform: Platform,
 ) -> list[str]:
-    """A line for each package of a platform's locks that apt, asked again as of their moment, does not install.
+    """Returns a line for each package of a platform's locks that apt, asked as of their moment, does not install.
 
-    `at`: the archive of a moment. BuildError when a base is not here.
+    `at`: the archive of a moment. Raises BuildError if a base is not here.
     """
     lines: list[str] = []
     for image, (base, parts) in _by_base(dockerfiles, platform).items():
@@ -284,7 +284,7 @@ def _description(was: Locked, now: Locked | None) -> str:
 
 
 def parse_status(text: str) -> Iterator[Installed]:
-    """The installed packages of a dpkg status file, or of one paragraph of it."""
+    """Yields the installed packages of a dpkg status file, or of one paragraph of it."""
     for fields in Deb822.iter_paragraphs(text, use_apt_pkg=False):
         name, version = fields.get("Package"), fields.get("Version")
         # A file for each package, in images made without dpkg, has no such line.
@@ -356,7 +356,7 @@ mv /tmp/status /var/lib/dpkg/status
 
 
 def script(parts: Iterable[str], other: Platform | None = None) -> str:
-    """Shell lines that print what `parse_answer` reads; `other`: as a platform has it that is not this machine's."""
+    """Returns shell lines that print what `parse_answer` reads. `other`: another platform than this machine's."""
     architecture = other.partition("/")[2] if other else ""
     before = OTHER_ARCHITECTURE.replace("@ARCH@", architecture) if other else ""
     after = OTHER_PACKAGES if other else ""

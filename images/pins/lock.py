@@ -41,9 +41,9 @@ def uv_argv(
     overrides: Path | None = None,
     index_url: str | None = None,
 ) -> tuple[str, ...]:
-    """`output` is read too: versions that stand there are kept unless `upgrade`. Run it in the project's root.
+    """Returns uv's command, for the project's root. Versions in `output` are kept unless `upgrade`.
 
-    `overrides`: requirements that replace what the wheels themselves ask for.
+    `overrides`: requirements that replace those of the wheels.
     """
     # By env, since uv has no flag for a file of certificates, and would write one for an index into the lock.
     given = {"SSL_CERT_FILE": ca_bundle, "UV_DEFAULT_INDEX": index_url}
@@ -87,8 +87,9 @@ def lock(
 
 
 def faults(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, index_url: str | None = None) -> list[str]:
-    """A line for each package of a lock that nothing asks for, each that it lacks, and each hash that the index does
-    not have. Nothing is written. uv is told the versions and not the hashes, which it would take over unasked.
+    """Returns a line for each unrequested or missing package and each hash that the index lacks. Nothing is written.
+
+    uv is told the versions and not the hashes, which it would take over unasked.
     """
     target = root / LOCKS / f"{name}.txt"
     if not target.is_file():
@@ -104,7 +105,7 @@ def faults(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, ind
 
 
 def differences(committed: Mapping[str, frozenset[str]], fresh: Mapping[str, frozenset[str]]) -> Iterator[str]:
-    """A release may get files after it was locked, so only hashes that the index lacks are a fault."""
+    """Yields the differences. Only hashes that the index lacks count: a release may get files after it was locked."""
     for pin in sorted(set(committed) - set(fresh)):
         yield f"nothing asks for {pin}"
     for pin in sorted(set(fresh) - set(committed)):
@@ -115,7 +116,7 @@ def differences(committed: Mapping[str, frozenset[str]], fresh: Mapping[str, fro
 
 
 def parse_pins(text: str) -> dict[str, frozenset[str]]:
-    """`name==version`, with a marker where there is one -> the SHA-256 of each file."""
+    """Returns the SHA-256 of each file, by `name==version` with its marker."""
     found: dict[str, frozenset[str]] = {}
     for line in re.sub(r"\\\n", " ", text).splitlines():
         pin, *hashes = re.split(r"\s+--hash=sha256:", line.strip())
@@ -133,7 +134,7 @@ def _compiled(root: Path, name: str, argv: tuple[str, ...], output: Path) -> str
 
 
 def refuse_differing(name: str, text: str, other: str) -> None:
-    """BuildError when two platforms need other releases: one lock could then not install both."""
+    """Raises BuildError if two platforms need other releases: one lock could then not install both."""
     pins, others = (set(re.findall(r"^\S+==\S+", each, re.MULTILINE)) for each in (text, other))
     if pins != others:
         message = f"lock {name} would not fit every platform, which differ in: {', '.join(sorted(pins ^ others))}"
@@ -141,7 +142,7 @@ def refuse_differing(name: str, text: str, other: str) -> None:
 
 
 def refuse_foreign(name: str, text: str) -> None:
-    """BuildError when a line names an index, an address or a path of this machine."""
+    """Raises BuildError if a line names an index, an address or a path of this machine."""
     found = FOREIGN.search(text)
     if found:
         message = f"lock {name} would hold an index address or a machine path: {found.group(0).strip()}"
@@ -149,7 +150,7 @@ def refuse_foreign(name: str, text: str) -> None:
 
 
 def refuse_unhashed(name: str, text: str) -> None:
-    """BuildError when a requirement has no version or no hash."""
+    """Raises BuildError if a requirement has no version or no hash."""
     requirement = _unhashed(text)
     if requirement:
         message = f"lock {name} would hold a requirement without a hash: {requirement}"
@@ -157,7 +158,7 @@ def refuse_unhashed(name: str, text: str) -> None:
 
 
 def refuse_unhashed_inputs(root: Path, paths: Iterable[Path]) -> None:
-    """MatrixError when a lock among a build's inputs holds something that could be another file tomorrow."""
+    """Raises MatrixError if a lock among a build's inputs holds something that could be another file tomorrow."""
     for path in paths:
         if path.parent != LOCKS or path.suffix != ".txt" or not (root / path).is_file():
             continue

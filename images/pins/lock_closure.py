@@ -31,7 +31,7 @@ class Locked:
 
 
 def closure_faults(root: Path, name: str) -> Iterator[str]:
-    """A line for each package of the lock that nothing asks for, and each requirement that it does not meet."""
+    """Yields a line for each package that nothing asks for, and each requirement that is not met."""
     locked = parse_lock((root / LOCKS / f"{name}.txt").read_text("utf-8"))
     asked = _asked_for(root, LOCKS / f"{name}.in")
     overrides = LOCKS / f"{name}.overrides"

@@ -26,7 +26,7 @@ def record(root: Path, path: Path) -> None:
 
 
 def faults(root: Path, paths: Iterable[Path] | None = None) -> Iterator[str]:
-    """A line for each lock that is not what was written last, and each line without a lock. `paths`: these alone."""
+    """Yields a line for each changed lock and each line without a lock. `paths`: only these."""
     written = _read(root)
     names = {path.name for path in (root / LOCKS).iterdir() if path.suffix in _ENDINGS}
     asked = {path.name for path in paths if path.parent == LOCKS} if paths is not None else names | set(written)
@@ -40,7 +40,7 @@ def faults(root: Path, paths: Iterable[Path] | None = None) -> Iterator[str]:
 
 
 def refuse_edited(root: Path, paths: Iterable[Path]) -> None:
-    """MatrixError when a lock among a build's inputs is not what `lock` wrote."""
+    """Raises MatrixError if a lock among a build's inputs is not what `lock` wrote."""
     for fault in faults(root, paths):
         raise MatrixError(fault, hint="who changed it? git log -p says; `python -m images lock` writes it anew")
 

@@ -48,7 +48,7 @@ def given(dockerfile: str) -> dict[str, object]:
 
 
 def differing(config: Mapping[str, object], expected: Mapping[str, object]) -> list[str]:
-    """A line for each value that is another, or is there beside those of the Dockerfile."""
+    """Returns a line for each value that differs from the Dockerfile's or is added to them."""
     wanted = {**NONE_OF, **expected}
     names = [*wanted, *(name for name in config if name not in wanted and name not in APART)]
     return [

@@ -105,7 +105,7 @@ class Report:
 
 
 def query(root: Path, engine: docker.Engine, *, image: str, tag: str, base: str, variants: Variants) -> Report:
-    """Runs the check in hardened containers without a network. VerificationError when it says nothing of a variant.
+    """Runs the check in hardened containers without a network. Raises VerificationError if a variant is missing.
 
     `tag` names the emulator's image for as long as this takes; `base` is what it is built on.
     """
@@ -123,7 +123,7 @@ def query(root: Path, engine: docker.Engine, *, image: str, tag: str, base: str,
 
 
 def parse_verdicts(lines: Iterable[str], *, cpu: str | None = None) -> list[Verdict]:
-    """The objects that kernel-check printed, one a line, among whatever else was said."""
+    """Returns the objects that kernel-check printed, one a line; other output is skipped."""
     found = []
     for line in lines:
         if not line.startswith("{"):

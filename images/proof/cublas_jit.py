@@ -32,5 +32,5 @@ for chip in chips:
 
 
 def query(engine: docker.Engine, image: str, library: str, forms: Sequence[str]) -> docker.Finished:
-    """Exit 0 and a line for each chip, or why one of them has no machine code."""
+    """Compiles for each chip in a container of the image: exit 0 and a line for each, or the reason."""
     return engine.run(image, ("-I", "-c", SCRIPT, f"{FOLDER}/{library}", *forms), entrypoint=("python3",))

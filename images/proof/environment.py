@@ -28,7 +28,7 @@ def given(dockerfile: str, base: Sequence[str], arguments: Mapping[str, str]) ->
 
 
 def differing(lines: Sequence[str], expected: Mapping[str, str]) -> list[str]:
-    """A line for each variable that is added, changed, told twice or gone. `lines`: of the image's configuration."""
+    """Returns a line for each added, changed, repeated or missing variable. `lines`: of the image's configuration."""
     pairs = [_pair(line) for line in lines]
     other = [f"{name}={value}, expected {expected.get(name)}" for name, value in pairs if expected.get(name) != value]
     names = [name for name, _ in pairs]

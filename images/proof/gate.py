@@ -78,7 +78,7 @@ class Kernel:
         return any(runs_natively(target, sm) for target in self.sass)
 
     def runs_from_ptx(self, sm: int) -> bool:
-        """The driver must compile it for this chip, and can."""
+        """True if the driver must compile it for this chip, and can."""
         return not self.runs_natively(sm) and any(compiles_for(target, sm) for target in self.ptx)
 
 
@@ -205,7 +205,7 @@ def runs_natively(target: str, sm: int) -> bool:
 
 
 def parse_target(target: str) -> tuple[int, str]:
-    """`sm_120f` -> (120, "f"). VerificationError for anything else."""
+    """Turns `sm_120f` into (120, "f"). Raises VerificationError for anything else."""
     match = TARGET.match(target)
     if match is None:
         message = f"not an SM target: {target}"
@@ -214,7 +214,7 @@ def parse_target(target: str) -> tuple[int, str]:
 
 
 def judge(libraries: Sequence[Library], sm: int, known: KnownGaps | None = None) -> Report:
-    """Pure: which kernels of these files have no machine code for this chip."""
+    """Decides which kernels of these files have no machine code for this chip. Pure."""
     admitted = known or KnownGaps()
     gaps = tuple(
         Gap(
@@ -237,7 +237,7 @@ def judge(libraries: Sequence[Library], sm: int, known: KnownGaps | None = None)
 
 
 def _miscounted(libraries: Sequence[Library], sm: int, counts: Sequence[Count]) -> Iterator[str]:
-    """A glob admits any number of kernels; that their number grew is seen here."""
+    """Compares counts: a glob admits any number of kernels, so a larger number shows only here."""
     seen = {count.library: count for count in (library.count(sm) for library in libraries if library.kernels)}
     for expected in counts:
         found = seen.get(expected.library)
@@ -284,14 +284,15 @@ def parse_listing(lines: Iterable[str]) -> dict[str, int]:
 
 
 def parse_units(data: bytes) -> list[list[tuple[Kind, int]]]:
-    """The fat binaries of a file, one a translation unit: kind and chip of each element. Empty without GPU code, and
-    a unit is empty that has neither cubin nor PTX. struct.error when the file ends before they do.
+    """Returns kind and chip of each element of a file's fat binaries, one list for each translation unit.
+
+    Empty without GPU code; a unit without cubin and PTX is empty too. Raises struct.error if the file ends too early.
     """
     return [list(_entries(data, start, end)) for start, end in _containers(data)]
 
 
 def join(path: str, elements: Sequence[Element], units: Sequence[Sequence[tuple[Kind, int]]]) -> Library:
-    """Kernels by unit. VerificationError when cuobjdump and the file's headers do not tell the same story."""
+    """Returns kernels by unit. Raises VerificationError if cuobjdump and the file's headers disagree."""
     queues = {kind: iter([each for each in elements if each.kind == kind]) for kind in ("elf", "ptx")}
     kernels: list[Kernel] = []
     for unit in units:
@@ -305,7 +306,7 @@ def join(path: str, elements: Sequence[Element], units: Sequence[Sequence[tuple[
 
 
 def describe(library: Library, sm: int) -> str:
-    """One line on one file."""
+    """Returns one line about one file."""
     if library.targets is not None:
         listed = ", ".join(f"sm_{target}: {count}" for target, count in library.targets.items())
         return f"toolkit {library.path}  cubins: {listed or 'none'}"
@@ -320,7 +321,7 @@ def describe(library: Library, sm: int) -> str:
 
 
 def query_library(tool: Path, file: Path, *, name: str | None = None) -> Library:
-    """Asks cuobjdump about one file. VerificationError when it cannot be read, or is only the beginning of one."""
+    """Asks cuobjdump about one file. Raises VerificationError if it cannot be read or is cut off."""
     path = name or file.as_posix()
     if SHARED.search(path):
         _refuse_no_library(file, path)
@@ -344,8 +345,10 @@ def _targets(tool: Path, file: Path, path: str) -> dict[str, int]:
 
 
 def _refuse_no_library(file: Path, path: str) -> None:
-    """VerificationError for what only has the name of a library. Of zeros cuobjdump says that they have no device code,
-    which is what it says of a sound library for the CPU."""
+    """Raises VerificationError for a file that only has the name of a library.
+
+    cuobjdump reports no device code for a file of zeros, just as for a sound library of the CPU.
+    """
     with file.open("rb") as stream:
         try:
             tables = [each["p_offset"] for each in ELFFile(stream).iter_segments() if each["p_type"] == "PT_DYNAMIC"]
@@ -371,7 +374,7 @@ def read_units(file: Path, path: str) -> list[list[tuple[Kind, int]]]:
 
 
 def find_tool(wanted: Path | None = None) -> Path:
-    """cuobjdump: the given one, else the one of the locked wheel. VerificationError when there is none."""
+    """Returns the given cuobjdump, else the locked wheel's. Raises VerificationError if there is none."""
     found = wanted or Path(sysconfig.get_path("purelib")) / "nvidia/cu13/bin/cuobjdump"
     if not found.is_file():
         message = f"cuobjdump is not here: {found}"
@@ -440,7 +443,7 @@ def _entries(data: bytes, position: int, end: int) -> Iterator[tuple[Kind, int]]
 
 
 def _fatbin_range(data: bytes) -> tuple[int, int]:
-    """The section that holds them; the whole file when it is no ELF."""
+    """Returns the section that holds them; the whole file if it is no ELF."""
     if data[:4] != b"\x7fELF":
         return 0, len(data) if data[:4] == FATBIN_START else 0
     ranges = dict(_elf_sections(data))

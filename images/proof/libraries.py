@@ -99,7 +99,7 @@ def load_known() -> tuple[Known, ...]:
 
 
 def faults(answers: Answers, names: Collection[str], known: Iterable[Known], *, has_cuda: bool) -> list[str]:
-    """`names`: of the ELF files that the image has."""
+    """Returns a line for each library that is not found. `names`: the image's ELF files."""
     rows = tuple(row for row in known if has_cuda or not row.is_of_cuda)
     needs = [each for each in answers.unresolved if not any(_is_of(row, each, names) for row in rows)]
     libraries = [path for path in answers.static if LIBRARY.search(path)]

@@ -81,13 +81,13 @@ class Found:
 
 @functools.cache
 def facts() -> Mapping[str, Wheel]:
-    """The committed rows by the wheel's name, as its folder spells it. MatrixError when they cannot be read."""
+    """Returns the committed rows by the wheel's folder name. Raises MatrixError if they cannot be read."""
     return parse_facts(rows.load(FACTS_NAME, hint="it says which wheels have their license text elsewhere"))
 
 
 @functools.cache
 def components() -> Mapping[str, ComponentRow]:
-    """The committed rows by name. MatrixError when they cannot be read."""
+    """Returns the committed rows by name. Raises MatrixError if they cannot be read."""
     data = rows.load(FACTS_NAME, hint="it says which texts an engine brings")
     return {row.name: row for row in _checked(data).components}
 
@@ -106,7 +106,7 @@ def _checked(data: object) -> _FactsFile:
 
 
 def look(files: Mapping[str, Entry], *, engine: str, folders: Iterable[str]) -> Found:
-    """`engine` is its title, `folders` are those that wheels were installed to, each with its last slash."""
+    """Looks for license texts. `engine` is its title, `folders` are those of wheels, each with its last slash."""
     missing = [path for name in (OWN_NAME, engine) for path in _paths_of(name) if path not in files]
     silent: list[str] = []
     outdated: list[str] = []

@@ -64,7 +64,7 @@ class _Member:
 
 
 def reproduce(root: Path, job: Job, engine: docker.Engine, *, stages: tuple[str, ...] = ()) -> Reproduction:
-    """Builds twice, each step again; of `stages` only, if some are named. BuildError when it cannot be built.
+    """Builds twice, each step again; of `stages` only, if some are named. Raises BuildError if it cannot be built.
 
     Nothing is loaded into the engine, and both archives are gone when this returns.
     """
@@ -123,7 +123,7 @@ def against(root: Path, job: Job, engine: docker.Engine, other: Published) -> Re
 
 
 def uncached_argv(job: Job, stages: tuple[str, ...]) -> tuple[str, ...]:
-    """The build's own command, with every step run again, or every step of these stages."""
+    """Returns the build's command with every step run again, or every step of these stages."""
     if not stages:
         return buildx_argv(replace(job, no_cache=True))
     *words, context = buildx_argv(replace(job, no_cache=False))
@@ -131,9 +131,9 @@ def uncached_argv(job: Job, stages: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def compare(first: Path, second: Path, platform: str | None = None) -> Difference | None:
-    """The first difference of two OCI archives, layers before configuration; None when their manifests are the same.
+    """Returns the first difference of two OCI archives, layers before configuration; None if their manifests agree.
 
-    VerificationError when one of them is no OCI archive of a single image.
+    Raises VerificationError if one of them is no OCI archive of a single image.
     """
     with oci.opened(first) as one, oci.opened(second) as two:
         manifests = [oci.manifest_of(tar, platform) for tar in (one, two)]
@@ -148,7 +148,7 @@ def compare(first: Path, second: Path, platform: str | None = None) -> Differenc
 
 
 def _query_manifest(reference: str, platform: str, cwd: Path) -> str:
-    """An image's own digest, or in an index that of the one for `platform`."""
+    """Returns an image's own digest, or in an index that for `platform`."""
     argv = ("docker", "buildx", "imagetools", "inspect", "--raw", reference)
     text, asked = docker.feed(argv, "\n".join, cwd=cwd)
     if asked.code != 0:
@@ -165,8 +165,9 @@ def _query_manifest(reference: str, platform: str, cwd: Path) -> str:
 
 
 def export(root: Path, job: Job, stages: tuple[str, ...]) -> None:
-    """An archive of steps that all ran again. Its label for the manifest of files needs a second export, from the
-    cache: BuildError when that gives other layers than the first one's.
+    """Exports an archive of steps that all ran again. Its manifest label needs a second export, from the cache.
+
+    Raises BuildError if the second export has other layers.
     """
     _stream(root, job, uncached_argv(job, stages))
     layers = _layers(job.archive)
@@ -226,7 +227,7 @@ def _members(tar: tarfile.TarFile, digest: str) -> Iterator[_Member]:
 
 
 def _header(member: tarfile.TarInfo) -> dict[str, object]:
-    """All that a layer says of a file besides its bytes. Times as they stand there, fractions included."""
+    """Returns a layer's metadata of a file. Times are kept as they are, fractions included."""
     return {
         "type": member.type.decode("ascii"),
         "mode": oct(member.mode),

@@ -131,7 +131,7 @@ class Hashes:
 
     @classmethod
     def of(cls, lock: debian.Lock | None, texts: Iterable[str]) -> Hashes:
-        """A package of Debian that is in several parts of a lock is one file in all of them."""
+        """Collects the hashes. A Debian package in several parts of a lock is one file in all of them."""
         parts = lock.parts.values() if lock else ()
         debs = {(name, each.version): each.sha256 for part in parts for name, each in part.items()}
         wheels: dict[str, frozenset[str]] = {}
@@ -153,7 +153,7 @@ def describes(path: Path, digest: str) -> bool:
 
 
 def write(root: Path, cell: Cell, engine: docker.Engine, *, image: str, out: Path) -> None:
-    """The document of an image that the engine has, whole or not at all. VerificationError when it has none."""
+    """Writes the document of the engine's image, whole or not at all. Raises VerificationError without an image."""
     found = engine.image(image)
     if found is None:
         message = f"cell {cell.id} has no image here: {image}"
@@ -174,7 +174,7 @@ def write(root: Path, cell: Cell, engine: docker.Engine, *, image: str, out: Pat
 
 
 def save(out: Path, text: str) -> None:
-    """Whole or not at all. BuildError when there is no room or no right to write."""
+    """Saves whole or not at all. Raises BuildError without room or permission."""
     part = out.with_name(f"{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def save(out: Path, text: str) -> None:
 
 
 def contents(tree: Tree, hashes: Hashes | None = None) -> Iterator[Component]:
-    """Debian packages and wheels, as the files of the image name them. VerificationError when there is no package."""
+    """Yields Debian packages and wheels by the files of the image. Raises VerificationError without any package."""
     known = hashes or Hashes()
     distribution = _distribution(tree)
     said = {match[1]: parse_copyright(_text(entry)) for match, entry in _matching(tree, COPYRIGHT)}
@@ -210,8 +210,9 @@ def contents(tree: Tree, hashes: Hashes | None = None) -> Iterator[Component]:
 
 
 def _hashed(wheel: Component, record: Entry | None, known: Mapping[str, frozenset[str]]) -> Component:
-    """A lock has the hash of every file of a release; which of them pip took, no file in the image says. What it
-    unpacked is told by the wheel's own list of files and their hashes.
+    """Adds the hash of the wheel. A lock has all files of a release, and no file of the image says which pip took.
+
+    The wheel's own list of files and hashes tells what it unpacked.
     """
     locked = sorted(known.get(f"{wheel.name}=={wheel.version}", ()))
     if len(locked) == 1:
@@ -244,10 +245,10 @@ def packages_of(
     hashes: Mapping[tuple[str, str], str],
     listed: Mapping[str, str],
 ) -> Iterator[Component]:
-    """The installed packages of a dpkg status file. `said`: what each one's copyright file names; `listed`: SHA-256 of
-    dpkg's list of each one's files, which is all that a base tells of a package that no lock has.
+    """Yields the installed packages of a dpkg status file, with release and source package for scanners.
 
-    A scanner needs both qualifiers: advisories are of a release of Debian, and of source packages.
+    `said`: licenses by copyright file. `listed`: SHA-256 of dpkg's list of files, all that a base tells of a package
+    that no lock has.
     """
     for package in debian.parse_status(text):
         sha256 = hashes.get((package.name, package.version))
@@ -274,14 +275,14 @@ def _upstream(package: debian.Installed) -> str | None:
 
 
 def parse_copyright(text: str) -> str:
-    """The short names of a machine-readable copyright file, which are not SPDX's; empty for another kind of file."""
+    """Returns the short names of a machine-readable copyright file, which are not SPDX's; empty for another kind."""
     if not text.startswith("Format:"):
         return ""
     return ", ".join(sorted(set(LICENSE_LINE.findall(text))))
 
 
 def parse_metadata(text: str) -> Component:
-    """A wheel by its METADATA. VerificationError when that names no package."""
+    """Returns a wheel by its METADATA. Raises VerificationError if that names no package."""
     fields = HeaderParser().parsestr(text)
     name, version = fields.get("Name"), fields.get("Version")
     if not name or not version:
@@ -304,8 +305,9 @@ def parse_metadata(text: str) -> Component:
 def cuda_libraries(
     tree: Tree, cell: Cell, locks: Mapping[str, str], hashes: Hashes | None = None, *, other: str | None = None
 ) -> list[Component]:
-    """NVIDIA's libraries below /opt, by the wheels that they are from, or else by their own names and the toolkit's.
-    `other`: what stood for the cell's toolkit.
+    """Returns NVIDIA's libraries below /opt, by their wheels, or by their own names and the toolkit's.
+
+    `other`: the replacement of the cell's toolkit.
     """
     known = hashes or Hashes()
     # Several names of one library are links to the longest of them.
@@ -335,7 +337,7 @@ def _is_ours(entry: Entry) -> bool:
 
 
 def _wheel_of(name: str, version: str, library: Entry, known: Hashes) -> Component:
-    """A wheel that left its libraries and nothing that names it."""
+    """Returns a wheel that left libraries and no metadata."""
     wheel = Component(kind="pypi", name=name, version=version, purl=_purl("pypi", name, version))
     locked = sorted(known.wheels.get(f"{name}=={version}", ()))
     if len(locked) == 1:
@@ -356,9 +358,7 @@ def made_from(
     *,
     other: str | None = None,
 ) -> Iterator[Component]:
-    """The engine, the file that it was built from, and for a CUDA cell its compiler with what that was told. `other`:
-    what stood for the cell's toolkit.
-    """
+    """Yields the engine, its source file, and for a CUDA cell its compiler with options. `other`: another toolkit."""
     engine = cell.engine
     number = f" b{engine.build}" if engine.build is not None else ""
     patched = f"patched by {', '.join(engine.patches)}" if engine.patches else ""
@@ -379,7 +379,7 @@ def made_from(
 
 
 def source_of(cell: Cell) -> Component:
-    """The file that the engine is made from, or its wheels: the image's own platform tells which of these it was."""
+    """Returns the engine's source file or wheels; the image's platform tells which wheel it was."""
     source, commit = cell.engine.source, _commit_of(cell.engine)
     wheels = ", ".join(f"{platform} {sha256}" for platform, sha256 in source.wheels.items())
     told = f"installed as a wheel, SHA-256 by platform: {wheels}"
@@ -399,7 +399,7 @@ def _commit_of(engine: Engine) -> str:
 
 
 def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str], hashes: Hashes | None = None) -> Component:
-    """nvcc with its version and what it was told. VerificationError when the Dockerfile tells it nothing."""
+    """Returns nvcc with version and options. Raises VerificationError if the Dockerfile gives it none."""
     targets = CUDA_TARGETS.search(dockerfile)
     if targets is None:
         message = f"the Dockerfile of a CUDA {toolkit.cuda} cell names no target: CMAKE_CUDA_ARCHITECTURES"
@@ -422,7 +422,7 @@ def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str], hashes
 
 
 def _other_compiler(pinned: Component, other: str) -> Component:
-    """nvcc of an image that stood for the toolkit's: of the version that its name says, if it says one."""
+    """Returns nvcc of a replaced toolkit, with the version that the image's name gives, if any."""
     version = OTHER_NVCC.search(other)
     return replace(
         pinned,
@@ -434,7 +434,7 @@ def _other_compiler(pinned: Component, other: str) -> Component:
 
 
 def pins_of(lock: str) -> dict[str, str]:
-    """Package -> version of a hash-locked requirements file."""
+    """Returns the versions of a hash-locked requirements file, by package."""
     return dict(PIN.findall(lock))
 
 
@@ -449,7 +449,7 @@ def gencode(target: str) -> str:
 
 
 def document(cell: Cell, image: docker.Image, components: Iterable[Component]) -> Document:
-    """Named by the image's digest and dated by its label, so the same image gives the same document."""
+    """Returns the document, named by the image's digest and dated by its label: one image, one document."""
     parts = sorted(components, key=lambda part: (part.kind, part.name))
     created = image.labels.get(CREATED_LABEL, "")
     try:
@@ -515,7 +515,7 @@ class Distribution:
 
 
 def _distribution(tree: Tree) -> Distribution:
-    """`debian` unless the image says something else of itself."""
+    """Returns `debian` unless the image names another one."""
     entry = tree.files.get(OS_RELEASE)
     fields = dict(re.findall(r"^(ID|VERSION_ID)=\"?([A-Za-z0-9._-]+)", _text(entry), re.MULTILINE)) if entry else {}
     name = fields.get("ID", "debian")

@@ -120,13 +120,13 @@ def verify(
     ca_bundle: Path | None,
     cuobjdump: Path | None = None,
 ) -> list[Check]:
-    """All checks of one image. VerificationError when it is not here, BuildError when it is of another platform."""
+    """Runs all checks of one image. Raises VerificationError if it is not here, BuildError for another platform."""
     snapshot = gather(root, cell, engine, image=image, ca_bundle=ca_bundle, cuobjdump=cuobjdump)
     return [check(snapshot) for check in CHECKS]
 
 
 def refuse_absent(cells: Iterable[Cell], engine: docker.Engine, *, image: str | None) -> None:
-    """VerificationError that names every cell without an image here, before minutes are spent on the others."""
+    """Raises VerificationError naming every cell without an image, before minutes are spent on the others."""
     absent = [cell for cell in cells if engine.image(image or cell.tag) is None]
     if absent:
         raise _absent(absent, image)
@@ -215,7 +215,7 @@ def _execute_variants(
 
 
 def own_platform(cell: Cell, image: str, *, engine_platform: str, image_platform: str) -> Platform:
-    """The engine's own, if cell and image are for it. BuildError otherwise: a foreign image cannot even be started."""
+    """Returns the engine's platform if cell and image are for it. Raises BuildError otherwise: they could not start."""
     for what, platforms in (("cell", cell.platforms), (f"image {image}", (image_platform,))):
         if engine_platform not in platforms:
             message = f"cell {cell.id} cannot be verified here: the engine is {engine_platform}"
@@ -241,7 +241,7 @@ def _saved_tree(folder: Path, engine: docker.Engine, image: str, *, gpu_files: r
 def _judge_kernels(
     root: Path, cell: Cell, platform: Platform, tree: Tree, cuobjdump: Path | None
 ) -> tuple[gate.Report, ...]:
-    """Every kernel against every chip that the cell is for on this platform."""
+    """Judges every kernel for every chip of the cell on this platform."""
     tool = gate.find_tool(cuobjdump)
     libraries = [gate.query_library(tool, file, name=path) for path, file in sorted(tree.extracted.items())]
     reports = []
@@ -280,7 +280,7 @@ def check_cpu_variants(snapshot: ImageSnapshot) -> Check:
 
 
 def check_cpu_kernels(snapshot: ImageSnapshot) -> Check:
-    """Each variant that can be executed here computes what the baseline computes; the others are named."""
+    """Checks that each runnable CPU variant computes what the baseline computes; others are named."""
     name, report = "CPU kernels compute", snapshot.cpu_kernels
     if report is None:
         ok = not snapshot.cell.engine.cpu_variants
@@ -289,7 +289,7 @@ def check_cpu_kernels(snapshot: ImageSnapshot) -> Check:
 
 
 def check_kernels(snapshot: ImageSnapshot) -> Check:
-    """Machine code for each of the cell's chips in every kernel that we compile; NVIDIA's libraries are only listed."""
+    """Checks that every kernel compiled here has machine code for each chip; NVIDIA's libraries are only listed."""
     name, reports = "kernels run natively", snapshot.kernels
     if snapshot.cell.target.cuda is None:
         backends = [path for path in snapshot.tree.files if GPU_BACKEND.search(path)]
@@ -308,7 +308,7 @@ def check_kernels(snapshot: ImageSnapshot) -> Check:
 
 
 def check_jit(snapshot: ImageSnapshot) -> Check:
-    """cuBLAS opens nvrtc by itself; an image that lacks half of it fails at the first kernel that needs it."""
+    """Checks nvrtc, which cuBLAS opens by itself: an image with half of it fails at the first kernel that needs it."""
     name, expected, ran = "cuBLAS can compile", compat.jit_libraries(snapshot.cell), snapshot.jit
     missing = [each for each in expected if f"{cublas_jit.FOLDER[1:]}/{each}" not in snapshot.tree.files]
     if not expected:
@@ -320,7 +320,7 @@ def check_jit(snapshot: ImageSnapshot) -> Check:
 
 
 def check_platform(snapshot: ImageSnapshot) -> Check:
-    """BuildKit labels a foreign platform without looking at the files, so they are asked themselves."""
+    """Checks the files' own platform: BuildKit labels a foreign one without looking at them."""
     machine = ELF_MACHINES[snapshot.platform]
     files = snapshot.tree.files.values()
     compiled = [entry for entry in files if entry.machine is not None and entry.path not in snapshot.tree.base]
@@ -337,7 +337,7 @@ def _is_stub(entry: Entry) -> bool:
 
 
 def check_libraries(snapshot: ImageSnapshot) -> Check:
-    """The loader is asked of as many files as the layers have, so that nothing it could not see passes."""
+    """Checks that the loader finds every library, and was asked about as many files as the layers have."""
     name, answers = "every library is found", snapshot.linked
     if isinstance(answers, str):
         return Check(name=name, ok=False, detail=answers)
@@ -363,7 +363,7 @@ def check_no_driver(snapshot: ImageSnapshot) -> Check:
 
 
 def check_tools(snapshot: ImageSnapshot) -> Check:
-    """Compiler, toolkit and headers are those of the engine's row, which has none for an engine that only runs."""
+    """Checks compiler, toolkit and headers against the engine's row, which has none for an engine that only runs."""
     own = snapshot.engine_files
     files = [entry.path for entry in snapshot.tree.files.values() if entry.kind != "folder"]
     tools = [path for path in files if (_is_tool(path) or CUDA_TOOLKIT.search(path)) and not _on(own.tools, path)]
@@ -375,8 +375,7 @@ def check_tools(snapshot: ImageSnapshot) -> Check:
 
 
 def check_licenses(snapshot: ImageSnapshot) -> Check:
-    """License texts of this project, of the engine and what it carries, of each wheel, and of CUDA's libraries where
-    there are any."""
+    """Checks license texts of this project, the engine and its parts, each wheel, and CUDA's libraries."""
     title, folders = snapshot.cell.engine.title, snapshot.engine_files.wheel_folders
     found = licenses.look(snapshot.tree.files, engine=title, folders=folders)
     wrong = _difference("missing", found.missing) + _difference(
@@ -388,7 +387,7 @@ def check_licenses(snapshot: ImageSnapshot) -> Check:
 
 
 def check_gpu_environment(snapshot: ImageSnapshot) -> Check:
-    """NVIDIA_VISIBLE_DEVICES stays with the user; CUDA's libraries need compute, nvidia-smi and NVML need utility."""
+    """Checks GPU variables: NVIDIA_VISIBLE_DEVICES is the user's; capabilities are compute and utility."""
     pairs = (str(item).partition("=") for item in snapshot.config.get("Env") or ())
     environment = {name: value for name, _, value in pairs if name.startswith("NVIDIA_")}
     expected = "compute,utility" if snapshot.cell.target.cuda else None
@@ -400,14 +399,14 @@ def check_gpu_environment(snapshot: ImageSnapshot) -> Check:
 
 
 def check_environment(snapshot: ImageSnapshot) -> Check:
-    """Exactly the variables of base and Dockerfile: PATH decides what the entry point starts."""
+    """Checks that the variables are exactly those of base and Dockerfile: PATH decides what starts."""
     found = environment.differing(snapshot.config.get("Env") or (), snapshot.environment)
     detail = "; ".join(found[:5]) + _more(found) if found else f"{len(snapshot.environment)} of base and Dockerfile"
     return Check(name="environment", ok=not found, detail=detail)
 
 
 def check_no_leftovers(snapshot: ImageSnapshot) -> Check:
-    """Package lists, logs and caches cost space and carry times that no rebuild repeats."""
+    """Checks for package lists, logs and caches: they cost space and have times that no rebuild repeats."""
     files = [entry for entry in snapshot.tree.files.values() if entry.kind == "file"]
     found = [entry.path for entry in files if LEFTOVER.match(entry.path) and not _is_of_base_home(snapshot, entry)]
     return _none_of("no leftovers of apt", found)
@@ -419,7 +418,7 @@ def check_setuid(snapshot: ImageSnapshot) -> Check:
 
 
 def check_no_secret_files(snapshot: ImageSnapshot) -> Check:
-    """No private key, token or password in any layer, and no certificate that only the machine of the build has."""
+    """Checks every layer for private keys, tokens, passwords, and certificates of the build machine."""
     lent = snapshot.secrets - snapshot.tree.base_certificates
     leaks = [f"{place} (CA bundle)" for place, found in snapshot.tree.certificates.items() if found & lent]
     return _none_of("no secret in a layer", [*snapshot.tree.private_keys, *snapshot.tree.secrets, *leaks])
@@ -436,7 +435,7 @@ def check_no_secret_config(snapshot: ImageSnapshot) -> Check:
 
 
 def _history(tree: Tree) -> list[str]:
-    """The command of each layer, as the image tells it."""
+    """Returns the command of each layer by the image's history."""
     try:
         steps = json.loads(tree.configuration or b"{}").get("history") or ()
         return [str(step.get("created_by", "")) for step in steps]
@@ -484,7 +483,7 @@ def check_engine_facts(snapshot: ImageSnapshot) -> Check:
 
 
 def cell_pairs(cell: Cell) -> tuple[str, ...]:
-    """The pairs of KV types that its GPU code was compiled for; none without GPU code of ours."""
+    """Returns the pairs of KV types that the GPU code was compiled for; none without compiled GPU code."""
     return cell.engine.fast_kv_pairs if cell.toolkit else ()
 
 
@@ -518,7 +517,7 @@ def _floors(snapshot: ImageSnapshot, facts: ImageFacts) -> list[str]:
 
 
 def check_tree(snapshot: ImageSnapshot) -> Check:
-    """An image of another commit may be sound; it is not what this tree builds, and proves nothing about it."""
+    """Checks that this tree builds the image: an image of another commit proves nothing about it."""
     label = snapshot.labels.get(BUILD_ID_LABEL)
     is_same = label == snapshot.build_id
     detail = f"build id {label}" + ("" if is_same else f", this tree gives {snapshot.build_id}")
@@ -526,7 +525,7 @@ def check_tree(snapshot: ImageSnapshot) -> Check:
 
 
 def check_revision(snapshot: ImageSnapshot) -> Check:
-    """The commit that the label names gives the image's inputs. Of an image of another tree that cannot be known."""
+    """Checks that the labelled commit has the image's inputs. It cannot be known for an image of another tree."""
     told, judged = snapshot.labels.get(REVISION_LABEL), snapshot.revision
     if judged is None:
         return Check(
@@ -536,13 +535,13 @@ def check_revision(snapshot: ImageSnapshot) -> Check:
 
 
 def check_files(snapshot: ImageSnapshot) -> Check:
-    """Each file against the hash that the build wrote down, and that list against the image's label."""
+    """Checks each file against the build's manifest, and the manifest against the image's label."""
     found = integrity.changed(snapshot.tree, snapshot.labels.get(build.FILES_LABEL))
     return _none_of("files as the build left them", found)
 
 
 def check_links(snapshot: ImageSnapshot) -> Check:
-    """No manifest has links: those of the engine are held to their names."""
+    """Checks that the engine's links lead to their own names. No manifest has links."""
     return _none_of("no link of the engine leads astray", integrity.astray(snapshot.tree))
 
 
@@ -565,7 +564,7 @@ def check_writable(snapshot: ImageSnapshot) -> Check:
 
 
 def check_volume(snapshot: ImageSnapshot) -> Check:
-    """Group 0 may write: a new named volume takes these, and then any UID of group 0 can use it."""
+    """Checks that group 0 may write: a new volume takes these rights, and any UID of group 0 can use it."""
     data = snapshot.tree.files.get("data")
     seen = (data.uid, data.gid, oct(data.mode)) if data else None
     is_declared = "/data" in (snapshot.config.get("Volumes") or {})
@@ -574,7 +573,7 @@ def check_volume(snapshot: ImageSnapshot) -> Check:
 
 
 def check_user(snapshot: ImageSnapshot) -> Check:
-    """Docker takes `+0` and `00` for root, and behind a colon any group: only the Dockerfile's own word will do."""
+    """Checks the user against the Dockerfile's own word: Docker takes `+0` and `00` for root, and any group."""
     user, wanted = str(snapshot.config.get("User") or "root"), snapshot.configured.get("User")
     detail = user if user == wanted else f"{user!r}, expected {wanted!r}"
     return Check(name="user is not root", ok=user == wanted and wanted not in ("0", "root"), detail=detail)
@@ -587,7 +586,7 @@ def check_run_line(snapshot: ImageSnapshot) -> Check:
 
 
 def check_byte_code(snapshot: ImageSnapshot) -> Check:
-    """Without it a read-only container compiles its imports at every start; with times in it no rebuild is the same."""
+    """Checks byte code: without it a read-only container compiles at each start; with times no rebuild is equal."""
     files = snapshot.tree.files
     sources = [path for path in files if path.startswith(snapshot.engine_files.code) and path.endswith(".py")]
     python = compat.python_of(snapshot.cell.base)
@@ -691,7 +690,7 @@ def _setuid(files: Mapping[str, Entry]) -> set[str]:
 
 
 def _byte_code(path: str, python: str) -> str:
-    """`python` as in 3.11, which is what the file's name says without the dot."""
+    """Returns the path of the byte code. `python` is 3.11; the file's name has it without the dot."""
     source = PurePosixPath(path)
     name = f"{source.stem}.cpython-{python.replace('.', '')}.pyc"
     return (source.parent / "__pycache__" / name).as_posix()

@@ -51,12 +51,12 @@ class Row:
 
 
 def path_for(cell: Cell, sm: str) -> Path:
-    """One file for each chip of the wheel."""
+    """Returns the path of the file for one chip."""
     return FOLDER / f"{cell.id}-sm{sm}.yaml"
 
 
 def read_wheels(tool: Path, files: Sequence[Path], engine: Engine, lock: str) -> list[Wheel]:
-    """Asks cuobjdump about every library. UsageError for a file that is not what the lock names."""
+    """Asks cuobjdump about every library. Raises UsageError for a file that is not what the lock names."""
     identities = [identify(file, engine.source, lock) for file in files]  # all of them first: reading takes minutes
     return [read_wheel(tool, file, identity) for file, identity in zip(files, identities, strict=True)]
 
@@ -101,7 +101,7 @@ def read_wheel(tool: Path, file: Path, identity: Identity) -> Wheel:
 
 
 def report(cell: Cell, form: SmForm, wheels: Iterable[Wheel]) -> str:
-    """The text of one chip's file. UsageError when the wheel of a platform that has the chip is not among them."""
+    """Returns one chip's file. Raises UsageError without the wheel of a platform that has the chip."""
     platforms = [platform for platform in cell.platforms if form.is_for(platform)]
     own = [wheel for wheel in wheels if wheel.platform in platforms]
     for platform in platforms:
@@ -117,7 +117,7 @@ def report(cell: Cell, form: SmForm, wheels: Iterable[Wheel]) -> str:
 
 
 def describe(library: Library, sm: int) -> Row:
-    """Pure: what of a library runs on a chip, and globs for what does not."""
+    """Returns what of a library runs on a chip, and globs for what does not. Pure."""
     states = {kernel: _state(kernel, sm) for kernel in library.kernels}
     globs = []
     for state in ("from PTX", "never"):
@@ -129,7 +129,7 @@ def describe(library: Library, sm: int) -> Row:
 
 
 def shortest_globs(names: Iterable[str], others: Iterable[str]) -> Iterator[str]:
-    """Prefixes that match all of `names` and none of `others`; a name that is in both, or begins another, whole."""
+    """Yields prefixes that match all of `names` and none of `others`. Ambiguous names are kept whole."""
     foreign, left = sorted(others), sorted(names)
     position = 0
     while position < len(left):
@@ -142,7 +142,7 @@ def shortest_globs(names: Iterable[str], others: Iterable[str]) -> Iterator[str]
 
 
 def faults(root: Path, texts: Mapping[Path, str]) -> list[str]:
-    """A line for each committed file that is not what the wheels say."""
+    """Returns a line for each committed file that differs from the wheels."""
     lines = []
     for path, text in texts.items():
         committed = (root / path).read_text("utf-8") if (root / path).is_file() else None
@@ -163,7 +163,7 @@ def _begins_any(prefix: str, ordered: Sequence[str]) -> bool:
 
 
 def _merged(rows: Mapping[Platform, Sequence[Row]]) -> list[tuple[tuple[Platform, ...], Row]]:
-    """Equal rows of several platforms once, by the library's name."""
+    """Returns rows by library's name; equal rows of several platforms once."""
     every = [(row.count.library, platform, row) for platform, found in rows.items() for row in found]
     merged: list[tuple[tuple[Platform, ...], Row]] = []
     for _, platform, row in sorted(every, key=lambda item: item[:2]):
@@ -205,7 +205,7 @@ def _lines(
 
 
 def _unpack(file: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Path in the wheel, and where it lies now: under a number, since a path of a wheel is no path of this machine."""
+    """Yields paths in the wheel with their place on disk, under numbers: paths of a wheel are not for this machine."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = [name for name in archive.namelist() if re.search(r"\.so(\.\d+)*$", name)]

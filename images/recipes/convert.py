@@ -26,14 +26,14 @@ SCRATCH = "/tmp"  # noqa: S108 - of the container, where nobody else is
 
 
 def refuse_other(rung: RungRow) -> None:
-    """UsageError for what is no single file of GGUF."""
+    """Raises UsageError for anything but a single GGUF file."""
     if rung.format != "gguf" or len(rung.files) != 1:
         message = f"--safetensors converts one GGUF file, and {rung.name} is {len(rung.files)} of {rung.format}"
         raise UsageError(message, hint="name a rung of one GGUF file with --rung, or leave --safetensors out")
 
 
 def to_safetensors(root: Path, gguf: Path, *, ca_bundle: Path | None, image: str = IMAGE) -> Path:
-    """The folder, beside the file and named after it. Made once: whole, or not at all. BuildError in words."""
+    """Converts into a folder next to the file, once, whole or not at all. Raises BuildError."""
     folder = gguf.with_suffix("")
     if folder.is_dir():
         return folder
@@ -50,7 +50,7 @@ def to_safetensors(root: Path, gguf: Path, *, ca_bundle: Path | None, image: str
 
 
 def check(folder: Path, rung: RungRow) -> tuple[Path, ...]:
-    """The files of a rung that is made of another one, in its order. BuildError for one that is not as announced."""
+    """Returns the files of a converted rung, in order. Raises BuildError for one that differs from the recipe."""
     found = tuple(fetch.target_of(file, folder) for file in rung.files)
     for path, file in zip(found, rung.files, strict=True):
         hashed = fetch.sha256_of(path) if path.is_file() else "that is not there"

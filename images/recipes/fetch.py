@@ -30,9 +30,7 @@ Say = Callable[[str], None]
 def fetch(
     root: Path, rung: RungRow, folder: Path, *, ca_bundle: Path | None, hub: str = HUB, say: Say | None = None
 ) -> tuple[Path, ...]:
-    """The files of a rung below `folder`. What is there already is used when its hash is right, and fetched again when
-    not.
-    """
+    """Fetches a rung's files into `folder`. A file with the right hash is used, another is fetched again."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -76,7 +74,7 @@ def _moved(part: Path, file: FileRow, target: Path) -> Path:
 
 
 def download(url: str, part: Path, file: FileRow, *, ca_bundle: Path | None, say: Say) -> None:
-    """Into `part`, from where it ends. BuildError when the host refuses, or gives no more bytes several times."""
+    """Continues the download into `part`. Raises BuildError if the host refuses or stalls several times."""
     tries, before = 0, -1
     while (size := _size(part)) < file.bytes:
         tries, before = (tries + 1, size) if size == before else (1, size)
@@ -125,7 +123,7 @@ def _progress(file: FileRow, done: int, bytes_per_s: float) -> str:
 
 
 def _may_pass(error: requests.RequestException) -> bool:
-    """Not what a host says of the address itself."""
+    """True for a transient answer, not for one about the address itself."""
     answer = error.response
     return answer is None or answer.status_code in (408, 429) or answer.status_code >= 500
 

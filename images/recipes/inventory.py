@@ -16,7 +16,7 @@ _ARCHIVES, _ENGINE = Path("/archives"), Path("/engine")  # two places, to tell t
 
 
 def inventory_file(cells: Iterable[Cell], recipes: Iterable[RecipeRow]) -> str:
-    """The text of images/inventory.json."""
+    """Returns the text of images/inventory.json."""
     made = {
         "//": f"DO NOT EDIT. Made from build_matrix.yaml and images/models by: {render.RENDER_COMMAND}",
         "cells": {cell.id: _cell(cell) for cell in cells},
@@ -26,7 +26,7 @@ def inventory_file(cells: Iterable[Cell], recipes: Iterable[RecipeRow]) -> str:
 
 
 def _cell(cell: Cell) -> dict[str, int]:
-    """MiB that a build needs, beside the project and where the engine keeps its data."""
+    """Returns MiB that a build needs, in the project and in the engine's folder."""
     needs = space.needs(cell, archives=_ARCHIVES, engine_data=_ENGINE)
     return {
         f"{place.name}_mib": sum(need.mib for need in needs if need.path == place) for place in (_ARCHIVES, _ENGINE)

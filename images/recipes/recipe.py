@@ -242,8 +242,10 @@ def find_rung(row: RecipeRow, name: str, serves: WeightsFormat | None = None) ->
 
 
 def choose(row: RecipeRow, memory_mib: int | None, serves: WeightsFormat | None = None) -> RungRow:
-    """The largest rung of the format that leaves a quarter of the memory free; without a budget the default, or the
-    first of another format. UsageError when even the least does not.
+    """Returns the largest rung of the format that leaves a quarter of the memory free.
+
+    Without a budget it is the default, or the first of another format. Raises UsageError if even the least is too
+    large.
     """
     ladder = _ladder(row, serves or row.default_rung.format)
     if memory_mib is None:
@@ -319,7 +321,7 @@ def _refuse_idle_models(path: Path, row: RecipeRow) -> None:
 
 
 def _refuse_upside_down(path: Path, row: RecipeRow) -> None:
-    """A better tier of the same model and format is never the smaller one."""
+    """Refuses a better tier that is smaller than a lesser one of the same model and format."""
     for rung in row.rungs:
         for other in row.rungs:
             same = (rung.model, rung.format) == (other.model, other.format)

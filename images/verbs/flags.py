@@ -73,7 +73,7 @@ def add_index(parser: argparse.ArgumentParser, *, of: str = "") -> None:
 
 
 def parse_index(text: str) -> str:
-    """UsageError for what is no address of an index; the address is not repeated, since it may hold a password."""
+    """Checks an index's address. Raises UsageError without repeating it, since it may hold a password."""
     if INDEX.fullmatch(text):
         return text
     message = "--index-url is no address of a package index"
@@ -81,7 +81,7 @@ def parse_index(text: str) -> str:
 
 
 def _epoch(text: str) -> int:
-    """A date that a tar header and RFC 3339 can hold. ArgumentTypeError otherwise."""
+    """Parses a date that a tar header and RFC 3339 can hold. Raises ArgumentTypeError otherwise."""
     if not text.isdecimal() or int(text) > LAST_EPOCH_S:
         message = f"not the seconds of a date since 1970: {text}"
         raise argparse.ArgumentTypeError(message)

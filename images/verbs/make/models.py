@@ -79,7 +79,7 @@ def build_model(
 def _bring(
     cell: Cell, rung: recipe.RungRow, engine: docker.Engine, options: argparse.Namespace, named: Recipe, image: str
 ) -> model.Weights:
-    """The weights that are baked, from .make/models or from where the recipe says. `image` is the cell's."""
+    """Returns the weights to bake, from .make/models or fetched. `image` is the cell's."""
     if not options.no_space_check:
         archives, data = ROOT / build.ARCHIVES, engine.data_folder()
         space.refuse_full(cell, space.needs_baked(rung.bytes, archives=archives, engine_data=data))

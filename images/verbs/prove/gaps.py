@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The gate on an engine's own wheels, kept as data: one file for each of its cells."""
+    """Writes or checks the gate's verdict on an engine's wheels, one file for each chip of its cells."""
     _, chosen = load(options)
     cells = [cell for cell in chosen if not cell.engine.is_compiled]
     if not cells:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Kernels against one GPU; the same judgement that `verify` makes of a CUDA cell's image."""
+    """Judges kernels for one GPU by the rule of `verify`."""
     known = options.known_gaps and gate.load_known_gaps(options.known_gaps)
     sm = int(gpus.parse_sm(options.sm).sm)
     for file in options.files:

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _machine(options: argparse.Namespace) -> select.Machine:
-    """The one that is described, else this one."""
+    """Returns the described machine, else this one."""
     here = options.platform or platform_here()
     # An empty --driver is a script's empty variable, and not the same as no driver told.
     driver = None if options.driver is None else select.parse_driver(options.driver)
