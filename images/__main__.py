@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# First: the project's own Python takes over where this one lacks what follows.
+# First: the project's own Python takes over if this one lacks a package.
 import images.own_python  # noqa: F401 # isort: skip
 
 import os
@@ -15,7 +15,7 @@ from typing import NoReturn
 from images.console import EXIT_CODES, Parser, VerbParser, fail, open_streams
 from images.errors import BuildError, FatalError
 
-# Each names its module below images.verbs, which is imported when the verb is called.
+# The module below images.verbs is imported when the verb is called: --help must not pay for all of them.
 VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "list": ("show.list", "show every cell of build_matrix.yaml"),
     "render": ("write.render", "write images/rendered/<cell>/ from matrix and templates"),
@@ -44,17 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(words)
         code = int(options.run(options))
-        sys.stdout.flush()  # a reader that left shows here, and not when Python is on its way out
+        sys.stdout.flush()  # a closed pipe shows here, and not while Python exits
         return code
     except FatalError as error:
         return fail(error, is_json=is_json)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `images list | head -1`: nobody is left to be told
+    except BrokenPipeError:  # `images list | head -1`: the reader is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except OSError as error:  # a full disk, or a folder that may not be written to, wherever that shows
+    except OSError as error:  # a full disk or an unwritable folder, anywhere
         failure = BuildError(f"a file cannot be used: {error}", hint="is there room, and may this user write there?")
         return fail(failure, is_json=is_json)
 

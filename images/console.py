@@ -17,7 +17,7 @@ from images.errors import FatalError, UsageError, near_miss
 ROOT = Path(__file__).resolve().parent.parent
 EVERYTHING = "*"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
-# Of an address, name and password; ROOT@TIMESTAMP of a snapshot archive has none.
+# Name and password in an address. ROOT@TIMESTAMP of a snapshot archive has none.
 USERINFO = re.compile(r"(?<=://)[^/\s@]+@(?!\d{4})")
 
 

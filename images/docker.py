@@ -32,14 +32,14 @@ from images.errors import BuildError
 T = TypeVar("T")
 KEPT_LINES = 400
 ENGINE_TIMEOUT_S = 600.0  # loading or saving a CUDA image takes minutes on a slow disk
-QUICK_TIMEOUT_S = 20.0  # what does not answer by then hangs: docker and nvidia-smi need seconds at most
+QUICK_TIMEOUT_S = 20.0  # without an answer by then it hangs: docker and nvidia-smi need seconds at most
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 HTTP_CONFLICT = 409
 TIMED_OUT, NOT_STARTED, NOT_FOUND = 124, 126, 127
 LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
-# Of BuildKit's plain progress: a command with its number and stage, and a step that it did not run again. What is only
-# copied takes no time to speak of, and cells share it.
+# Lines of BuildKit's plain progress: a command with its number and stage, and a step that was cached. Steps that only
+# copy take no time, and cells share them.
 STEP = re.compile(r"^#(\d+) \[(?:linux/\w+ )?([\w.-]+) +\d+/\d+\] RUN\b")
 KEPT_STEP = re.compile(r"^#(\d+) CACHED$")
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -51,8 +51,9 @@ IMAGE_NAME = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A program that ended. `lines` are its last lines, both streams together, oldest first; `kept_stages` those of a
-    build of which the builder had kept a command's result.
+    """A program that ended. `lines` are the last lines of both streams, oldest first.
+
+    `kept_stages` are stages of a build with a cached command.
     """
 
     code: int
@@ -64,10 +65,10 @@ class Finished:
 class Image:
     id: str
     tags: tuple[str, ...]
-    digests: tuple[str, ...]  # of the registries it came from, `name@sha256:…`
+    digests: tuple[str, ...]  # registries it came from: `name@sha256:…`
     config: Mapping[str, Any]
     size_bytes: int = 0
-    platform: str = ""  # as the matrix writes it: linux/amd64
+    platform: str = ""  # the matrix's form: linux/amd64
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -104,7 +105,7 @@ class Hardening:
 
 
 class _NotStartedError(BuildError):
-    """`code`, as a shell says it: not there, or there and not to be started."""
+    """A program that did not start. `code` is the shell's: missing, or not executable."""
 
     def __init__(self, program: str, error: OSError) -> None:
         hint = "install Docker with its buildx plugin" if program == "docker" else "is it installed, and on the PATH?"
@@ -114,7 +115,7 @@ class _NotStartedError(BuildError):
 
 
 def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
-    """Runs a program and copies what it says to stderr as it comes: stdout stays data."""
+    """Runs a program and copies its output to stderr as it comes: stdout stays data."""
     kept: deque[str] = deque(maxlen=KEPT_LINES)
     stages: dict[str, str] = {}
     done: list[str] = []
@@ -130,7 +131,7 @@ def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
 
 
 def capture(argv: tuple[str, ...], *, cwd: Path, timeout_s: float | None = None) -> Finished:
-    """Runs a short program in silence. One that does not answer in time is ended, and its code is TIMED_OUT."""
+    """Runs a short program in silence. Without an answer in time it is ended, and its code is TIMED_OUT."""
     try:
         with _started(argv, cwd, stderr=subprocess.PIPE) as process:
             out, err = process.communicate(timeout=timeout_s)
@@ -142,7 +143,7 @@ def capture(argv: tuple[str, ...], *, cwd: Path, timeout_s: float | None = None)
 
 
 def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Path) -> tuple[T, Finished]:
-    """Runs a program and hands its stdout to `parse` as it comes; `lines` of the result are those of its stderr."""
+    """Runs a program and hands its stdout to `parse` as it comes; `lines` of the result are those of stderr."""
     with tempfile.TemporaryFile("w+") as errors:  # a pipe of its own could fill up while nobody reads it
         # In our own group: several run at once in threads, where only the terminal's interrupt reaches them.
         with _started(argv, cwd, stderr=errors, has_group=False) as process:
@@ -194,7 +195,7 @@ def _popen(argv: tuple[str, ...], cwd: Path, *, stderr: int | IO[str], has_group
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Holds a request to end back to the end of the block: a program that nobody knows yet would be left running."""
+    """Delays a request to end until the block is left: a program just started would be left running."""
     if threading.current_thread() is not threading.main_thread():
         yield  # no signal comes here
         return
@@ -225,7 +226,7 @@ def _end(process: subprocess.Popen[str], *, has_group: bool) -> None:
 
 
 class Engine:
-    """The Docker engine, connected to when it is first needed; BuildError in words when there is none."""
+    """The Docker engine, connected at the first use. Raises BuildError if there is none."""
 
     def __init__(self, *, quick_timeout_s: float = QUICK_TIMEOUT_S) -> None:
         self._quick_timeout_s = quick_timeout_s
@@ -306,7 +307,7 @@ class Engine:
         ]
 
     def prune_cache(self, record_id: str) -> int:
-        """Bytes that removing this one record gave back; 0 when another needs it or it is gone."""
+        """Removes one record and returns the bytes given back; 0 if another needs it or it is gone."""
         with _in_words(f"the engine cannot remove {record_id} from its builder's cache"):
             # The stubs know two of the filters that the engine takes.
             done = self._client.api.prune_builds(filters={"id": record_id}, all=True)  # type: ignore[arg-type]
@@ -364,8 +365,8 @@ def _run_to_end(container: Container) -> Finished:
 class Published:
     """An entry of a registry under a name."""
 
-    digest: str  # of the index, where there is one
-    platforms: tuple[str, ...] | None  # the engine does not say it of a single OCI manifest
+    digest: str  # digest of the index, if there is one
+    platforms: tuple[str, ...] | None  # None for a single OCI manifest: the engine does not tell
 
 
 def query_registry(reference: str, *, timeout_s: float) -> Published:

@@ -1,6 +1,6 @@
-"""The one reader of YAML files: values, checked against a kind of row, with every fact's source cited.
+"""The only reader of YAML files: it checks values against a kind of row, with every fact's source cited.
 
-Each fault is a MatrixError of one form: file, place, what is allowed there, the value that stands there.
+Each fault is a MatrixError of one form: file, place, allowed values, actual value.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _leaves(annotation: object) -> Iterator[object]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key written twice, where YAML silently keeps the last."""
+    """SafeLoader that refuses a repeated key; YAML keeps the last one without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -1,7 +1,7 @@
-"""docker-bake.json: the same builds as `images build`, for those who drive them with `docker buildx bake`. Pure.
+"""docker-bake.json: the builds of `images build` for users of `docker buildx bake`. Pure.
 
-What depends on the moment is a variable, so the file changes only with the matrix; `images bake --env` prints the
-values. Lists of strings where newer bakes take maps as well: buildx 0.13 takes nothing else.
+Values of the moment are variables, so the file changes only with the matrix; `images bake --env` prints them. Lists of
+strings stand for maps, which buildx 0.13 does not take.
 """
 
 from __future__ import annotations

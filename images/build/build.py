@@ -37,15 +37,15 @@ BUILD_ID_DIGITS = 32
 BUILD_ID_LABEL = "io.appliance.build-id"
 REVISION_LABEL = "org.opencontainers.image.revision"
 CELL_LABEL = "io.appliance.cell"
-RECIPE_LABEL = "io.appliance.recipe"  # of a model image, which is a cell and one layer more
+RECIPE_LABEL = "io.appliance.recipe"  # on a model image, which is a cell and one more layer
 BASE_OVERRIDE_LABEL = "io.appliance.base-override"
 # `no` on images of other Debian packages than the lock's: another day gives others. Absent otherwise.
 REPRODUCIBLE_LABEL = "io.appliance.reproducible"
 NO_ATTESTATIONS = ("--provenance=false", "--sbom=false")
-FILES_LABEL = "io.appliance.files-sha256"  # of the manifest of all files, which is in the image
+FILES_LABEL = "io.appliance.files-sha256"  # hash of the file manifest in the image
 FILES_TARGET = "files-manifest"
-TOOLKIT_LABEL = "io.appliance.toolkit"  # of an image that is nothing else
-TOOLKIT_OVERRIDE_LABEL = "io.appliance.toolkit-override"  # on images that another toolkit image went into
+TOOLKIT_LABEL = "io.appliance.toolkit"  # on an image that is nothing else
+TOOLKIT_OVERRIDE_LABEL = "io.appliance.toolkit-override"  # on images built with another toolkit image
 DISK_FULL = ("no space left on device", "disk quota exceeded")
 # What docker says to `buildx build --progress` when it has no such plugin.
 NO_BUILDX = ("unknown flag: --progress", "unknown command: docker buildx", "'buildx' is not a docker command")
@@ -56,7 +56,7 @@ NOT_FETCHED = re.compile(
     r"\b[EW]: (?:Failed to fetch |The repository '.*' (?:does not have|no longer has) a Release file|"
     r"Unable to locate package |Package '.*' has no installation candidate)"
 )
-APT_STEPS = ("apt-get ", "/run/asked/script")  # in what BuildKit says of the step that failed
+APT_STEPS = ("apt-get ", "/run/asked/script")  # in BuildKit's report of the failed step
 OTHER_ARCHIVE = "--debian-mirror http://deb.debian.org takes what Debian's own hosts have now"
 
 
@@ -66,7 +66,7 @@ class BaseChoice:
 
     identity: str
     context: str | None = None
-    override: str | None = None  # set when this is not the pinned base; recorded in a label
+    override: str | None = None  # set if this is not the pinned base; recorded in a label
     is_asked: bool = True  # False: a dry run's, which asks no registry whether the pinned base can be had
 
     def describe(self, cell: Cell) -> str:
@@ -130,7 +130,7 @@ class Job:
     files_sha256: str | None = None  # None: not known before its steps have run
     inputs: Mapping[str, str] = field(default_factory=dict)  # digests of the files that it was planned with
     is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
-    kept_stages: tuple[str, ...] = ()  # of which the builder had kept a RUN when they were sealed
+    kept_stages: tuple[str, ...] = ()  # stages with a cached RUN when they were sealed
 
     @property
     def dockerfile(self) -> Path:
@@ -142,7 +142,7 @@ class Built:
     cell: str
     tag: str
     build_id: str
-    digest: str  # of the image's manifest
+    digest: str  # digest of the image's manifest
     is_reused: bool
 
 
@@ -155,7 +155,7 @@ def plan_job(
     *,
     platform: Platform | None = None,
 ) -> Job:
-    """Reads the inputs below `root` and asks git; builds nothing. `platform`: of the Debian lock that it is held to."""
+    """Plans a build: reads its inputs below `root` and asks git. `platform` is that of its Debian lock."""
     files = render.render(cell, render.load_template(root, cell))
     _refuse_drift(root, cell, files)
     lock = debian.load(root, cell.base, platform) if platform in cell.platforms and platform else None
@@ -348,9 +348,9 @@ def find_built(job: Job, engine: docker.Engine) -> Built | None:
 
 
 def choose_base(cell: Cell, wanted: str | None, engine: docker.Engine, *, is_dry: bool = False) -> BaseChoice:
-    """Return what to build on. `auto` is the pinned base, else an image of its name that is here.
+    """Returns the base to build on. `auto` is the pinned base, else an image of its name that is here.
 
-    A dry run asks no registry: its `auto` is the pinned base. Raises BuildError when the wanted base cannot be had.
+    A dry run asks no registry: its `auto` is the pinned base. Raises BuildError if the wanted base cannot be had.
     """
     if wanted == "auto":
         return _auto_base(cell, engine, is_dry=is_dry)
@@ -381,7 +381,7 @@ def _auto_base(cell: Cell, engine: docker.Engine, *, is_dry: bool) -> BaseChoice
 
 
 def _image_for_dry_run(engine: docker.Engine, name: str) -> docker.Image | None:
-    """Return the image if it is here. Without an engine nothing is, and a command can be shown all the same."""
+    """Returns the image if it is here. Without an engine it returns None, since a command can still be shown."""
     try:
         return engine.image(name)
     except BuildError:
@@ -411,7 +411,7 @@ def choose_toolkit(cell: Cell, wanted: str | None, engine: docker.Engine) -> Bas
     if image is None:
         message = f"cell {cell.id}: the toolkit's image is not among the engine's images: {wanted}"
         raise BuildError(message, hint=f"docker pull {wanted}")
-    name = image.labels.get(TOOLKIT_LABEL, wanted)  # one that was made here says what it is
+    name = image.labels.get(TOOLKIT_LABEL, wanted)  # an image that was made here describes itself
     return BaseChoice(identity=image.id, context=f"docker-image://{wanted}", override=name)
 
 

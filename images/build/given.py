@@ -1,7 +1,7 @@
-"""Wheels from a folder, for one build whose network does not reach the index that has them (`build --wheels DIR`).
+"""Wheels from a folder, for a build without access to the index that has them (`build --wheels DIR`).
 
-A stage of the cell's Dockerfile is empty, and a named build context takes its place. pip holds the files to the hashes
-of the matrix as it does those of the index, so the image is the same either way.
+A stage of the cell's Dockerfile is empty, and a named build context takes its place. pip compares the files with the
+matrix's hashes as it does for the index, so the image is the same.
 """
 
 from __future__ import annotations

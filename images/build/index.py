@@ -1,7 +1,7 @@
-"""Wheels from another package index than PyPI, for one build: a mirror of a house, or a cache near by.
+"""Wheels from another package index than PyPI, for one build: a company's mirror or a local cache.
 
-As with Debian's mirror (`mirror.py`), every instruction that calls pip is given one mount, pip's configuration with the
-address in it. That is a secret, in no layer, no history and no cache key. The hashes of the locks hold for it as well.
+Every instruction that calls pip gets a mount of pip's configuration with the address, as `mirror.py` does for Debian.
+The mount is a secret, in no layer, no history and no cache key. The hashes of the locks still apply.
 """
 
 from __future__ import annotations

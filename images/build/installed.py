@@ -20,7 +20,7 @@ TARGET = "packages-list"
 LISTER, LISTING = "packages", "packages.txt"
 INSTRUCTION = re.compile(r"^[A-Z]+ (?:.*\\\n)*.*$", re.MULTILINE)
 STAGE_MARK, FILE_MARK, LISTS_MARK = "@stage", "@file", "@lists"
-BASE = "."  # as a stage of the listing: what the image below all stages holds by itself
+BASE = "."  # a stage of the listing: packages of the image below all stages
 SHOWN = 5
 TODAY = f"{debian.LOCK_COMMAND} locks what the archive has today"
 # A list of the archive may be compressed as apt likes it, so apt reads it; awk keeps the files of installed packages.
@@ -44,7 +44,7 @@ class Holding:
     """Packages of each stage by name, and the SHA-256 of each package file by the archive's lists."""
 
     versions: Mapping[str, Mapping[str, str]]
-    files: Mapping[tuple[str, str], frozenset[str]]  # name and version; absent where a stage kept no lists
+    files: Mapping[tuple[str, str], frozenset[str]]  # name and version; absent if a stage kept no lists
 
 
 def hold_to_lock(root: Path, job: Job, engine: docker.Engine, *, hint: str = TODAY) -> Job:

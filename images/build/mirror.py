@@ -1,8 +1,8 @@
-"""Debian packages from another archive, for one build: a mirror near by, or a snapshot of the day of the lock.
+"""Debian packages from another archive, for one build: a mirror, or a snapshot of the lock's day.
 
-Every instruction that calls apt-get is given three mounts: the base's sources with the archive's address in them, and a
-line of apt's configuration that points there. They are secrets, which are in no layer, no history and no cache key: the
-image has the digest that it would have without them, and another archive or date runs no step again.
+Every instruction that calls apt-get gets three mounts: the base's sources with the archive's address, and a line of
+apt's configuration that points to them. They are secrets, in no layer, no history and no cache key: the image keeps its
+digest, and another archive or date runs no step again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ END = "end-of-debian-mirror"
 
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
-    """`root` holds the archives debian and debian-security, as on Debian's own hosts; a timestamp stands below each."""
+    """An archive. `root` holds debian and debian-security like Debian's own hosts; a timestamp is below each."""
 
     root: str
     timestamp: str | None = None

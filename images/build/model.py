@@ -1,4 +1,4 @@
-"""A cell with a recipe: the same image, and a layer that says which weights it may serve, or has one rung of them."""
+"""A cell with a recipe: the same image and a layer that names the allowed weights, or holds one rung of them."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from images.matrix.matrix import Cell
 from images.recipes.recipe import MODELS, RecipeRow, carried
 
 DOCKERFILE = MODELS / "Dockerfile"
-IDENTITY_LABEL = f"{RECIPE_LABEL}.id"  # of all that is in the layer, and of the cell's image below it
+IDENTITY_LABEL = f"{RECIPE_LABEL}.id"  # hash of the layer's content and of the cell's image below it
 WEIGHTS_LABEL = f"{RECIPE_LABEL}.weights"  # the rung whose weights are in the image
 TITLE_LABEL = "org.opencontainers.image.title"
-# Of local names. Nobody here owns it on a public hub: `docker run` takes `--pull never` beside such a name.
+# Prefix of local names. Nobody here owns it on a public hub, so `docker run` takes `--pull never` with such a name.
 PREFIX = "appliance/"
 NAMED, BAKED = "named", "baked"  # stages of the Dockerfile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A rung and its files, where they lie on this machine."""
+    """A rung and its files on this machine."""
 
     rung: Rung
     files: tuple[Path, ...]
@@ -48,7 +48,7 @@ class Weights:
 class ModelImage:
     tag: str
     cell: str
-    digest: str  # of the image's manifest
+    digest: str  # digest of the image's manifest
     is_reused: bool
 
 

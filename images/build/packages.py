@@ -33,10 +33,10 @@ class Archives:
         timeout_s: float = snapshot.TIMEOUT_S,
     ) -> None:
         self.service = service  # root of the snapshot service
-        self.given = given  # what the user named
-        self.is_strict = is_strict  # only what the lock says
+        self.given = given  # the user's own archive
+        self.is_strict = is_strict  # True if only packages of the lock will do
         self.timeout_s = timeout_s
-        self.trouble: str | None = None  # why no snapshot is taken
+        self.trouble: str | None = None  # reason why no snapshot is used
         self._is_asked = False
 
     def choose(self, base: Base, timestamp: str) -> Mirror | None:
@@ -54,7 +54,7 @@ class Archives:
 
     @property
     def reason(self) -> str:
-        """Why the packages are those of no snapshot."""
+        """Reason why the packages come from no snapshot."""
         if self.given:
             return f"--debian-mirror {self.given} names no moment"
         return f"no snapshot of Debian's archive can be reached ({self.trouble})"

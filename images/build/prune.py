@@ -1,7 +1,7 @@
-"""Gives back what builds left behind, and touches nothing that could be somebody else's.
+"""Gives back what builds left behind, and touches nothing of anybody else.
 
-Ours are: images without a name that carry our label, the archives below .make, temporary locks and times there whose
-image is gone, and, when asked for, records of the builder's cache whose instruction stands in a rendered Dockerfile or
+It takes images without a name that carry our label, archives below .make, and temporary locks and times there whose
+image is gone. If asked, it also takes records of the builder's cache whose instruction is in a rendered Dockerfile or
 names a path that only our images have.
 """
 

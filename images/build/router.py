@@ -24,10 +24,10 @@ NAME = "appliance-router"
 LOCK = LOCKS / "router.txt"
 DOCKERFILE = Path("images/router/Dockerfile")
 CHECK = Path("images/router/check.py")
-IDENTITY_LABEL = "io.appliance.router.id"  # of all that the image is made of
+IDENTITY_LABEL = "io.appliance.router.id"  # hash of everything that the image is made of
 CELL_LABELS = (BUILD_ID_LABEL, CELL_LABEL, FILES_LABEL)
-PLATFORM = "linux/amd64"  # of which the lock was made
-# What compose/replicas.yaml and the Kubernetes manifests give it.
+PLATFORM = "linux/amd64"  # platform for which the lock was made
+# Flags that compose/replicas.yaml and the Kubernetes manifests give it.
 FLAGS = (
     "--cb-failure-threshold", "--cb-timeout-duration-secs", "--health-check-endpoint", "--health-check-interval-secs",
     "--health-failure-threshold", "--health-success-threshold", "--host", "--policy", "--port", "--prometheus-host",
@@ -107,7 +107,7 @@ def buildx_argv(image: str, tag: str, identity: str, context: str) -> tuple[str,
         *("docker", "buildx", "build", "--progress", "plain", "--provenance=false", "--sbom=false", "--load"),
         *("--tag", tag, "--file", DOCKERFILE.as_posix(), "--build-arg", f"IMAGE={image}"),
         *("--label", f"{IDENTITY_LABEL}={identity}", "--label", f"org.opencontainers.image.title={tag}"),
-        # It stands on a cell's image and is none: what looks for cells by these labels must not find it.
+        # Its base is a cell's image, but a search for cells by these labels must not find it.
         *(word for label in CELL_LABELS for word in ("--label", f"{label}=")),
         context,
     )

@@ -1,7 +1,7 @@
-"""A toolkit's image made here, for a CUDA release whose own image cannot be had: `build --toolkit-image substitute`.
+"""A substitute for a toolkit's image that cannot be had: `build --toolkit-image substitute`.
 
-Debian's nvcc 12.4, laid out as NVIDIA lays out its own, with the libraries of CUDA 12.8.1 from wheels. What is built
-with it shows that every line of the Dockerfile runs; it is another compiler's code, which its label and its proof say.
+It is Debian's nvcc 12.4 in NVIDIA's layout, with the libraries of CUDA 12.8.1 from wheels. A build with it shows that
+every line of the Dockerfile runs. It is another compiler's code, which its label and its proof say.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""docs/cards.md: which image for which card, from the matrix, the facts and `select` itself. Pure.
+"""docs/cards.md: the image for each card, from the matrix, the facts and `select` itself. Pure.
 
-A row for each number of a chip and platform: as drivers get newer, the cell that `select` takes, and then the names.
+Each chip and platform has a row with the cell that `select` takes as drivers get newer, and the names of its cards.
 """
 
 from __future__ import annotations

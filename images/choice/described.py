@@ -1,7 +1,7 @@
-"""The machine of a file that `appliance plan --machine` takes as well: what `appliance probe --json` wrote there, a
-doctor's bundle, or the same words by hand (docs/plan.md). Read here are the GPUs, the driver and the kind of CPU.
+"""Reads the machine of a file, in the forms of `appliance plan --machine`: GPUs, driver and kind of CPU.
 
-What is wrong with the rest of it `appliance plan` says.
+The file is the output of `appliance probe --json`, a doctor's bundle, or the same words by hand (docs/plan.md).
+`appliance plan` reports faults in its other parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from images.matrix.matrix import Platform
 
 MAX_BYTES = 4 * 2**20
 MAX_YAML_BYTES = 64 * 2**10
-ARM = "asimd"  # of every Arm CPU with 64 bits, and of no other
+ARM = "asimd"  # a feature of every 64-bit Arm CPU and of no other
 
 
 def read_machine(name: str, here: Platform, known: Facts | None = None) -> Machine:
@@ -44,7 +44,7 @@ def read_machine(name: str, here: Platform, known: Facts | None = None) -> Machi
 
 
 def parse_machine(data: bytes, source: str, here: Platform, known: Facts | None = None) -> Machine:
-    """Raises as `read_machine`, and ValueError for what is neither JSON nor YAML."""
+    """Parses a machine. Raises like `read_machine`, and ValueError for text that is neither JSON nor YAML."""
     document = _load(data)
     machine = _mapping(document.get("hardware", document), source, "hardware")
     found = _mapping(machine.get("gpus") or {}, source, "gpus")

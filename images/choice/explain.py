@@ -1,8 +1,8 @@
-"""Why a cell is there, or cannot be, or is not: a solver over facts and decisions. Pure.
+"""Explains why a cell exists, cannot exist or is not built: a solver over facts and decisions. Pure.
 
-Four different noes: a fact speaks against it, with its source; the matrix leaves it out on purpose, with the reason;
-another cell carries its chip, as a wheel's does; or nothing speaks against it and nobody listed it. Each names the
-nearest cells that are there.
+There are four kinds of no. A fact speaks against the cell, with its source. The matrix leaves it out, with the reason.
+Another cell carries its chip, as a wheel's does. Or nothing speaks against it and nobody listed it. Each names the
+nearest cells that exist.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Verdict = Literal["exists", "impossible", "out of scope", "carried", "not listed
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """One thing that speaks against a cell. `sources` are citations; a decision of the matrix cites the matrix."""
+    """A fact or decision against a cell. `sources` are citations; a decision cites the matrix."""
 
     what: str
     sources: tuple[str, ...]
@@ -35,7 +35,7 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class Consequence:
-    """One thing that follows for a cell that exists, and from what."""
+    """A consequence for a cell that exists, with its sources."""
 
     name: str
     value: str
@@ -45,9 +45,9 @@ class Consequence:
 @dataclass(frozen=True, kw_only=True)
 class Near:
     cell: str
-    driver: str | None  # the oldest that it asks for; None: needs no GPU
+    driver: str | None  # oldest driver that it needs; None: needs no GPU
     platforms: tuple[Platform, ...]
-    serves: bool  # it runs on the chip that was asked for
+    serves: bool  # True if it runs on the chip of the question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def message(self) -> str:
-        """One sentence of what speaks against it, without a period."""
+        """The reasons in one sentence, without a period."""
         why = "; ".join(reason.what for reason in self.reasons)
         place = f" on {self.platform}" if self.platform else ""
         verb = "cannot exist" if self.verdict == "impossible" else "is not built"
@@ -86,7 +86,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A cell id taken apart. A platform of None means any; CUDA without an SM is all that a wheel carries."""
+    """A cell id taken apart. A platform of None means any. CUDA without an SM means all that a wheel carries."""
 
     cell: str
     engine: str
@@ -140,7 +140,7 @@ def _states(cell: Cell, platform: Platform | None, record: Record) -> Iterator[C
 
 
 def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...]:
-    """Cells that do what was asked for: the same on another platform, the same chips, code that runs there, the CPU."""
+    """Returns cells close to the question: another platform, the same chips, code that runs there, the CPU."""
     is_gpu = question.cuda is not None
     here = [cell for cell in matrix.cells if question.platform is None or question.platform in cell.platforms]
     own = [cell for cell in here if cell.engine.name == question.engine and (is_gpu or not cell.sms)] or here
@@ -198,7 +198,7 @@ def _parse(cell_id: str, matrix: Matrix, platform: Platform | None) -> Question:
 
 
 def _against(question: Question, matrix: Matrix, known: Facts) -> tuple[Verdict, tuple[Reason, ...]]:
-    """Facts first: what cannot be needs no decision."""
+    """Returns the reasons against a cell. Facts come first: an impossible cell needs no decision."""
     engine = matrix.engines.get(question.engine)
     if engine is None:
         hint = near_miss(question.engine, matrix.engines) or f"known are {', '.join(matrix.engines)}"

@@ -1,6 +1,6 @@
-"""GPUs by the names that NVIDIA, a user or nvidia-smi gives them: the number of the chip, memory and bandwidth. Pure.
+"""GPUs by the names of NVIDIA, a user or nvidia-smi: the chip's number, memory and bandwidth. Pure.
 
-Names come from images/facts/nvidia.yaml and, with figures and many more, from images/facts/gpus.yaml.
+Names come from images/facts/nvidia.yaml, and many more with figures from images/facts/gpus.yaml.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from images.matrix import compat
 from images.matrix.compat import Facts
 from images.rows import Row, Source
 
-FACTS_NAME = "images/facts/gpus.yaml"  # as a person sees it
+FACTS_NAME = "images/facts/gpus.yaml"  # path for messages
 ASK_SM = "give its SM, which nvidia-smi --query-gpu=compute_cap --format=csv says: --sm NN"
-SHORTEST_PART = 3  # of a name that stands for the whole: `3090` and `Orin` do, and `40` does not
+SHORTEST_PART = 3  # least length of a name that stands for the whole: `3090` and `Orin` do, `40` does not
 LONGEST_LIST = 8  # names in a hint
 VGPU = re.compile(r"-(\d+)[ABCQ]$")  # a share of NVIDIA's vGPU, with its GB
 MIG_PROFILE = re.compile(r"^\d+g\.(\d+)gb")
@@ -50,7 +50,7 @@ class _File(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """`memory_gib` and `bandwidth_gb_s` (10^9) are None where nobody says them."""
+    """A GPU. `memory_gib` and `bandwidth_gb_s` (10^9) are None if unknown."""
 
     name: str
     sm: str
@@ -59,7 +59,7 @@ class Gpu:
 
     @property
     def worth(self) -> float | None:
-        """Memory times bandwidth: how much of a model it holds, and how fast it reads it."""
+        """Memory times bandwidth: the size of a model that fits, and the speed of reading it."""
         if self.memory_gib is None or self.bandwidth_gb_s is None:
             return None
         return self.memory_gib * self.bandwidth_gb_s

@@ -1,7 +1,7 @@
-"""images/proven.yaml: which images were built and verified, where, when, of which commit. No input of a build id.
+"""images/proven.yaml: images that were built and verified, with place, day and commit. No input of a build id.
 
-`verify --record` writes a row; `list`, `explain` and `select` say of each cell whether it was proven, was built with a
-substitute toolkit, is built here, or is only rendered.
+`verify --record` writes a row. `list`, `explain` and `select` tell of each cell if it is proven, built with a
+substitute toolkit, built here, or only rendered.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ State = Literal["proven", "substitute toolkit", "built", "built of another tree"
 
 
 class Proof(Row):
-    """One image that was built. None: nobody wrote it down; of `base` and `toolkit` also that these were the pinned
-    ones.
-    """
+    """An image that was built. None means unknown; for `base` and `toolkit` it means the pinned ones."""
 
     cell: Text
     platform: Platform
@@ -81,7 +79,7 @@ class Proof(Row):
 
     @property
     def state(self) -> State:
-        """Another compiler's code proves that the Dockerfile works, and nothing of the cell's own kernels."""
+        """Returns the state. A build with another compiler proves the Dockerfile, not the cell's kernels."""
         return "substitute toolkit" if self.substitute else "proven"
 
     def __str__(self) -> str:
@@ -214,7 +212,7 @@ def platform_of(cell: Cell, name: str) -> Platform:
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """An image of this machine's engine. `is_current`: it has the build id that this tree gives it on its own base."""
+    """An image in this machine's engine. `is_current`: True if it has this tree's build id, on its own base."""
 
     digest: str
     is_current: bool

@@ -20,7 +20,7 @@ from images.matrix.compat import Facts
 from images.matrix.matrix import Cell, Matrix, Platform, Scope
 
 DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
-FIRST_SM = 75  # of the matrix; said to those who have an older GPU
+FIRST_SM = 75  # oldest generation of the matrix, for hints about older GPUs
 MIB_PER_GIB = 1024
 
 
@@ -37,7 +37,7 @@ class Machine:
     platform: Platform
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
-    unknown: tuple[LeftOut, ...] = ()  # GPUs of which nobody says what they are
+    unknown: tuple[LeftOut, ...] = ()  # GPUs that nobody could identify
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +54,15 @@ class Choice:
     state: State
     proof: str  # the same in words
     is_here: bool
-    platform: Platform  # of the machine that it is for, and that builds it
-    command: str  # what makes the tag exist there
+    platform: Platform  # platform of the machine that it is for, and that builds it
+    command: str  # command that makes the tag exist there
     left_out: tuple[LeftOut, ...]
     runners_up: tuple[Loser, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """A cell on a machine, and the GPUs that it serves there."""
+    """A cell on a machine, with the GPUs that it serves there."""
 
     cell: Cell
     served: tuple[Gpu, ...]

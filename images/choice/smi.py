@@ -1,7 +1,7 @@
-"""This machine's GPUs and driver, as nvidia-smi says them. Pure: how it is run is handed in.
+"""This machine's GPUs and driver, from nvidia-smi. Pure: the caller runs the command.
 
 An old driver does not know every field (470 has no compute_cap) and is asked again without it. A GPU that fell off the
-bus, or that neither nvidia-smi nor the facts can place, does not hide the others: it is named, and left out.
+bus, or that neither nvidia-smi nor the facts can place, does not hide the others: it is named and left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Run = Callable[[tuple[str, ...]], Finished]
 
 
 def query_machine(run: Run, platform: Platform, known: Facts | None = None) -> Machine:
-    """Raises MatrixError when nvidia-smi failed: a GPU that cannot be asked is not the same as none."""
+    """Asks nvidia-smi. Raises MatrixError if it fails: a GPU that cannot be asked is not the same as none."""
     fields: tuple[str, ...] = FIELDS
     asked = run(_query(fields))
     while (unknown := _unknown_field(asked.lines)) in fields[1:]:

@@ -1,4 +1,4 @@
-"""The job list of .github/workflows/images.yml: one job a cell, and in it one build for each platform. Pure."""
+"""Jobs of .github/workflows/images.yml: one for each cell, with one build for each platform. Pure."""
 
 from __future__ import annotations
 

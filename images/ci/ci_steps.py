@@ -1,7 +1,7 @@
-"""The shell of the workflows, step by step, as files: for shellcheck, and to run one job's steps where no forge is.
+"""The shell of the workflows' steps as files: for shellcheck, and to run a job's steps without a forge.
 
-An action is named and has no file. Expressions stand in `env` alone, so that no value of the forge becomes a part of a
-script: a text with one is refused.
+An action is named and has no file. Expressions are allowed in `env` alone, so that no value of the forge becomes a part
+of a script: a text with one is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPTIONS: Mapping[str | None, str] = {None: "set -e", "bash": "set -eo pipefail"}
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a job. `script` is None for an action; `environment` as the workflow says it, expressions and all."""
+    """A step of a job. `script` is None for an action; `environment` keeps the workflow's expressions."""
 
     workflow: str
     job: str

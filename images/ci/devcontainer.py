@@ -1,7 +1,7 @@
-"""`.devcontainer/<name>/`: where people work on a cell, rendered from the same parts and matrix as the cell. Pure.
+"""`.devcontainer/<name>/`: a place to work on a cell, rendered from the cell's own parts and matrix. Pure.
 
-One stage more than the cell has: its toolchain, the engine's source with what CMake is told there, ccache, gdb and the
-project's environment. `.devcontainer/check` holds a running one to what its devcontainer.json says.
+It has one stage more than the cell: its toolchain, the engine's source with CMake's options, ccache, gdb and the
+project's environment. `.devcontainer/check` compares a running one with its devcontainer.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Step 5: built image -> registry, with what is in it and how it was made beside it.
+"""Step 5: built image -> registry, with its bill of materials and provenance.
 
-BuildKit exports the image again, from its cache, with both attestations; only when the manifest is the one that was
-built and proven, and nothing of this machine stands in the attestations, does it leave this machine.
+BuildKit exports the image again, from its cache, with both attestations. It leaves this machine only if the manifest is
+the one that was built and proven, and nothing private is in the attestations.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PRIVATE_KEY = "PRIVATE KEY-----"
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """`reference` is NAME:TAG@DIGEST of the index; `manifest` is what two builds have in common."""
+    """A pushed image. `reference` is NAME:TAG@DIGEST of the index; `manifest` is equal for two equal builds."""
 
     reference: str
     manifest: str

@@ -16,14 +16,14 @@ from images.layers.tree import Entry, Tree
 MANIFEST = "opt/appliance/files.sha256"
 # What sha256sum prints. Of a name with a backslash or a line end in it, it escapes these and begins with a backslash.
 LINE = re.compile(r"^(\\?)([0-9a-f]{64})  /(.+)$", re.MULTILINE)
-# Written after the manifest: the build's identity, and what a model image adds to its cell.
+# Written after the manifest: the build's identity, and the additions of a model image.
 LATER = tuple(path.lstrip("/") for path in (IMAGE_FACTS_PATH, RECIPE_PATH))
 ENGINES = "opt/"
 WEIGHTS = f"{BAKED_MODELS_PATH.lstrip('/')}/"
-# The engine mounts its own over these while a build runs, so nothing can be said of them.
+# The engine mounts its own files over these during a build, so they cannot be compared.
 MOUNTED = ("etc/hosts", "etc/hostname", "etc/resolv.conf")
 ACCOUNTS = "etc/passwd"
-# What the dynamic linker loads into every program, or looks for libraries in; and what bends it otherwise.
+# Files that the dynamic linker loads into every program, its search paths, and variables that change both.
 LINKER_ENVIRONMENT = re.compile(r"^(?:LD_\w+|GLIBC_TUNABLES|GCONV_PATH)=")
 LINKER_FILES = re.compile(r"^etc/ld\.so\.(?:preload|conf(?:\.d/.+)?)$")
 CODE_FOLDERS = ("opt/", "usr/", "etc/", "bin/", "sbin/", "lib/", "lib64/")
@@ -102,7 +102,7 @@ def preloaded(tree: Tree, environment: Sequence[str]) -> list[str]:
 
 
 def roots(tree: Tree) -> list[str]:
-    """Users beside root that are root: a second name with UID 0."""
+    """Returns users other than root with UID 0."""
     entry = tree.files.get(ACCOUNTS)
     if entry is None:
         return [f"missing: {ACCOUNTS}"]

@@ -1,4 +1,4 @@
-"""Secrets by their form, in files of layers and in an image's own configuration: images/facts/secrets.yaml. Pure."""
+"""Finds secrets by their form, in files of layers and in an image's configuration: images/facts/secrets.yaml. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from images import rows
 from images.rows import Names, Row, Source, Text
 
-FACTS_NAME = "images/facts/secrets.yaml"  # as a person sees it
+FACTS_NAME = "images/facts/secrets.yaml"  # path for messages
 _INSIDE = re.compile(rb"\w\w")
 # Libraries and weights of more are not searched: nobody compiles a token into them, and they are gigabytes.
 BINARY_BYTES_MAX = 4 * 2**20
@@ -32,7 +32,7 @@ class _FactsFile(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One form of a secret. `file`: it holds for these paths alone; None: for every file, and for the configuration."""
+    """A form of a secret. `file` limits it to paths; None means every file and the configuration."""
 
     name: str
     begins: tuple[bytes, ...]

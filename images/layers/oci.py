@@ -19,7 +19,7 @@ ABOUT = "vnd.docker.reference.digest"
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """`index` is what a tag would name: the manifest's own digest where nothing is said about the image."""
+    """Contents of an archive. `index` is the digest that a tag would name; the manifest's own without attestations."""
 
     index: str
     manifest: str

@@ -40,15 +40,15 @@ class Entry:
     gid: int
     size_bytes: int
     layer: int  # 0 is the base
-    content: bytes = b""  # whole for what is kept, the header for byte code, else empty
-    machine: int | None = None  # of an ELF file: whose instructions these are
-    sha256: str = ""  # of a file's bytes; of a hard link those of the name that it links to
-    target: str = ""  # of a symbolic link, as it is written
+    content: bytes = b""  # whole if kept, the header for byte code, else empty
+    machine: int | None = None  # ELF machine: whose instructions these are
+    sha256: str = ""  # SHA-256 of the bytes; for a hard link, of its target's
+    target: str = ""  # target of a symbolic link, as written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extraction:
-    """Files to write to a folder while the layers are read: another program will look into them."""
+    """Files to write to a folder while the layers are read, for another program."""
 
     pattern: re.Pattern[str]
     folder: Path
@@ -56,20 +56,20 @@ class Extraction:
 
 @dataclass(kw_only=True)
 class Tree:
-    """`files` is what a container sees. Certificates are those of each layer, by their text without line ends."""
+    """Files of an image. `files` are those a container sees; certificates are of each layer, without line ends."""
 
     files: dict[str, Entry] = field(default_factory=dict)
     base: dict[str, Entry] = field(default_factory=dict)
-    private_keys: list[str] = field(default_factory=list)  # `layer 3: path`, of our own layers
-    secrets: list[str] = field(default_factory=list)  # `layer 3: path (GitHub token)`, of our own layers
-    configuration: bytes = b""  # of the image, its history too: JSON
-    certificates: dict[str, set[bytes]] = field(default_factory=dict)  # of our own layers, by place
+    private_keys: list[str] = field(default_factory=list)  # `layer 3: path`, own layers only
+    secrets: list[str] = field(default_factory=list)  # `layer 3: path (GitHub token)`, own layers only
+    configuration: bytes = b""  # configuration of the image with its history, JSON
+    certificates: dict[str, set[bytes]] = field(default_factory=dict)  # certificates of the own layers, by place
     base_certificates: set[bytes] = field(default_factory=set)
-    extracted: dict[str, Path] = field(default_factory=dict)  # what was asked for, by path in the image
+    extracted: dict[str, Path] = field(default_factory=dict)  # requested files, by path in the image
 
     @property
     def size_bytes(self) -> int:
-        """Files as a container sees them, uncompressed."""
+        """Size of the files that a container sees, uncompressed."""
         return sum(entry.size_bytes for entry in self.files.values())
 
 

@@ -1,6 +1,7 @@
-"""How wide a process's addresses are here: nvcc's memory is put at fixed ones, which not every kernel has.
+"""Width of a process's addresses on this machine: nvcc gets fixed ones, which not every kernel has.
 
-images/builder/fixed-addresses.c says why, and begins at 2^44 and 2^45. Kernels of arm64 may be built for 39 or 42 bits.
+images/builder/fixed-addresses.c tells why, and begins at 2^44 and 2^45. Kernels of arm64 may be built for 39 or 42
+bits.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from images.errors import BuildError, MatrixError, near_miss
 from images.matrix.matrix import Base, Cell, Platform, SmForm, Toolkit, Variants
 from images.rows import Names, Row, Source, Text
 
-FACTS_NAME = "images/facts/nvidia.yaml"  # as a person sees it
+FACTS_NAME = "images/facts/nvidia.yaml"  # path for messages
 
 Driver = Annotated[str, Field(pattern=r"^\d{3}(?:\.\d+){0,2}$")]
 Version = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
@@ -53,7 +53,7 @@ class Release(Row):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Everything that `code=sm_…` may name."""
+        """Every value that `code=sm_…` may have."""
         return (*self.targets, *(f"{sm}a" for sm in self.arch_specific), *(f"{sm}f" for sm in self.family))
 
 
@@ -85,7 +85,7 @@ class GpuNames(Row):
 
 
 class Older(Row):
-    """A generation that no image is for; its numbers, so that a GPU of it is refused by what it is."""
+    """A generation without images, with its numbers: its GPUs are refused by name."""
 
     sms: Names
     chip: Text
@@ -118,7 +118,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Floors:
-    """The oldest drivers: where all kernels are machine code, and where one needs PTX compiled by the driver."""
+    """The oldest drivers: with machine code alone, and if the driver compiles PTX."""
 
     sass: str
     ptx: str
@@ -126,7 +126,7 @@ class Floors:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why a cell cannot exist, in words that end a sentence, and what says so."""
+    """A reason against a cell, in words that end a sentence, with its source."""
 
     what: str
     sources: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Rendered files on disk: written by `render`, and held to what the matrix says by `render --check` and a unit test."""
+"""Rendered files on disk: `render` writes them, and `render --check` and a unit test compare them."""
 
 from __future__ import annotations
 

@@ -12,31 +12,31 @@ from dataclasses import dataclass, replace
 from appliance.image_facts import WeightsFormat
 from images.errors import MatrixError, near_miss
 
-ENGINES_NAME = "images/matrix/engines.py"  # as a person sees it
+ENGINES_NAME = "images/matrix/engines.py"  # path for messages
 LIBRARY_FOLDER = "opt/appliance/lib/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFiles:
-    """Patterns and prefixes are of paths as an image's layers have them, without the first slash."""
+    """Files of an engine in an image. Patterns and prefixes match paths in layers, without the first slash."""
 
     serves: WeightsFormat
-    repository: str  # on GitHub, where its commit is: the bill of materials names it so
+    repository: str  # repository of the commit on GitHub, for the bill of materials
     folder: str  # only images of this engine have it
     binary: str  # `appliance engine-facts` asks it while the image is built
-    version_line: str  # what it says to `version_argv`, with {version}, {build} and {commit} of the matrix
-    packages: str  # what the runtime stage asks Debian for
-    caches: Mapping[str, str]  # variable -> folder below the cache of this build; what is not named here goes to HOME
-    gpu_files: re.Pattern[str]  # what cuobjdump is asked about
-    version_argv: tuple[str, ...] = ()  # what else is asked than the binary with --version
-    backends: tuple[str, ...] = ()  # of attention, which must have said on which chips they run
-    # What an image may have beyond the others, and must have.
+    version_line: str  # output of `version_argv`, with {version}, {build} and {commit} of the matrix
+    packages: str  # Debian packages of the runtime stage
+    caches: Mapping[str, str]  # variable -> folder below the cache of this build; other files go to HOME
+    gpu_files: re.Pattern[str]  # files for cuobjdump
+    version_argv: tuple[str, ...] = ()  # command if it is not the binary with --version
+    backends: tuple[str, ...] = ()  # attention backends that must have named their chips
+    # Files that only images of this engine may and must have.
     tools: re.Pattern[str] | None = None
     headers: re.Pattern[str] | None = None
     needed: tuple[re.Pattern[str], ...] = ()
     code: tuple[str, ...] = (LIBRARY_FOLDER,)  # must be compiled ahead
     wheel_folders: tuple[str, ...] = (LIBRARY_FOLDER,)
-    without_cuda: EngineFiles | None = None  # of its images for machines without a GPU, where they differ
+    without_cuda: EngineFiles | None = None  # for images without CUDA, if they differ
 
 
 # vLLM compiles when it runs. Triton's launcher takes gcc, the C library's headers and Python's, and its own ptxas;

@@ -179,7 +179,7 @@ class Base:
     status: BaseStatus
     platforms: tuple[Platform, ...]
     name: str = ""  # its key in the file
-    distribution: str | None = None  # its key among the hosts of images/facts; None: only files are taken from it
+    distribution: str | None = None  # key among the hosts of images/facts; None: only files are taken from it
     suite: str | None = None  # its release in Debian's archive; None likewise
 
     @property
@@ -195,12 +195,12 @@ class Source:
     distribution: str
     release: str
     lock: str
-    sha256: str | None = None  # of the source distribution
+    sha256: str | None = None  # name of the source distribution
     wheels: Mapping[Platform, str]  # SHA-256; empty: it is compiled
 
     @property
     def lock_file(self) -> Path:
-        """Relative to the project."""
+        """Path relative to the project."""
         return LOCKS / f"{self.lock}.txt"
 
 
@@ -216,8 +216,11 @@ class IndexFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Variants:
-    """CPU variants by name: all that upstream offers, the baseline first; those that are built; and of these the ones
-    that the emulator can execute, each with the least CPU that must run it, as qemu's `-cpu` takes it."""
+    """CPU variants by name: all of upstream's, the baseline first, and those that are built.
+
+    Of the built ones, those that the emulator can execute have the least CPU that must run them, as qemu's `-cpu` takes
+    it.
+    """
 
     offered: tuple[str, ...]
     built: tuple[str, ...]
@@ -252,8 +255,8 @@ class SmForm:
     sm: str
     form: str
     why: str
-    ptx: tuple[str, ...] = ()  # libraries of the engine's wheel with kernels that the driver must compile for this chip
-    platforms: tuple[Platform, ...] | None = None  # of a wheel: where the chip is served; None: wherever the cell is
+    ptx: tuple[str, ...] = ()  # libraries of the wheel with kernels that the driver must compile for this chip
+    platforms: tuple[Platform, ...] | None = None  # platforms on which a wheel serves the chip; None: all of the cell
 
     def is_for(self, platform: Platform) -> bool:
         return self.platforms is None or platform in self.platforms
@@ -261,7 +264,7 @@ class SmForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """A decision not to build what could exist. None means any."""
+    """A decision not to build a possible cell. None means any."""
 
     engine: str | None
     cuda: tuple[str, ...] | None
@@ -280,7 +283,7 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Compiled here, or installed from wheels; the latter has no patches, no variants and one CUDA release."""
+    """An engine, compiled here or from wheels. Wheels have no patches, no variants and one CUDA release."""
 
     name: str
     title: str
@@ -295,11 +298,11 @@ class Engine:
     cpu_variants: Mapping[Platform, Variants]
     sm_forms: Mapping[str, SmForm]
     cuda: str | None = None  # the release that its wheels are made with; None: it is compiled with whichever is asked
-    fatbin_compression: str | None = None  # what its build tells nvcc, from CUDA 12.8 on; raises the driver's floor
+    fatbin_compression: str | None = None  # option of nvcc from CUDA 12.8 on; raises the driver's floor
     fast_kv_pairs: tuple[str, ...] = ()  # `K-V` types whose flash attention is compiled for CUDA; others are converted
-    publisher: str | None = None  # of its wheels, where that is not the engine's own project
+    publisher: str | None = None  # publisher of its wheels, if it is not the engine's own project
     index_files: tuple[IndexFile, ...] = ()  # wheels that its lock cannot name
-    without_cuda: Engine | None = None  # what serves machines without a GPU, where that is another release
+    without_cuda: Engine | None = None  # the engine for machines without a GPU, if it is another release
 
     def for_target(self, target: Target) -> Engine:
         return self.without_cuda if self.without_cuda and target.cuda is None else self
@@ -315,7 +318,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The second half of a cell id. Without CUDA: a machine without a GPU. CUDA and no SM: all that a wheel carries."""
+    """The second half of a cell id. Without CUDA it is a machine without a GPU; CUDA without SM is all of a wheel."""
 
     name: str
     cuda: str | None
@@ -332,7 +335,7 @@ class Cell:
     base: Base
     platforms: tuple[Platform, ...]
     size_budget_mib: int  # files of the finished image, uncompressed
-    toolkit: Toolkit | None = None  # None where nothing is compiled: without CUDA, and for an engine from wheels
+    toolkit: Toolkit | None = None  # None if nothing is compiled: without CUDA, or from wheels
     sm_forms: tuple[SmForm, ...] = ()  # one for each chip; empty exactly where the target has no CUDA
 
     @property
@@ -349,7 +352,7 @@ class Cell:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The forms of its machine code, each once: 103 is served by the code of 100 in some wheels."""
+        """Forms of the machine code, each once: some wheels serve 103 with the code of 100."""
         return tuple(dict.fromkeys(form.form for form in self.sm_forms))
 
     @property
@@ -360,13 +363,13 @@ class Cell:
         return " -gencode ".join(f"arch=compute_{form},code=sm_{form}" for form in self.forms)
 
     def serving(self, sm: str, platform: Platform) -> tuple[SmForm, ...]:
-        """Its forms that may stand for a chip on a platform: the chip's own, or all of them for one that has none."""
+        """Returns the forms that may serve a chip on a platform: the chip's own, or all of them if it has none."""
         here = tuple(form for form in self.sm_forms if form.is_for(platform))
         return tuple(form for form in here if form.sm == sm) or here
 
     @property
     def unresolved(self) -> tuple[Base, ...]:
-        """The images that it needs and that have no digest yet."""
+        """Images that the cell needs and that have no digest yet."""
         needed = (self.base, self.toolkit.image if self.toolkit else None)
         return tuple(base for base in needed if base and base.digest is None)
 

@@ -1,6 +1,6 @@
-"""Who publishes an image: its labels `source`, `url` and `vendor`. Pure.
+"""The publisher of an image: its labels `source`, `url` and `vendor`. Pure.
 
-From the matrix or the command line, flag by flag; what neither names has no label, since nobody's address is invented.
+Each comes from the matrix or the command line. A value that neither names has no label: no address is invented.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = re.compile(r"[^\s\"$\\](?:[^\"$\\\r\n]*[^\s\"$\\])?")
 
 @dataclass(frozen=True, kw_only=True)
 class Publisher:
-    """`source` is the address of the repository, `url` of what tells more, `vendor` a name."""
+    """`source` is the repository's address, `url` a page with more, `vendor` a name."""
 
     source: str | None = None
     url: str | None = None

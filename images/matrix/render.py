@@ -19,7 +19,7 @@ from images.matrix.matrix import LOCKS, Cell, Toolkit, ToolkitForm
 
 TEMPLATES = Path("images/templates")
 LAUNCHER = Path("images/rootfs/appliance")
-FIXED_ADDRESSES = Path("images/builder/fixed-addresses.c")  # for nvcc: why stands in it
+FIXED_ADDRESSES = Path("images/builder/fixed-addresses.c")  # for nvcc; the file tells why
 KERNEL_CHECKS = (Path("images/builder/kernel-check.cpp"), Path("images/builder/tile_config.py"))
 PACKAGE = Path("appliance")
 BUILD_ID_MARK = "@BUILD_ID@"
@@ -51,7 +51,7 @@ NVRTC = "nvrtc, by which cuBLAS may compile kernels when it runs"
 NVIDIA_LICENSE = "LicenseRef-NVIDIA-CUDA-EULA"
 CPU_JIT = "TorchInductor"  # with g++; what torch.compile writes for a CPU is C++
 OWN_LICENSE = "Apache-2.0"
-GIVEN_WHEELS = "given-wheels"  # an empty stage, which `build --wheels` puts a folder in the place of
+GIVEN_WHEELS = "given-wheels"  # an empty stage that `build --wheels` replaces with a folder
 TOOLKIT_SOURCE_LABEL = "io.appliance.cuda.toolkit"
 NONE = "none"  # the label of a fact that this cell does not have; an absent label would read as "not known"
 

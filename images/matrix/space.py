@@ -17,7 +17,7 @@ from images.matrix.matrix import Cell, ToolkitForm
 # come on top.
 TOOLS_MIB = 2048
 TOOLKIT_MIB: Mapping[ToolkitForm, int] = {"wheels": 2048, "debian": 6656, "image": 18432}
-WHEELS_MIB = 4096  # of an engine that comes in wheels with its toolkit: what is unpacked beside the image's own layers
+WHEELS_MIB = 4096  # for an engine from wheels with its toolkit: the unpacked files besides the image's layers
 SM_MIB = 2048
 # The finished files stand in the builder's layers and in the loaded image.
 COPIES_IN_ENGINE = 2

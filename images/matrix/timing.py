@@ -1,6 +1,6 @@
-"""How long the build of an image took, for `verify --record`: .make/images/<build id>.took.json.
+"""Durations of builds, for `verify --record`: .make/images/<build id>.took.json.
 
-A command whose result the builder had kept takes no time, so the stages with such commands are named.
+A cached command takes no time, so stages with cached commands are named.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 @dataclass(frozen=True, kw_only=True)
 class Took:
     digest: str  # of the image
-    seconds: int  # of all steps after the check of its packages, the export and the loading
-    kept: tuple[str, ...]  # stages of which the builder had kept a RUN
+    seconds: int  # seconds of all steps after the package check, of export and loading
+    kept: tuple[str, ...]  # stages with a cached RUN
 
 
 _TOOK = TypeAdapter(Took)

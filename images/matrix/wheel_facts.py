@@ -16,7 +16,7 @@ from images.rows import Names, Row, Source, Text
 
 
 class Jit(Row):
-    """A compiler that stays in the image and works when the engine runs."""
+    """A compiler that stays in the image and works while the engine runs."""
 
     name: Text
     compiles: Text

@@ -1,4 +1,4 @@
-"""Digests of base images, asked of a registry and written into build_matrix.yaml, where they stand between comments."""
+"""Asks registries for digests of base images and writes them into build_matrix.yaml, keeping its comments."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ URI_LINE = re.compile(r"^'\S+' ([a-z0-9][a-z0-9+.-]*)_([^_\s]+)_([a-z0-9]+)\.deb
 PART_MARK = "@part "
 LIST_MARK = "@list "  # suite and date of a list that apt read
 LOCK_COMMAND = "python -m images lock --debian"
-# As snapshot archives write a moment.
+# Timestamps of snapshot archives.
 TIMESTAMP = "%Y%m%dT%H%M%SZ"
 # The main archive publishes every six hours, and its snapshot is taken about half an hour later: a list of 02:11 is in
 # the snapshots 20261024T023111Z to 20261024T08…. Asked for the date of the list itself, a snapshot archive gives the
@@ -57,11 +57,11 @@ class Lock(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     image: str
-    base: str  # its identity, as BaseChoice has it: what it holds already is in no part
+    base: str  # identity from BaseChoice; packages of the base are in no part
     platform: Platform
-    archive_date: str  # of the youngest list that apt read
-    snapshot: Annotated[str, Field(pattern=r"^\d{8}T\d{6}Z$")]  # what to ask a snapshot archive for
-    suites: list[str]  # that apt read lists of
+    archive_date: str  # date of the youngest list that apt read
+    snapshot: Annotated[str, Field(pattern=r"^\d{8}T\d{6}Z$")]  # timestamp to ask a snapshot archive for
+    suites: list[str]  # suites whose lists apt read
     parts: dict[str, dict[str, Locked]]
 
 
@@ -126,7 +126,7 @@ class Archive:
     """The archive that `lock` asks. `prepare` turns the base's sources into shell lines that run before apt."""
 
     prepare: Callable[[str], str] | None = None  # None: the base's own sources
-    timestamp: str | None = None  # of a snapshot archive
+    timestamp: str | None = None  # timestamp of a snapshot archive
 
 
 def lock(

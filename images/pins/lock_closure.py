@@ -23,7 +23,7 @@ _FILE = re.compile(r"(?:-r|--override|-c) (\S+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Locked:
-    """One package of a lock. `wanted_by` are names of packages, `files` those that ask for it themselves."""
+    """A package of a lock. `wanted_by` are packages that ask for it, `files` requirements files that do."""
 
     version: Version
     wanted_by: frozenset[str]

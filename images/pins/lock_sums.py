@@ -1,8 +1,7 @@
-"""images/locks/SHA256SUMS: the checksum of every lock, in the form that `sha256sum -c` reads.
+"""images/locks/SHA256SUMS: the checksum of every lock, in the form of `sha256sum -c`.
 
-Each lock's line is written by what writes the lock (`lock`, `lock --debian`) and by nothing else: a lock that was
-edited by hand is found without a network. In a file of its own, since a lock is an input of builds: a line in it would
-make every layer anew.
+Only `lock` and `lock --debian` write a lock's line, so a lock edited by hand is found without a network. The checksums
+have their own file, since a lock is an input of builds: a line in it would make every layer anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every CPU variant of a built image, executed: on this machine where its CPU can, else in an emulated one.
+"""Executes every CPU variant of a built image: on this machine if its CPU can, else in an emulated one.
 
-What is compiled is not proven: bookworm's gcc 12 compiled an AMX variant that died at its first instruction. So
-`kernel-check` in the image runs each variant's matrix products and attention against the baseline's.
+Compiling proves nothing: bookworm's gcc 12 compiled an AMX variant that died at its first instruction. So `kernel-
+check` in the image compares each variant's matrix products and attention with the baseline's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """`verdicts`: one or more for each variant that was built. `why_not_emulated`: what kept the emulator away."""
+    """Verdicts of the variants, one or more each. `why_not_emulated` tells what kept the emulator away."""
 
     built: tuple[str, ...]
     verdicts: tuple[Verdict, ...]

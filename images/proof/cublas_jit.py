@@ -1,4 +1,4 @@
-"""The compiler that cuBLAS opens when it runs, tried in a finished image: it needs no GPU to compile for one."""
+"""Tries the compiler that cuBLAS opens at run time, in a finished image. It needs no GPU to compile for one."""
 
 from __future__ import annotations
 

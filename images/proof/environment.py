@@ -1,7 +1,7 @@
-"""The environment of an image: what its base and its Dockerfile give, and what differs from that. Pure.
+"""Compares an image's variables with those of its base and its Dockerfile. Pure.
 
-A changed PATH has the entry point start another program, and a variable of Python or of the engine makes it load other
-code, though every file is as the build left it.
+A changed PATH makes the entry point start another program, and a variable of Python or of the engine makes it load
+other code, with every file unchanged.
 """
 
 from __future__ import annotations

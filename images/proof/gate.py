@@ -84,7 +84,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """One file. Of NVIDIA's own libraries only `targets` is known; a file without GPU code has neither."""
+    """A file. NVIDIA's own libraries have only `targets`; a file without GPU code has neither."""
 
     path: str
     kernels: tuple[Kernel, ...] = ()
@@ -99,7 +99,7 @@ class Library:
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Kernels of one library by what they are on one chip; the rest cannot run there."""
+    """Numbers of one library's kernels by how they run on one chip; the rest cannot run there."""
 
     library: str
     kernels: int
@@ -127,10 +127,10 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownGaps:
-    """The kernels that a cell admits to have no machine code for: library and kernel as globs."""
+    """Kernels that may lack machine code: library and kernel as globs."""
 
     kernels: tuple[tuple[str, str], ...] = ()
-    counts: tuple[Count, ...] = ()  # of the libraries that it was made from; empty: nobody counted
+    counts: tuple[Count, ...] = ()  # counts of the libraries it was made from; empty: nobody counted
 
     def admits(self, library: str, kernel: str) -> bool:
         return any(_matches(library, kernel, known) for known in self.kernels)
@@ -186,7 +186,7 @@ class _ListedRow(_PlatformRow):
 
 class _GapFile(Row):
     native: Literal["partial"]
-    source: str  # what was read to know it
+    source: str  # what was read
     libraries: tuple[_CountRow, ...] = ()
     listed: tuple[_ListedRow, ...] = ()
     gaps: tuple[_GapRow, ...] = Field(min_length=1)
@@ -332,8 +332,9 @@ def query_library(tool: Path, file: Path, *, name: str | None = None) -> Library
 
 
 def _targets(tool: Path, file: Path, path: str) -> dict[str, int]:
-    """Cubins by target. From the file's headers where cuobjdump reads none: that of CUDA 13 takes code for chips before
-    SM 75, which cuBLAS 12.4 has, for no ELF. Headers write `90` for `90a`.
+    """Returns cubins by target, from the file's headers if cuobjdump reads none.
+
+    That of CUDA 13 takes code for chips before SM 75, which cuBLAS 12.4 has, for no ELF. Headers write `90` for `90a`.
     """
     try:
         return _dump(tool, ("--list-elf",), file, parse_listing) or {}

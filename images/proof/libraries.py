@@ -45,7 +45,7 @@ class Unresolved:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """`faults` in words: what cannot be read, and versions of symbols that a library has not."""
+    """Answers of the loader. `faults`: unreadable files, and versions of symbols that a library lacks."""
 
     asked: int
     unresolved: tuple[Unresolved, ...] = ()
@@ -55,8 +55,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Libraries of which the loader finds nothing by itself, and which do no harm. `is_here`: in the image under
-    another path, and loaded from there before."""
+    """Libraries that the loader does not find and that do no harm. `is_here`: loaded before from another path."""
 
     library: re.Pattern[str]
     file: re.Pattern[str]

@@ -1,7 +1,7 @@
-"""License texts in an image: the engine's, those of CUDA's libraries, and one for each wheel. Pure.
+"""License texts in an image: the engine's, CUDA libraries', and one for each wheel. Pure.
 
-A wheel brings its text in its dist-info. Those of the locks that do not are rows of images/facts/licenses.yaml, with
-where else their text is; one more fails `verify`, and so does one that brings a text by now.
+A wheel brings its text in its dist-info. Wheels without one are rows of images/facts/licenses.yaml, with the place of
+their text. An unlisted one fails `verify`, and so does a listed one that has brought a text since.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ CUDA_TEXT = re.compile(
     rf"^(?:{FOLDER}[^/]*(?:nvidia|cuda)[^/]*/.+|usr/share/doc/libcu[^/]+/copyright|"
     r"opt/[^/]+/lib/nvidia_(?!ml_py)[^/]+\.dist-info/(?:licenses/)?[^/]*[Ll]icense[^/]*)$"
 )
-FACTS_NAME = "images/facts/licenses.yaml"  # as a person sees it
+FACTS_NAME = "images/facts/licenses.yaml"  # path for messages
 
 
 class Wheel(Row):
-    """A wheel without a text in its dist-info. One of: `in_package`, a file below the folder that it was installed to;
-    `in_base`, a file that the base image has; `says`, what its METADATA says of a license whose text is nowhere."""
+    """A wheel without a text in its dist-info, with one of three places.
+
+    `in_package`: a file below its folder. `in_base`: a file of the base image. `says`: its METADATA, if there is no
+    text.
+    """
 
     name: Text
     in_package: Text | None = None
@@ -71,7 +74,7 @@ class _FactsFile(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """`missing`: what has no text and should. `silent`: wheels of which that is known, with what they say of it."""
+    """Result of the search. `missing`: components that lack a text. `silent`: wheels known to have none."""
 
     wheels: int
     missing: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Builds a cell twice without a cache and compares: same manifest digest, or the first place where they differ."""
+"""Builds a cell twice without a cache and compares the manifests, or names the first place that differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first place where two images differ. Of a file the hashes cover its header and its content."""
+    """The first place where two images differ. A file's hashes cover its header and its content."""
 
     layer: int | None  # 0 is the base; None: its configuration or manifest
     path: str
@@ -108,7 +108,7 @@ def published(what: str, platform: str, *, cwd: Path) -> Published:
 
 
 def against(root: Path, job: Job, engine: docker.Engine, other: Published) -> Reproduction:
-    """Builds once, each step again, and compares. Without the other's archive a difference has no place."""
+    """Builds once, each step again, and compares. The place of a difference needs the other's archive."""
     refuse_platform((job.cell,), engine.platform, done="reproduced")
     archive = job.archive.with_name(f"{job.cell.id}.1.oci.tar")
     job.archive.parent.mkdir(parents=True, exist_ok=True)

@@ -104,14 +104,14 @@ RELATIONS: dict[Kind, RelationshipType] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One thing in the image, or one that made it. `license` is an SPDX expression, or None where none is known."""
+    """A component of the image, or of what made it. `license` is an SPDX expression, None if unknown."""
 
     kind: Kind
     name: str
     version: str | None
     purl: str
     license: str | None = None
-    said: str | None = None  # of its licenses, in its own words
+    said: str | None = None  # licenses in the package's own words
     sha256: str | None = None
     comment: str | None = None
 
@@ -124,7 +124,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Hashes:
-    """SHA-256 of the files that packages were installed from, as the locks of the build have them."""
+    """SHA-256 of the files that packages were installed from, by the locks of the build."""
 
     debs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # by name and version
     wheels: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by name==version: each file of the release
@@ -223,7 +223,7 @@ def _hashed(wheel: Component, record: Entry | None, known: Mapping[str, frozense
 
 
 def appliance(tree: Tree, image: docker.Image) -> Component:
-    """This project's own code in the image, by what its files are."""
+    """Returns this project's own code in the image, identified by its files."""
     own = [each for path, each in sorted(tree.files.items()) if path.startswith(OWN_CODE) and path.endswith(".py")]
     lines = "".join(f"{each.sha256}  {each.path.removeprefix(OWN_CODE)}\n" for each in own)
     version = image.labels.get(VERSION_LABEL, "0")

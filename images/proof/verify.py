@@ -49,7 +49,7 @@ TOOL = re.compile(
     r"^(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|cc|c\+\+|cpp|clang(?:\+\+)?|ld|as|ar|make|cmake|ninja|nvcc|patch|pip\d?)"
     r"(?:-?[\d.]+)?$"
 )
-# Of the driver, which the container runtime mounts: one in the image would be loaded instead of the machine's own.
+# Libraries of the driver, which the container runtime mounts: a copy in the image would be loaded instead.
 DRIVER = re.compile(r"(?:^|/)lib(?:cuda|cudadebugger|nvcuvid|nvidia-[\w-]+)\.so(?:\.|$)")
 CUDA_TOOLKIT = re.compile(
     r"(?:^|/)(?:nvcc|ptxas|cicc|cudafe\+\+|fatbinary|nvlink|bin2c|cuobjdump|nvdisasm|tileiras|nvcc\.profile|"
@@ -85,22 +85,22 @@ class Check:
 class ImageSnapshot:
     cell: Cell
     platform: Platform
-    config: Mapping[str, Any]  # of the image, as the engine inspects it
+    config: Mapping[str, Any]  # configuration of the image in the engine's form
     tree: Tree
     version: docker.Finished  # `appliance version`
-    engine_version: docker.Finished  # what the engine says of itself
+    engine_version: docker.Finished  # the engine's version output
     secrets: frozenset[bytes] = frozenset()  # certificates that were lent to the build
-    kernels: tuple[gate.Report, ...] = ()  # of a CUDA cell, one for each chip
-    jit: docker.Finished | None = None  # of a cell whose cuBLAS compiles when it runs
-    cpu_kernels: cpu_kernels.Report | None = None  # of an engine with CPU variants
+    kernels: tuple[gate.Report, ...] = ()  # for a CUDA cell, one for each chip
+    jit: docker.Finished | None = None  # for a cell whose cuBLAS compiles when it runs
+    cpu_kernels: cpu_kernels.Report | None = None  # for an engine with CPU variants
     linked: libraries.Answers | str = "the image's loader was not asked"
-    debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
-    asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
-    build_id: str = ""  # that this tree would give the image, on its base and of its packages
-    revision: build.Judged | None = None  # of the label; None: the image is of another tree, and nobody can know
-    recipe: recipe.RecipeRow | None = None  # of this tree, that the image's label names
-    environment: Mapping[str, str] = field(default_factory=dict)  # that base and Dockerfile give it
-    configured: Mapping[str, object] = field(default_factory=dict)  # what `docker run` takes from it, by the Dockerfile
+    debian: debian.Lock | None = None  # lock of its base, or its temporary one
+    asked: str = ""  # packages that the runtime stage asks for: a part of that lock
+    build_id: str = ""  # build id that this tree gives the image, with its base and packages
+    revision: build.Judged | None = None  # verdict on the label; None: the image is of another tree
+    recipe: recipe.RecipeRow | None = None  # recipe of this tree that the image's label names
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of base and Dockerfile
+    configured: Mapping[str, object] = field(default_factory=dict)  # configuration for `docker run`, by the Dockerfile
 
     @property
     def engine_files(self) -> EngineFiles:
@@ -230,7 +230,7 @@ def _archives(root: Path) -> Path:
 
 
 def _saved_tree(folder: Path, engine: docker.Engine, image: str, *, gpu_files: re.Pattern[str] | None) -> Tree:
-    """Reads the image by way of `folder`; the libraries of a CUDA cell stay there for cuobjdump."""
+    """Reads the image through `folder`; the libraries of a CUDA cell stay there for cuobjdump."""
     archive = folder / "saved.tar"
     engine.save(image, archive)
     tree = read_tree(archive, extraction=Extraction(pattern=gpu_files, folder=folder) if gpu_files else None)

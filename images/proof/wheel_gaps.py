@@ -1,8 +1,8 @@
-"""The gate on an engine's wheels: images/gaps/<cell>-smNN.yaml, which says what of them runs on a chip and how.
+"""The gate on an engine's wheels: images/gaps/<cell>-smNN.yaml tells which kernels run on a chip and how.
 
-One wheel serves every chip, so no cell of it runs all its kernels natively. What it lacks is data: globs that match the
-gaps and nothing else, and a count of kernels by library. `verify` and `gate` hold images to it; `images gaps FILE…`
-makes it anew, `--check` names what changed.
+One wheel serves every chip, so no cell of it runs all its kernels natively. The gaps are data: globs that match them
+and nothing else, and a count of kernels by library. `verify` and `gate` hold images to it. `images gaps FILE…` writes
+it, `--check` names changes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """One file with the libraries in it that carry GPU code."""
+    """A file with those of its libraries that carry GPU code."""
 
     name: str
     sha256: str
@@ -86,7 +86,7 @@ def identify(file: Path, source: Source, lock: str) -> Identity:
 
 
 def read_wheel(tool: Path, file: Path, identity: Identity) -> Wheel:
-    """Unpacks its libraries into a folder that is gone afterwards."""
+    """Unpacks the wheel's libraries into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="gaps-") as folder, ThreadPoolExecutor(WORKERS) as pool:
         unpacked = list(_unpack(file, Path(folder)))
         found = pool.map(lambda pair: gate.query_library(tool, pair[1], name=pair[0]), unpacked)

@@ -1,8 +1,7 @@
-"""A GGUF file that is here -> a folder of safetensors, for an engine that loads no GGUF: `fetch NAME --safetensors`,
-and rungs of a recipe that are `made_of` another one.
+"""Converts a GGUF file into a folder of safetensors: `fetch NAME --safetensors`, and `made_of` rungs.
 
-transformers reads GGUF, and is in the image of the CPU build; torch is nothing that a developer's machine should need
-for it. The two packages that transformers wants beside it are hash-locked, and lent to that one container.
+transformers reads GGUF and is in the image of the CPU build, so that a developer's machine needs no torch. The two
+packages that transformers needs for it are hash-locked and lent to that one container.
 """
 
 from __future__ import annotations

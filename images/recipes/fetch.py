@@ -1,4 +1,4 @@
-"""Brings the weights of a rung to this machine: whole and as announced, or not at all. What broke off goes on later."""
+"""Fetches the weights of a rung: whole and with the announced hash, or not at all. It resumes broken downloads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from images.errors import BuildError
 from images.matrix.matrix import LOCKS
 from images.recipes.recipe import HUB, FileRow, RungRow, Wheel
 
-_CHUNK_BYTES = 2**16  # what came of a piece is lost when the connection breaks
+_CHUNK_BYTES = 2**16  # a piece is lost if the connection breaks
 _TIMEOUT_S = 60.0  # between two pieces
-_TRIES = 3  # in a row without a new byte
+_TRIES = 3  # tries in a row without a new byte
 _SAID_EVERY_S = 5.0
 _PROXY_HINT = "behind an intercepting proxy give --ca-bundle; or put the file there by hand, its hash is checked"
 

