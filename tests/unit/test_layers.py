@@ -125,7 +125,15 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
               "appliance/engines/vllm/planning/", "appliance/engines/vllm/process/server",
               "appliance/gateway/routes/models", "appliance/model/shapes/described", "appliance/model/shapes/quantize",
               "appliance/model/shapes/tensors", "appliance/model/shapes/shape",
-              "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
+              "images/matrix/matrix", "images/matrix/compat", "images/matrix/render", "images/choice/explain",
+              "images/choice/select")  # fmt: skip
+# The groups of images/ in the order in which an image comes about: each may import those before it. None stands in a
+# circle with another, and no file with another file.
+IMAGES_LEAVES = ("errors", "own_python", "rows", "docker", "console")
+IMAGES_ORDER = ("matrix", "choice", "recipes", "pins", "layers", "build", "proof", "ci", "verbs")
+# Programs that run inside an image or its build, beside the files that copy them there.
+COPIED = {"builder", "router"}
+FILES_IN_A_FOLDER = 15
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
     "fastapi": ("appliance/gateway/",),
@@ -188,6 +196,53 @@ def test_imports_point_up_the_stream() -> None:
                 if other and room not in WITHOUT_RULES and other != room:
                     allowed_rooms = STRICT_LEAVES.get(room, LEAVES | MAY_IMPORT[room])
                     assert other in allowed_rooms, f"{name}:{node.lineno} imports {module}"
+
+
+def imports_among(package: str) -> dict[str, set[str]]:
+    """Every module of a package with the modules of it that it imports, those inside of functions and for types too."""
+    modules = {module_of(path) for path in FILES if name_of(path).startswith(f"{package}/")}
+    return {
+        module_of(path): {each for each in targets(path) if each in modules}
+        for path in FILES
+        if module_of(path) in modules
+    }
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def targets(path: Path) -> Iterator[str]:
+    for module, node in imports(path):
+        yield module
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_groups_of_images_import_those_before_them() -> None:
+    order = (*IMAGES_LEAVES, *IMAGES_ORDER)
+    groups = {path.parent.name for path in (ROOT / "images").glob("*/__init__.py")}
+    assert groups == set(IMAGES_ORDER)
+    for module, imported in imports_among("images").items():
+        group = room_of(module)
+        if group in {*COPIED, "", "__main__"}:
+            continue
+        for other in map(room_of, imported):
+            assert not other or other == group or order.index(other) < order.index(group), f"{module} imports {other}"
+
+
+def test_no_file_of_images_is_in_a_circle() -> None:
+    edges = imports_among("images")
+    edges = {module: imported - {module, "images"} for module, imported in edges.items()}
+    while ends := {module for module, imported in edges.items() if not imported & edges.keys()}:
+        edges = {module: imported for module, imported in edges.items() if module not in ends}
+    assert edges == {}
+
+
+def test_no_folder_of_images_is_crowded() -> None:
+    folders = {path.parent for path in FILES if name_of(path).startswith("images/")}
+    counts = {name_of(folder): sum(each.is_file() for each in folder.iterdir()) for folder in folders}
+    assert {name: count for name, count in counts.items() if count > FILES_IN_A_FOLDER} == {}
 
 
 def test_environment_and_io_stay_in_their_rooms() -> None:
