@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from images import compat, matrix, render  # noqa: E402 - found through the line above
+from images.matrix import compat, matrix, render  # noqa: E402 - found through the line above
 
 
 def main() -> int:

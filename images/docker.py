@@ -32,23 +32,28 @@ from images.errors import BuildError
 T = TypeVar("T")
 KEPT_LINES = 400
 ENGINE_TIMEOUT_S = 600.0  # loading or saving a CUDA image takes minutes on a slow disk
-QUICK_TIMEOUT_S = 20.0  # what does not answer by then hangs: docker and nvidia-smi need seconds at most
+QUICK_TIMEOUT_S = 20.0  # without an answer by then it hangs: docker and nvidia-smi need seconds at most
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 HTTP_CONFLICT = 409
 TIMED_OUT, NOT_STARTED, NOT_FOUND = 124, 126, 127
 LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
-# Of BuildKit's plain progress: a command with its number and stage, and a step that it did not run again. What is only
-# copied takes no time to speak of, and cells share it.
+# Lines of BuildKit's plain progress: a command with its number and stage, and a step that was cached. Steps that only
+# copy take no time, and cells share them.
 STEP = re.compile(r"^#(\d+) \[(?:linux/\w+ )?([\w.-]+) +\d+/\d+\] RUN\b")
 KEPT_STEP = re.compile(r"^#(\d+) CACHED$")
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+# An image's name without tag and digest. A dot, a port or being localhost tells a registry's host from an account.
+IMAGE_NAME = re.compile(
+    r"^(?:[A-Za-z0-9][\w.-]*(?::\d+)?/)?[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A program that ended. `lines` are its last lines, both streams together, oldest first; `kept_stages` those of a
-    build of which the builder had kept a command's result.
+    """A program that ended. `lines` are the last lines of both streams, oldest first.
+
+    `kept_stages` are stages of a build with a cached command.
     """
 
     code: int
@@ -60,10 +65,10 @@ class Finished:
 class Image:
     id: str
     tags: tuple[str, ...]
-    digests: tuple[str, ...]  # of the registries it came from, `name@sha256:…`
+    digests: tuple[str, ...]  # registries it came from: `name@sha256:…`
     config: Mapping[str, Any]
     size_bytes: int = 0
-    platform: str = ""  # as the matrix writes it: linux/amd64
+    platform: str = ""  # the matrix's form: linux/amd64
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -71,7 +76,7 @@ class Image:
 
 
 def parse_inspected(line: str) -> Image | None:
-    """Of `docker image inspect` in the form `Id RepoTags Labels`, the latter two as JSON; None for another line."""
+    """Parses a line of `docker image inspect`: id, names and labels, the latter two as JSON. None for another line."""
     digest, _, rest = line.partition(" ")
     try:
         tags, end = json.JSONDecoder().raw_decode(rest)
@@ -100,7 +105,7 @@ class Hardening:
 
 
 class _NotStartedError(BuildError):
-    """`code`, as a shell says it: not there, or there and not to be started."""
+    """A program that did not start. `code` is the shell's: missing, or not executable."""
 
     def __init__(self, program: str, error: OSError) -> None:
         hint = "install Docker with its buildx plugin" if program == "docker" else "is it installed, and on the PATH?"
@@ -110,7 +115,7 @@ class _NotStartedError(BuildError):
 
 
 def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
-    """Runs a program and copies what it says to stderr as it comes: stdout stays data."""
+    """Runs a program and copies its output to stderr as it comes: stdout stays data."""
     kept: deque[str] = deque(maxlen=KEPT_LINES)
     stages: dict[str, str] = {}
     done: list[str] = []
@@ -126,7 +131,7 @@ def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
 
 
 def capture(argv: tuple[str, ...], *, cwd: Path, timeout_s: float | None = None) -> Finished:
-    """Runs a short program in silence. One that does not answer in time is ended, and its code is TIMED_OUT."""
+    """Runs a short program in silence. Without an answer in time it is ended, and its code is TIMED_OUT."""
     try:
         with _started(argv, cwd, stderr=subprocess.PIPE) as process:
             out, err = process.communicate(timeout=timeout_s)
@@ -138,7 +143,7 @@ def capture(argv: tuple[str, ...], *, cwd: Path, timeout_s: float | None = None)
 
 
 def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Path) -> tuple[T, Finished]:
-    """Runs a program and hands its stdout to `parse` as it comes; `lines` of the result are those of its stderr."""
+    """Runs a program and hands its stdout to `parse` as it comes; `lines` of the result are those of stderr."""
     with tempfile.TemporaryFile("w+") as errors:  # a pipe of its own could fill up while nobody reads it
         # In our own group: several run at once in threads, where only the terminal's interrupt reaches them.
         with _started(argv, cwd, stderr=errors, has_group=False) as process:
@@ -152,8 +157,10 @@ def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Pat
 def _started(
     argv: tuple[str, ...], cwd: Path, *, stderr: int | IO[str], has_group: bool = True
 ) -> Iterator[subprocess.Popen[str]]:
-    """A running program that is gone when the block is left, also by an interrupt. `has_group`: of its own, with what
-    it starts in turn: docker runs buildx as a child."""
+    """Runs a program that is gone when the block is left, even after an interrupt.
+
+    `has_group`: True to give it a process group, for its children: docker runs buildx as a child.
+    """
     process = None
     try:
         with _undisturbed():
@@ -188,7 +195,7 @@ def _popen(argv: tuple[str, ...], cwd: Path, *, stderr: int | IO[str], has_group
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Holds a request to end back to the end of the block: a program that nobody knows yet would be left running."""
+    """Delays a request to end until the block is left: a program just started would be left running."""
     if threading.current_thread() is not threading.main_thread():
         yield  # no signal comes here
         return
@@ -207,7 +214,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[str], *, has_group: bool) -> None:
-    """SIGTERM, and SIGKILL for what is there after that. Gives up on a program that the kernel does not let go."""
+    """Sends SIGTERM, then SIGKILL to what is left. Gives up on a program that the kernel does not release."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):  # it ended meanwhile
             if has_group:
@@ -219,14 +226,14 @@ def _end(process: subprocess.Popen[str], *, has_group: bool) -> None:
 
 
 class Engine:
-    """The Docker engine, connected to when it is first needed; BuildError in words when there is none."""
+    """The Docker engine, connected at the first use. Raises BuildError if there is none."""
 
     def __init__(self, *, quick_timeout_s: float = QUICK_TIMEOUT_S) -> None:
         self._quick_timeout_s = quick_timeout_s
 
     @cached_property
     def _quick(self) -> docker.DockerClient:
-        """For what an engine says at once; one that hangs is given up."""
+        """Client for questions that an engine answers at once; one that hangs is given up."""
         with _in_words("the Docker engine does not answer"):
             client = docker.from_env(timeout=int(self._quick_timeout_s))
             client.ping()
@@ -240,7 +247,7 @@ class Engine:
 
     @property
     def platform(self) -> str:
-        """As the matrix writes it: linux/amd64."""
+        """Platform in the matrix's form: linux/amd64."""
         with _in_words("the engine does not say what it is"):
             version = self._quick.version()
         architecture = str(version["Arch"])
@@ -248,14 +255,14 @@ class Engine:
 
     @property
     def image_store(self) -> str:
-        """What keeps its images: `io.containerd.snapshotter.v1`, or the name of a storage driver such as overlay2."""
+        """Returns the engine's image store: `io.containerd.snapshotter.v1`, or a storage driver such as overlay2."""
         with _in_words("the engine does not say how it keeps images"):
             info = self._quick.info()
         status = dict(info.get("DriverStatus") or [])
         return str(status.get("driver-type") or info.get("Driver"))
 
     def image(self, reference: str) -> Image | None:
-        """None when the engine has no such image."""
+        """Returns the image, or None if the engine has none of that name."""
         with _in_words(f"the engine cannot inspect {reference}"):
             try:
                 return _image(self._client.images.get(reference).attrs)
@@ -268,13 +275,13 @@ class Engine:
             return [_image(image.attrs) for image in self._client.images.list(filters={"label": wanted})]
 
     def images_untagged(self, label: str) -> list[Image]:
-        """Those that carry this label and have no name any more."""
+        """Returns images that carry this label and have lost their name."""
         with _in_words("the engine cannot list its images"):
             found = self._client.images.list(filters={"label": label, "dangling": True})
             return [_image(image.attrs) for image in found]
 
     def remove(self, image_id: str) -> bool:
-        """False when a container still uses it, which keeps it."""
+        """Removes an image. False if a container still uses it."""
         with _in_words(f"the engine cannot remove {image_id}"):
             try:
                 self._client.images.remove(image_id)
@@ -300,14 +307,14 @@ class Engine:
         ]
 
     def prune_cache(self, record_id: str) -> int:
-        """Bytes that removing this one record gave back; 0 when another needs it or it is gone."""
+        """Removes one record and returns the bytes given back; 0 if another needs it or it is gone."""
         with _in_words(f"the engine cannot remove {record_id} from its builder's cache"):
             # The stubs know two of the filters that the engine takes.
             done = self._client.api.prune_builds(filters={"id": record_id}, all=True)  # type: ignore[arg-type]
         return int(done.get("SpaceReclaimed") or 0)
 
     def data_folder(self) -> Path | None:
-        """Where the engine keeps images and cache; None where that is not on this machine's own disk."""
+        """Returns the engine's folder of images and cache; None if it is not on this machine's own disk."""
         with _in_words("the engine does not say where its data is"):
             folder = Path(str(self._quick.info()["DockerRootDir"]))
             is_local = self._client.api.base_url.startswith(LOCAL_ENGINE)
@@ -356,14 +363,14 @@ def _run_to_end(container: Container) -> Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a registry has under a name."""
+    """An entry of a registry under a name."""
 
-    digest: str  # of the index, where there is one
-    platforms: tuple[str, ...] | None  # the engine does not say it of a single OCI manifest
+    digest: str  # digest of the index, if there is one
+    platforms: tuple[str, ...] | None  # None for a single OCI manifest: the engine does not tell
 
 
 def query_registry(reference: str, *, timeout_s: float) -> Published:
-    """Asked through the engine, which knows how to reach it. BuildError when none answers or it has no such image."""
+    """Asks a registry through the engine, which can reach it. Raises BuildError without an answer or image."""
     try:
         found = docker.from_env(timeout=int(timeout_s)).images.get_registry_data(reference)
     except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
@@ -375,7 +382,7 @@ def query_registry(reference: str, *, timeout_s: float) -> Published:
 
 
 def registry_has(reference: str, *, timeout_s: float) -> bool:
-    """Whether a registry, asked through the engine, knows this reference; False also when none answers in time."""
+    """True if a registry, asked through the engine, has this reference. False also if none answers in time."""
     try:
         docker.from_env(timeout=int(timeout_s)).images.get_registry_data(reference)
     except (docker.errors.DockerException, requests.exceptions.RequestException):

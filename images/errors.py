@@ -40,7 +40,7 @@ class BuildError(FatalError):
 
 
 class ArchiveError(BuildError):
-    """Never for what an archive gave wrongly."""
+    """An archive that did not deliver. Wrong bytes from an archive are another error."""
 
 
 class VerificationError(FatalError):
@@ -48,6 +48,6 @@ class VerificationError(FatalError):
 
 
 def near_miss(name: str, known: Iterable[str]) -> str | None:
-    """A hint that names the known spelling closest to `name`, if one is close."""
+    """Returns a hint with the known spelling closest to `name`, or None if none is close."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"perhaps you meant {near[0]}" if near else None

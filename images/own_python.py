@@ -1,7 +1,7 @@
-"""Hands over to the Python of the project's .venv when this one lacks what the project needs: importing this does it.
+"""Importing this hands over to the Python of the project's .venv if this one lacks a package.
 
-So `python3 -m images …` works on a machine that has Docker, make and Python 3.11 and nothing else: `make venv` makes
-the .venv, or brings it up to date. Imported before anything that is not in the standard library.
+So `python3 -m images …` works on a machine with only Docker, make and Python 3.11: `make venv` makes the .venv or
+updates it. It is imported before anything outside the standard library.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ exec "$0/.venv/bin/python" "$@"
 
 
 def lacking(words: Sequence[str]) -> list[str]:
-    """What `words`, the command line with its interpreter, needs and this Python has not."""
+    """Returns the packages that the command line `words`, with its interpreter, needs and this Python lacks."""
     is_benchmark = any(word.startswith(("benchmarks.", "benchmarks/")) for word in words[1:3])
     return [name for name in (FOR_BENCHMARKS if is_benchmark else FOR_IMAGES) if find_spec(name) is None]
 
 
 def hand_over(words: Sequence[str]) -> None:
-    """Returns where nothing is missing. Otherwise this process becomes the other Python's, with the same words."""
+    """Returns if nothing is missing. Otherwise this process becomes the other Python, with the same words."""
     missing = lacking(words)
     if not missing:
         return

@@ -1,6 +1,6 @@
-"""The one reader of YAML files: values, checked against a kind of row, with every fact's source cited.
+"""The only reader of YAML files: it checks values against a kind of row, with every fact's source cited.
 
-Each fault is a MatrixError of one form: file, place, what is allowed there, the value that stands there.
+Each fault is a MatrixError of one form: file, place, allowed values, actual value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Row(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_yes_for_one(cls, value: object, info: ValidationInfo) -> object:
-        """`kernels: true` would be 1: YAML's booleans are Python's, and these are numbers."""
+        """Refuses booleans for numbers: `kernels: true` would be 1."""
         if isinstance(value, bool):
             kinds = list(_leaves(cls.model_fields[str(info.field_name)].annotation))
             if bool not in kinds and (int in kinds or float in kinds):
@@ -42,7 +42,7 @@ Kind = TypeVar("Kind", bound=Row)
 
 
 class Source(Row):
-    """Where a fact is from: what was read or measured, and on which day."""
+    """Source of a fact: what was read or measured, and when."""
 
     kind: Literal["measured", "file", "document", "report", "inferred"]
     what: Text
@@ -55,7 +55,7 @@ class Source(Row):
 
 
 def load(path: str | Path, *, root: Path = PROJECT, hint: str | None = None) -> object:
-    """The values of a file below `root`. MatrixError when it cannot be read, or has a key twice."""
+    """Reads the values of a file below `root`. Raises MatrixError if it is unreadable or has a key twice."""
     try:
         return _values((root / path).read_bytes())
     except OSError as error:
@@ -70,12 +70,12 @@ def load(path: str | Path, *, root: Path = PROJECT, hint: str | None = None) -> 
 
 @lru_cache(maxsize=32)
 def _values(content: bytes) -> object:
-    """Not to be changed: shared by all who read the same bytes. pyyaml takes 0.1 s for the matrix."""
+    """Reads values that all readers share and none may change: pyyaml takes 0.1 s for the matrix."""
     return yaml.load(content, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
 
 
 def check(data: object, kind: type[Kind], *, name: str | Path, hint: str | None = None) -> Kind:
-    """`name` is the file's, as a person sees it; `hint` is for a wrong value: a wrong key has its own."""
+    """Checks values against a kind of row. `name` is the file's for messages; `hint` is for a wrong value."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -94,7 +94,7 @@ def check(data: object, kind: type[Kind], *, name: str | Path, hint: str | None 
 
 
 def refuse_uncited(cited: Iterable[str], sources: Collection[str], *, name: str | Path) -> None:
-    """MatrixError for a source that is cited and not there, and for one that no row cites."""
+    """Raises MatrixError for a source that is cited and not there, and for one that no row cites."""
     wanted = set(cited)
     for source in sorted(wanted - set(sources)):
         message = f"{name}: a row cites a source that is not there: {source}"
@@ -114,7 +114,7 @@ def refuse_twice(what: str, keys: Iterable[str], *, name: str | Path, hint: str 
 
 
 def _keys_at(kind: type[Row], place: Iterable[int | str]) -> list[str]:
-    """The keys that may stand at a place of a file of this kind."""
+    """Returns the keys allowed at a place of a file of this kind."""
     for part in place:
         field = kind.model_fields.get(str(part))  # None: a number in a list, or a key of a mapping
         kind = (field and _kind_in(field.annotation)) or kind
@@ -122,21 +122,21 @@ def _keys_at(kind: type[Row], place: Iterable[int | str]) -> list[str]:
 
 
 def _kind_in(annotation: Any) -> type[Row] | None:  # noqa: ANN401 - whatever stands behind a colon
-    """The kind of the rows in `Release | None`, `tuple[Release, ...]` or `dict[str, Release]`."""
+    """Returns the kind of row in `Release | None`, `tuple[Release, ...]` or `dict[str, Release]`."""
     if isinstance(annotation, type) and issubclass(annotation, Row):
         return annotation
     return next(filter(None, map(_kind_in, get_args(annotation))), None)
 
 
 def _leaves(annotation: object) -> Iterator[object]:
-    """The kinds in `Annotated[int, …] | None`."""
+    """Yields the kinds in `Annotated[int, …] | None`."""
     yield annotation
     for part in get_args(annotation):
         yield from _leaves(part)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key written twice, where YAML silently keeps the last."""
+    """SafeLoader that refuses a repeated key; YAML keeps the last one without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

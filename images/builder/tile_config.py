@@ -1,4 +1,4 @@
-"""Whether the CPU's AMX tiles are configured before `ldtilecfg` reads the configuration, as the machine code says.
+"""Checks in the machine code that AMX tiles are configured before `ldtilecfg` reads the configuration.
 
 GCC 12's intrinsic hides 56 of its 64 bytes from the optimizer. Rows and columns are then dropped as dead stores, and
 every CPU with AMX dies at the first tile instruction. No test on another CPU sees that; the object code shows it.
@@ -34,7 +34,7 @@ class Instruction:
 
 
 def parse(lines: Iterable[str]) -> Iterator[Instruction]:
-    """What `objdump -d --no-show-raw-insn` prints."""
+    """Parses the output of `objdump -d --no-show-raw-insn`."""
     for line in lines:
         if match := INSTRUCTION.match(line):
             yield Instruction(match[1], match[2], tuple(_operands(match[3])))
@@ -87,7 +87,7 @@ def _offset(place: re.Match[str]) -> int:
 
 
 def _last_write(before: list[Instruction], place: str) -> int:
-    """Of the register in `(%rdi)`: its index, -1 for none."""
+    """Returns the index of the last write to the register in `(%rdi)`, -1 if there is none."""
     register = _whole(place.strip("()"))
     return max(
         (
@@ -125,7 +125,7 @@ def _whole(register: str) -> str:
 
 
 def _operands(text: str) -> Iterator[str]:
-    """At the commas outside of parentheses."""
+    """Splits at the commas outside of parentheses."""
     for part in re.split(r",(?![^(]*\))", text):
         if part.strip():
             yield part.strip()

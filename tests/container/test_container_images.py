@@ -16,9 +16,13 @@ import pytest
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
-from images import bake, build, debian, docker, matrix, prune, sbom
+from images import docker
+from images.build import bake, build, prune
 from images.errors import BuildError
-from images.matrix import Cell
+from images.matrix import matrix
+from images.matrix.matrix import Cell
+from images.pins import debian
+from images.proof import sbom
 
 MARK = re.compile(r"appliance-test-[0-9a-f]+")
 ROOT = Path(__file__).parents[2]

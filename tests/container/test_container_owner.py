@@ -20,9 +20,12 @@ import requests
 from docker.models.containers import Container
 
 from appliance.image_facts import Recipe, Rung
-from images import docker, matrix, model, recipe
-from images.build import FALLBACK_EPOCH_S
-from images.model import ModelImage
+from images import docker
+from images.build import model
+from images.build.build import FALLBACK_EPOCH_S
+from images.build.model import ModelImage
+from images.matrix import matrix
+from images.recipes import recipe
 from tests.container.stages.containers import HARDENED, IMAGE, MODEL, ROOT, volume, wait_for
 from tests.fakes.hub.repos import read_repo
 from tests.fakes.hub.running import REPO, RunningHub, running_hub

@@ -17,7 +17,7 @@ import pytest
 from appliance.engines.vllm.process import server
 from appliance.errors import FatalError
 from appliance.image_facts import ENGINE_FACTS_PATH, EngineFacts, parse_engine_facts
-from images.matrix import load
+from images.matrix.matrix import load
 from tests.container.stages.vllm_image import FOR_CUDA, IMAGE, NEWER, answered, answered_for_cuda, needs_image
 from tests.golden.vllm_plans import CASES, SOCKET, engine_facts, nodes_of, space
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from images import build, debian, docker, installed, mirror, packages
+from images import docker
+from images.build import build, installed, mirror, packages
 from images.errors import BuildError
+from images.pins import debian
 from tests.container.small_cell import HERE, make_job, make_root, only_runtime
 from tests.container.stages.mirror import PassingOn, debian_mirror
 

@@ -15,9 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from images import build, debian, docker, installed, mirror, packages, render, reproduce, snapshot
+from images import docker
+from images.build import build, installed, mirror, packages, snapshot
+from images.build.packages import Archives
 from images.errors import ArchiveError, BuildError
-from images.packages import Archives
+from images.matrix import render
+from images.pins import debian
+from images.proof import reproduce
 from tests.container.small_cell import HERE, ROOT, make_job, make_root, only_runtime
 from tests.container.stages.mirror import BASE, IMPORT, TIMESTAMP, debian_mirror, snapshot_service
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from images import build, docker, gate
+from images import docker
+from images.build import build
+from images.proof import gate
 from tests.container.small_cell import HERE, make_job, make_root
 
 FolderOf = Callable[[str], Path]

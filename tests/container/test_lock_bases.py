@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from images import bases, build, docker, matrix
+from images import docker
+from images.build import build
 from images.errors import BuildError
-from images.matrix import Base
+from images.matrix import matrix
+from images.matrix.matrix import Base
+from images.pins import bases
 from tests.container.small_cell import ROOT
 from tests.container.stages.registry import manifest, registry
 

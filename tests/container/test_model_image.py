@@ -14,9 +14,12 @@ import requests
 from testcontainers.core.container import DockerContainer
 
 from appliance.image_facts import Recipe
-from images import build, docker, matrix, model, recipe
+from images import docker
+from images.build import build, model
+from images.build.model import ModelImage, Weights
 from images.errors import BuildError
-from images.model import ModelImage, Weights
+from images.matrix import matrix
+from images.recipes import recipe
 from tests.container.stages.containers import HARDENED, IMAGE, MODEL, PORT, ROOT, Stage, put_model, volume
 
 EPOCH_S = build.FALLBACK_EPOCH_S

@@ -16,8 +16,12 @@ from typing import Any
 import docker as docker_py
 import pytest
 
-from images import build, docker, matrix, push, reproduce, sbom
+from images import docker
+from images.build import build
+from images.ci import push
 from images.errors import BuildError, VerificationError
+from images.matrix import matrix
+from images.proof import reproduce, sbom
 from tests.container.small_cell import ca_bundle
 from tests.container.stages.registry import manifest, registry
 
@@ -168,7 +172,7 @@ def test_a_proxy_in_a_build_argument_is_not_published(
     config.mkdir()
     (config / "config.json").write_text(json.dumps({"proxies": {"default": {"httpProxy": "http://me:pw@proxy:1"}}}))
     program = (
-        "import pickle, sys\nfrom pathlib import Path\nfrom images import docker, push\n"
+        "import pickle, sys\nfrom pathlib import Path\nfrom images import docker\nfrom images.ci import push\n"
         "root, job, built = pickle.loads(sys.stdin.buffer.read())\n"
         "try:\n    push.push(root, job, built, docker.Engine(), name=sys.argv[1])\n"
         "except push.VerificationError as error:\n    sys.exit(error.message)\n"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from images import docker, reproduce
-from images.reproduce import Reproduction
+from images import docker
+from images.proof import reproduce
+from images.proof.reproduce import Reproduction
 from tests.container.small_cell import HERE, make_job, make_root
 
 CELL = "llama-cu130-sm90"

@@ -10,7 +10,10 @@ from pathlib import Path
 import docker as docker_py
 import pytest
 
-from images import build, docker, matrix, verify
+from images import docker
+from images.build import build
+from images.matrix import matrix
+from images.proof import verify
 from tests.container.stages.containers import IMAGE, ROOT
 
 # What a linker leaves behind that was given the toolkit's stub, and what a careless COPY of a whole folder brings.

@@ -16,7 +16,7 @@ from appliance.serve.inputs import Contents, Machine
 from appliance.serve.which import FromRecipe, rungs_called
 from appliance.settings import resolve_settings
 from appliance.weights.table import as_text
-from images import recipe as recipes
+from images.recipes import recipe as recipes
 from images.rows import PROJECT
 from tests.builders import facts_for
 from tests.golden.files import write_anew

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from images import __main__ as command
-from images import ci_steps
-from images.ci_steps import Step
+from images.ci import ci_steps
+from images.ci.ci_steps import Step
 from images.errors import MatrixError
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from images import build, debian, installed, matrix, mirror, packages, snapshot
+from images.build import build, installed, mirror, packages, snapshot
+from images.build.mirror import Mirror
+from images.build.packages import Archives
 from images.errors import ArchiveError, BuildError
-from images.matrix import Cell
-from images.mirror import Mirror
-from images.packages import Archives
+from images.matrix import matrix
+from images.matrix.matrix import Cell
+from images.pins import debian
 
 TIMESTAMP = "20260718T060000Z"
 PATIENCE_S = 90.0  # beside other work even an answer that is there at once takes its time

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from images import build, matrix, oci, render, reproduce, timing
+from images.build import build
 from images.docker import Engine
 from images.errors import BuildError
+from images.layers import oci
+from images.matrix import matrix, render, timing
+from images.proof import reproduce
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = "0  /bin/sh\n"

@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from appliance.gateway.clients.auth import OPEN_PATHS
-from images import lock, router
+from images.build import router
+from images.pins import lock
 from tests.process.stages.kustomize import Resource, build, identity, pod_specs
 
 ROOT = Path(__file__).parents[2]

@@ -19,13 +19,14 @@ import pytest
 
 from appliance.__main__ import HOST_VERBS, _parse
 from appliance.host.__main__ import parse as host_command
-from images.__main__ import _parser
+from images.__main__ import parser
 from tests.process.stages.boot import Home
 from tests.process.stages.gateway import KEY, on_stage
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *("README.md", "images/README.md"),  # README.zh-CN.md has the same commands, which a unit test sees to
+    # README.zh-CN.md has the same commands, which a unit test sees to.
+    *("README.md", "images/README.md", "images/decisions.md"),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))),
 )
 BEGINS = ("make", "python", "python3", "docker", "pip", "uv", "appliance")
@@ -115,9 +116,9 @@ def test_make_knows_it(command: Command) -> None:
 def test_images_understands_it_and_does_it(command: Command) -> None:
     words = command.words[3:]
     if "|" in words[0]:  # the list of verbs
-        assert set(words[0].split("|")) <= set(re.findall(r"[a-z-]+", _parser().format_help()))
+        assert set(words[0].split("|")) <= set(re.findall(r"[a-z-]+", parser().format_help()))
         return
-    options = _parser().parse_args(words)
+    options = parser().parse_args(words)
     verb = words[0]
     if PLACEHOLDERS.search(" ".join(words)):
         pytest.skip(f"not run: it has a placeholder: {command.text}")

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from appliance import errors
-from images import cards, drift, matrix, proofs
 from images import errors as images_errors
+from images.choice import cards, proofs
+from images.matrix import drift, matrix
 from tests import settings_page
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,10 @@ def test_every_exit_code_has_its_paragraph_and_every_paragraph_a_code() -> None:
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
 def test_the_front_page_is_short(page: str) -> None:
     assert len((ROOT / page).read_text("utf-8").splitlines()) <= 130
+
+
+def test_the_page_of_the_build_half_is_of_use_alone() -> None:
+    assert len((ROOT / "images/README.md").read_text("utf-8").splitlines()) <= 120
 
 
 def test_every_setting_is_on_its_page() -> None:

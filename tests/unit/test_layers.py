@@ -138,12 +138,17 @@ WITHOUT_IO = (
     "appliance/model/shapes/quantize",
     "appliance/model/shapes/tensors",
     "appliance/model/shapes/shape",
-    "images/matrix",
-    "images/compat",
-    "images/explain",
-    "images/select",
-    "images/render",
+    "images/matrix/matrix",
+    "images/matrix/compat",
+    "images/choice/explain",
+    "images/choice/select",
+    "images/matrix/render",
 )
+# The groups of images/ in the order in which an image comes about: each may import those before it.
+IMAGES_LEAVES = ("errors", "own_python", "rows", "docker", "console")
+IMAGES_ORDER = ("matrix", "choice", "recipes", "pins", "layers", "build", "proof", "ci", "verbs")
+# Programs that run inside an image or its build, beside the files that copy them there.
+COPIED = {"builder", "router"}
 OWN_DATA = {"appliance/engines/llama/planning/replays.py", "appliance/engines/vllm/planning/model/chips.py"}
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
@@ -440,3 +445,15 @@ MOST_FILES = 15
 def test_a_folder_can_be_read() -> None:
     counts = Counter(path.parent for path in FILES if path.name != "__init__.py")
     assert {name_of(folder): count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_groups_of_images_import_those_before_them() -> None:
+    order = (*IMAGES_LEAVES, *IMAGES_ORDER)
+    groups = {path.parent.name for path in (ROOT / "images").glob("*/__init__.py")}
+    assert groups == set(IMAGES_ORDER)
+    for module, imported in _graph().items():
+        group = room_of(module)
+        if not module.startswith("images.") or group in {*COPIED, *WITHOUT_RULES}:
+            continue
+        for other in {room_of(each) for each in imported if each.startswith("images.")} - {group, *WITHOUT_RULES}:
+            assert order.index(other) < order.index(group), f"{module} imports {other}"

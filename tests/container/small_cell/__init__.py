@@ -7,8 +7,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from images import build, docker, matrix
-from images.matrix import Cell
+from images import docker
+from images.build import build
+from images.matrix import matrix
+from images.matrix.matrix import Cell
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from images import build, matrix
-from images.matrix import Cell
+from images.build import build
+from images.matrix import matrix
+from images.matrix.matrix import Cell
 
 PROJECT = Path(__file__).resolve().parents[3]
 

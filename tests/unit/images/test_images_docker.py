@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from images import docker, smi
+from images import docker
+from images.choice import smi
 from images.errors import BuildError, MatrixError
 
 

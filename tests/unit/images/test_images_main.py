@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 
 from images import __main__ as command
-from images import docker, matrix, render
-
-VERBS = (
-    "list", "render", "build", "verify", "gate", "gaps", "sbom", "bake", "ci-matrix", "prune", "explain", "select",
-    "lock", "fetch",
-)  # fmt: skip
+from images import console, docker
+from images.matrix import matrix, render
+from images.verbs.write.render import mend, ungated
 
 
 def test_list_prints_cells_as_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +49,7 @@ def test_no_error_repeats_a_password(words: str, capsys: pytest.CaptureFixture[s
         assert "secret" not in said
         assert "host" in said
     snapshot = "http://snapshot.example@20260718T020000Z"
-    assert command.USERINFO.sub("", snapshot) == snapshot
+    assert console.USERINFO.sub("", snapshot) == snapshot
 
 
 def test_the_beginning_of_an_id_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,24 +59,21 @@ def test_the_beginning_of_an_id_is_completed(capsys: pytest.CaptureFixture[str])
     assert "vllm" not in said
 
 
-def test_a_report_on_wheels_that_is_gone_is_drift(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_on_wheels_that_is_gone_is_drift(project: Path, tmp_path: Path) -> None:
     loaded = matrix.load(project)
-    assert command._ungated(loaded) == []
+    assert ungated(project, loaded) == []
     shutil.copytree(project / "images/gaps", tmp_path / "images/gaps")
     (tmp_path / "images/gaps/vllm-cu130-sm90.yaml").unlink()
-    monkeypatch.setattr(command, "ROOT", tmp_path)
     path = "images/gaps/vllm-cu130-sm90.yaml"
-    assert command._ungated(loaded) == [f"{path}: missing: git checkout {path}"]
-    assert command._mend(command._ungated(loaded)) == f"git checkout {path}"
+    assert ungated(tmp_path, loaded) == [f"{path}: missing: git checkout {path}"]
+    assert mend(ungated(tmp_path, loaded)) == f"git checkout {path}"
 
 
 def test_what_render_does_not_take_away_has_its_own_hint() -> None:
     moved, left = "a: differs from what the matrix renders", "b/c: nothing renders it: git rm -r b/c"
-    assert command._mend([moved]) == f"{render.RENDER_COMMAND}, then commit what it wrote"
-    assert command._mend([left, "d: no cell of the matrix is called that: git rm -r d"]) == "git rm -r b/c d"
-    assert command._mend([moved, left]) == f"{render.RENDER_COMMAND}, then commit what it wrote; git rm -r b/c"
+    assert mend([moved]) == f"{render.RENDER_COMMAND}, then commit what it wrote"
+    assert mend([left, "d: no cell of the matrix is called that: git rm -r d"]) == "git rm -r b/c d"
+    assert mend([moved, left]) == f"{render.RENDER_COMMAND}, then commit what it wrote; git rm -r b/c"
 
 
 def test_one_file_for_several_bills_of_materials_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +181,7 @@ def test_a_name_that_is_not_there_is_exit_2_with_the_near_miss(
     assert f"hint: {hint}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", command.VERBS)
 def test_help_explains_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main([verb, "--help"])
@@ -195,6 +189,18 @@ def test_help_explains_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "exit codes:" in said
     assert "--json" in said
+
+
+def test_help_imports_no_verb(project: Path) -> None:
+    """The libraries of the verbs cost a second, which a look at the list must not."""
+    program = (
+        "import contextlib, sys\nfrom images.__main__ import main\n"
+        "with contextlib.suppress(SystemExit):\n    main(['--help'])\n"
+        "print(sorted({'docker', 'pydantic', 'yaml', 'jinja2', 'images.matrix'} & sys.modules.keys()))\n"
+    )
+    done = docker.capture((sys.executable, "-c", program), cwd=project)
+    assert (done.code, done.lines[-1]) == (0, "[]")
+    assert any(line.split()[:1] == ["select"] for line in done.lines)
 
 
 @pytest.mark.parametrize("seconds", ["-5", "99999999999999", "today"])
@@ -283,9 +289,10 @@ def _single_valued() -> Iterator[tuple[str, str]]:
     """Every verb, and each flag of it that takes one value, with a value that it takes."""
     values = {"--epoch": "1", "--memory-mib": "1", "--platform": "linux/amd64", "--debian-mirror": "http://a"}
     addresses = ("--source", "--url", "--index-url")
-    for verb, parser in next(iter(command._parser()._subparsers._group_actions)).choices.items():  # type: ignore[union-attr]
+    for verb, parser in next(iter(command.parser()._subparsers._group_actions)).choices.items():  # type: ignore[union-attr]
+        parser.fill()
         for action in parser._actions:
-            for flag in action.option_strings if isinstance(action, command._Once) else ():
+            for flag in action.option_strings if isinstance(action, console.Once) else ():
                 value = "https://a.example/" if flag in addresses else values.get(flag, "x")
                 yield verb, f"{flag}={value}"
 

@@ -12,8 +12,8 @@ from appliance.image_facts import CUDA_CHIPS, TEGRA, ImageFacts, runs_on
 from appliance.probe import Gpu, GpuProbe, Hardware
 from appliance.serve.checks import check_devices, check_supported, tags_for, usable_gpus, why_fewer
 from appliance.settings import Settings
-from images import compat
-from images.matrix import load
+from images.matrix import compat
+from images.matrix.matrix import load
 from tests.builders import IMAGE, card, machine
 
 AUTO = Settings()

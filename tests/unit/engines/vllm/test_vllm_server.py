@@ -15,7 +15,7 @@ from appliance.errors import EngineArgumentsError
 from appliance.plan import Plan, with_launch
 from appliance.tune.figures.slots import Concurrency, Job, choose, with_slots
 from appliance.tune.figures.workload import Workload
-from images.engines import ENGINES
+from images.matrix.engines import ENGINES
 from tests.golden.vllm_plans import SOCKET, arguments, engine_facts
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, TURINGS, best, cards, space
 

@@ -18,7 +18,7 @@ from appliance.plan import Plan, RuledOut, with_measured
 from appliance.probe import Cpu
 from appliance.profile import make_key
 from appliance.settings import resolve_settings
-from images.matrix import load
+from images.matrix.matrix import load
 from tests.builders import DIGEST, IMAGE, SMALL, facts, machine, with_variants
 from tests.random_machines import gpu, with_gpus
 

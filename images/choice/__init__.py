@@ -1,0 +1,1 @@
+"""The image for a machine, and the reasons: GPUs, proofs, selection, explanation."""

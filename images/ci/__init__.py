@@ -1,0 +1,1 @@
+"""Jobs and steps of CI, devcontainers, and pushed images."""

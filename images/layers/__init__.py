@@ -1,0 +1,1 @@
+"""Saved images and OCI archives, read layer by layer."""

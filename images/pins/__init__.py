@@ -1,0 +1,1 @@
+"""Locked inputs: Python packages, Debian packages, digests of base images."""

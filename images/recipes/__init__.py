@@ -1,0 +1,1 @@
+"""Recipes of models, and their weights on this machine."""

@@ -1,0 +1,1 @@
+"""Verbs that make images and take them away."""

@@ -1,0 +1,1 @@
+"""Verbs that check images and machine code."""
