@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from appliance.engines.llama.planning.context import AS_WHOLE, GOOD_CONTEXT, HALF_FULL, NO_FIT, NOTICED, ContextPlan
+from appliance.engines.llama.planning.flash import EXACT_TYPES
 from appliance.engines.llama.planning.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.rope import in_words, rope_for
@@ -176,7 +177,8 @@ def _kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[
             is_refusal=is_slow,
         )
     if context_plan.placed.placement.split_mode == TENSOR:
-        return Choice(name="kv_type", value=kind, reason=f"exact; split mode {TENSOR} takes no other", source="engine")
+        why = "exact" if kind in EXACT_TYPES else f"f16 would not fit in split mode {TENSOR}; rounded at almost no loss"
+        return Choice(name="kv_type", value=kind, reason=why, source="memory")
     carried: Mapping[str, int] = context_plan.carried
     proof = next((v for v in kv_checks if v.kv_type == kind), None)
     if proof is not None and "q8_0" in carried:
