@@ -13,11 +13,13 @@ from appliance.plan.launch import PREDICTED, KnobEffect, Launch
 from appliance.plan.memory_kill import MemoryKill, held_mib, most_mib, remembered
 from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.plan import (
+    AGENT_CONTEXT,
     CHAT_TOKENS_IN,
     CHAT_TOKENS_OUT,
     CONTEXT_WORTH,
     KINDS,
     NOTHING,
+    QUICK_TOKENS_PER_S,
     READABLE_TOKENS_PER_S,
     SIZES,
     SMALLEST_CONTEXT,
@@ -44,6 +46,7 @@ from appliance.plan.speeds import JobSpeed, SpeedAt, Speeds
 from appliance.settings import CONTEXT_STEP
 
 __all__ = [
+    "AGENT_CONTEXT",
     "CHAT_TOKENS_IN",
     "CHAT_TOKENS_OUT",
     "CONTEXT_STEP",
@@ -51,6 +54,7 @@ __all__ = [
     "KINDS",
     "NOTHING",
     "PREDICTED",
+    "QUICK_TOKENS_PER_S",
     "READABLE_TOKENS_PER_S",
     "SIZES",
     "SMALLEST_CONTEXT",

@@ -11,7 +11,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT, speed_kept
+from appliance.plan import (
+    AGENT_CONTEXT,
+    CONTEXT_STEP,
+    CONTEXT_WORTH,
+    QUICK_TOKENS_PER_S,
+    READABLE_TOKENS_PER_S,
+    SMALLEST_CONTEXT,
+    speed_kept,
+)
 from appliance.tune.curve import NOISE as NOISE_OF_A_LOOK
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
@@ -99,7 +107,7 @@ def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
     full is left to it: few plans are followed so deep, and they are compared no deeper than all of them were."""
     best = _best_s(usable, job)
     kept = [plan for plan in usable if _is_kept(plan, best, job, native)]
-    largest = _worth_its_price(kept, best, job)
+    largest = max(_worth_its_price(kept, best, job), _before_speed(kept, native))
     plan = _fastest([plan for plan in kept if plan.context == largest], job).scored
     speed = plan.curve.decode(job.depth)
     share = _kept(plan, best, job)
@@ -109,6 +117,17 @@ def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
     beyond = f", {more.context:,} would cost {price:.0%} of that" if more.context > largest else ""
     why = f"the largest context that {kept_in_words}: it keeps {share:.0%}{beyond}"
     return Chosen(scored=plan, at=job.depth, speed=speed, why=why)
+
+
+def _before_speed(plans: Sequence[Scored], native: int) -> int:
+    """The largest context up to what agents work with that is quick; 0 for none."""
+    return max((plan.context for plan in plans if _is_quick(plan, native)), default=0)
+
+
+def _is_quick(plan: Scored, native: int) -> bool:
+    """True if its context comes before speed: no larger than what agents work with, and decoded quickly half full."""
+    quick_ms = 1000 / QUICK_TOKENS_PER_S
+    return plan.context <= min(native, AGENT_CONTEXT) and plan.curve.decode_ms(plan.context / 2) <= quick_ms
 
 
 def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix) -> int:
@@ -139,7 +158,7 @@ def _kept(plan: Scored, best_s: float, job: Mix) -> float:
 
 
 def _is_kept(plan: Scored, best_s: float, job: Mix, native: int) -> bool:
-    return _kept(plan, best_s, job) >= speed_kept(plan.context, native)
+    return _is_quick(plan, native) or _kept(plan, best_s, job) >= speed_kept(plan.context, native)
 
 
 def _best_s(scored: Sequence[Scored], job: Mix) -> float:

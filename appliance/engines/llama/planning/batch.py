@@ -72,7 +72,8 @@ def with_batch(
         return context_plan  # several work at once on the parts of a batch, and a larger part leaves them fewer
     # Where weights are copied `speed` goes by the job itself, in which the prompt counts: answers alone are no bar.
     bar = None if request.aim == "speed" and not is_whole else context_plan
-    is_enough = _is_still_whole if is_whole else partial(_is_enough, least=1 / CONTEXT_WORTH if bar else HALF)
+    least = 1 / CONTEXT_WORTH if bar else HALF
+    is_enough = _is_still_whole if is_whole else partial(_is_enough, least=least, floor=request.floor)
     for ubatch in _by_time(context_plan, job, resources, settings):
         if ubatch == job.ubatch:
             break
@@ -143,10 +144,15 @@ def _pays(found: ContextPlan, before: ContextPlan, saved: float, *, has_bar: boo
     return found.placed.cost / before.placed.cost - 1 <= (CHAT_FOR if has_bar else CHAT_FOR_IN_SPEED) * saved
 
 
-def _is_enough(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float) -> bool:
-    """`at_least` is a plan of its own: asked where the answer matters. `least` is a share of the context."""
+def _is_enough(
+    found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float, floor: int
+) -> bool:
+    """`at_least` is a plan of its own: asked where the answer matters. `least` is a share of the context, `floor` the
+    tokens that come before speed."""
     if found.context >= before.context:
         return True
+    if found.context < floor <= before.context:
+        return False
     is_usable = found.context >= max(SMALLEST_CONTEXT, least * before.context)
     return is_usable and found.context >= at_least()
 

@@ -17,7 +17,14 @@ from appliance.engines.llama.planning.batch import (
     with_batch,
     with_smaller,
 )
-from appliance.engines.llama.planning.context import BY_CONTEXT, Aim, ContextPlan, ContextRequest, choose_context
+from appliance.engines.llama.planning.context import (
+    BY_CONTEXT,
+    TOO_LONG,
+    Aim,
+    ContextPlan,
+    ContextRequest,
+    choose_context,
+)
 from appliance.engines.llama.planning.extras import extra_choices, extras_of
 from appliance.engines.llama.planning.flash import converted_layers
 from appliance.engines.llama.planning.host import caches, host_memory, load_mode_of, spare_beside, unified_mib
@@ -57,6 +64,9 @@ def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
     context_plan = with_smaller(context_plan, inputs.job, inputs.resources, request, inputs.settings)
     if context_plan.reads_along and context_plan.context < request.tokens:
         context_plan = _not_less(context_plan, inputs, aim)
+    if context_plan.bound == TOO_LONG:
+        unhurried = context_for(replace(inputs, settings=replace(inputs.settings, fill_minutes=0)), aim)
+        context_plan = replace(context_plan, unhurried=unhurried)
     if request.is_explicit:
         return replace(context_plan, context=served_context(inputs.settings, inputs.model, context_plan.context))
     return context_plan
@@ -81,7 +91,11 @@ def wanted_context(inputs: PlanInputs, aim: Aim) -> ContextRequest:
     if settings.allow_disk and not settings.ctx_size:
         tokens = _from_disk(inputs, tokens)
     return ContextRequest(
-        tokens=tokens, is_explicit=settings.ctx_size is not None, kinds=offered_kinds(inputs), aim=aim
+        tokens=tokens,
+        is_explicit=settings.ctx_size is not None,
+        kinds=offered_kinds(inputs),
+        aim=aim,
+        fill_s=0.0 if aim == "context" else 60.0 * settings.fill_minutes,
     )
 
 

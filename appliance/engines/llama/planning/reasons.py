@@ -6,7 +6,15 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from appliance.engines.llama.planning.context import AS_WHOLE, GOOD_CONTEXT, HALF_FULL, NO_FIT, NOTICED, ContextPlan
+from appliance.engines.llama.planning.context import (
+    AS_WHOLE,
+    GOOD_CONTEXT,
+    HALF_FULL,
+    NO_FIT,
+    NOTICED,
+    TOO_LONG,
+    ContextPlan,
+)
 from appliance.engines.llama.planning.flash import EXACT_TYPES
 from appliance.engines.llama.planning.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
@@ -50,6 +58,8 @@ def context(settings: Settings, hardware: Hardware, model: Model, context_plan: 
         why, source = "weights exceed memory and --allow-disk is on", "allow_disk"
     elif context_plan.context >= model.native_context:
         why, source = f"the model's native length{_price(context_plan)}", "model"
+    elif context_plan.bound == TOO_LONG:
+        why, source = _read_in_time(settings, context_plan, native), settings.sources["fill_minutes"]
     elif not placement.shares:
         why, source = f"what memory carries{native}", limit(hardware)
     else:
@@ -57,6 +67,21 @@ def context(settings: Settings, hardware: Hardware, model: Model, context_plan: 
         source = "memory of the GPUs, and speed"
     why += _when_full(context_plan)
     return Choice(name="context", value=value, reason=why, source=source, detail=detail)
+
+
+def _read_in_time(settings: Settings, context_plan: ContextPlan, native: str) -> str:
+    limit_s, more = 60.0 * settings.fill_minutes, context_plan.unhurried
+    words = f"the most that is read in {settings.fill_minutes} min{native}"
+    if context_plan.fill_s > limit_s:
+        words = f"the least that clients work with{native}: it is read in {duration(context_plan.fill_s)}"
+    if more is None or more.context <= context_plan.context:
+        return words
+    larger = f"--fill-minutes 0 would give {more.context:,}, read in {duration(more.fill_s)}"
+    return f"{words}; {larger} and then decoding {_rate(more.full)} tok/s, this {_rate(context_plan.full)}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 def _when_full(context_plan: ContextPlan) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.batch import BATCH, UBATCHES_GPU, predicted_speed
-from appliance.engines.llama.planning.context import ContextPlan
+from appliance.engines.llama.planning.context import TOO_LONG, ContextPlan
 from appliance.engines.llama.planning.host import host_memory
 from appliance.engines.llama.planning.inputs import (
     PlanInputs,
@@ -112,7 +112,8 @@ class Variations:
         if not largest:
             return ()
         has_gpu = bool(self._inputs.resources.devices)
-        widest = self._widest(kv_type, largest) if has_gpu else largest
+        is_hurried = self._context_plan.bound == TOO_LONG  # nobody waits for a larger one to be read
+        widest = self._widest(kv_type, largest) if has_gpu and not is_hurried else largest
         least = self._least
         if not has_gpu:
             return (widest,) if widest >= least else ()
