@@ -107,7 +107,7 @@ def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
     full is left to it: few plans are followed so deep, and they are compared no deeper than all of them were."""
     best = _best_s(usable, job)
     kept = [plan for plan in usable if _is_kept(plan, best, job, native)]
-    largest = max(_worth_its_price(kept, best, job), _before_speed(kept, native))
+    largest = _worth_its_price(kept, best, job, least=_before_speed(kept, native))
     plan = _fastest([plan for plan in kept if plan.context == largest], job).scored
     speed = plan.curve.decode(job.depth)
     share = _kept(plan, best, job)
@@ -120,18 +120,20 @@ def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
 
 
 def _before_speed(plans: Sequence[Scored], native: int) -> int:
-    """The largest context up to what agents work with that is quick; 0 for none."""
-    return max((plan.context for plan in plans if _is_quick(plan, native)), default=0)
+    """The context that agents work with, if one of the plans has it and is quick; else 0."""
+    wanted = min(native, AGENT_CONTEXT)
+    return wanted if any(plan.context == wanted and _is_quick(plan, native) for plan in plans) else 0
 
 
 def _is_quick(plan: Scored, native: int) -> bool:
-    """True if its context comes before speed: no larger than what agents work with, and decoded quickly half full."""
+    """True if the plan's context comes before speed: agents work with it, and half full it decodes quickly."""
     quick_ms = 1000 / QUICK_TOKENS_PER_S
     return plan.context <= min(native, AGENT_CONTEXT) and plan.curve.decode_ms(plan.context / 2) <= quick_ms
 
 
-def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix) -> int:
-    """The largest context; but not for more than a tenth of the speed of one that is two thirds as large."""
+def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix, *, least: int) -> int:
+    """The largest context; but not for more than a tenth of the speed of one that is two thirds as large, and no
+    smaller than `least`."""
     fastest: dict[int, float] = {}
     for plan in kept:
         fastest[plan.context] = max(_kept(plan, best_s, job), fastest.get(plan.context, 0.0))
@@ -139,7 +141,7 @@ def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix) -> int:
     while cheaper := [
         context
         for context, share in fastest.items()
-        if context < largest < CONTEXT_WORTH * context and fastest[largest] < (1 - NOTICED) * share
+        if least <= context < largest < CONTEXT_WORTH * context and fastest[largest] < (1 - NOTICED) * share
     ]:
         largest = max(cheaper)
     return largest
