@@ -41,6 +41,7 @@ from appliance.plan.plan import (
     with_launch,
     with_measured,
 )
+from appliance.plan.prompts import LONG_PROMPTS, long_prompt
 from appliance.plan.shortage import Shortage
 from appliance.plan.speeds import JobSpeed, SpeedAt, Speeds
 from appliance.settings import CONTEXT_STEP
@@ -52,6 +53,7 @@ __all__ = [
     "CONTEXT_STEP",
     "CONTEXT_WORTH",
     "KINDS",
+    "LONG_PROMPTS",
     "NOTHING",
     "PREDICTED",
     "QUICK_TOKENS_PER_S",
@@ -94,6 +96,7 @@ __all__ = [
     "held_mib",
     "k_and_v",
     "launch_as",
+    "long_prompt",
     "most_mib",
     "remembered",
     "speed_kept",

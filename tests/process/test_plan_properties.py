@@ -10,7 +10,7 @@ from itertools import pairwise
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import CLEARLY_FASTER, LONG_PROMPTS
+from appliance.engines.llama.planning.batch import CLEARLY_FASTER
 from appliance.engines.llama.planning.context import AS_FAST
 from appliance.engines.llama.planning.memory import UBATCH
 from appliance.engines.llama.planning.placement import EVEN_FOR
@@ -19,7 +19,7 @@ from appliance.engines.llama.planning.tensor_mode import CLEARLY as TENSOR_CLEAR
 from appliance.engines.llama.planning.tensor_mode import GOOD_LINK_GB_S, TENSOR
 from appliance.errors import FatalError, ModelDoesNotFitError
 from appliance.model import Model
-from appliance.plan import CONTEXT_STEP, Memory, Plan
+from appliance.plan import CONTEXT_STEP, LONG_PROMPTS, Memory, Plan
 from appliance.probe import Gpu, Hardware
 from tests.builders import examples, machine
 from tests.random_machines import (

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS
 from appliance.engines.llama.planning.launch import launch_of
-from appliance.plan import with_launch
+from appliance.plan import LONG_PROMPTS, with_launch
 from appliance.profile import speeds_document, speeds_of
 from appliance.tune.curve import Curve, Point
 from appliance.tune.measurement import Measurement

@@ -82,7 +82,7 @@ class Space(doors.Space):
     def all(self) -> list[Plan]:
         """The best first; others at its context, where they hold so much."""
         found = {self.best.key: self.best}
-        for option in around(self._facts, self._best):
+        for option in around(replace(self._facts, seqs=self._best.option.seqs), self._best):
             estimate = Estimate(facts=self._facts, option=option)
             if estimate.fits:
                 plan = self._kept(estimate)

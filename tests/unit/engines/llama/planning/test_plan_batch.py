@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS
 from appliance.engines.llama.planning.job_time import job_ms
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.space import Space
 from appliance.model import Model
-from appliance.plan import Plan
+from appliance.plan import LONG_PROMPTS, Plan
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
 from tests.builders import facts, machine, model

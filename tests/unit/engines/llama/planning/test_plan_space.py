@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS
 from appliance.engines.llama.planning.inputs import SPARE_SHARE
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import MIB
@@ -19,7 +18,7 @@ from appliance.engines.llama.planning.roofline import DEPTH
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model
-from appliance.plan import CHAT_TOKENS_IN, Plan, with_launch
+from appliance.plan import CHAT_TOKENS_IN, LONG_PROMPTS, Plan, with_launch
 from appliance.probe import Hardware
 from tests.builders import examples, model, some
 from tests.golden.machines import MACHINES
