@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from appliance.engines.llama.planning import reasons
+from appliance.engines.llama.planning.alternatives import alternatives
 from appliance.engines.llama.planning.batch import (
     BATCH,
     PINNED,
@@ -162,6 +163,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *reasons.fixed(inputs.no_flash),
             by_mode,
             *extra_choices(settings, model, extras, inputs.left_away, inputs.resources.devices),
+            *alternatives(inputs, wanted_context(inputs, aim_of(settings)), context_plan),
         ),
     )
 

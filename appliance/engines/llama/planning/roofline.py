@@ -332,6 +332,13 @@ def _tflops(device: Device, *, is_16_bit: bool) -> float:
     return known or device.bandwidth_gb_s * assumptions.GPU_GFLOPS_A_GB_S.value / 1000
 
 
+def weight_bytes(model: Model) -> float:
+    """Mean bytes of a weight in all matrices that are named; of a header that names none as of Q4_K."""
+    known = [m for m in model.matrices if m.type_name in _TYPE_BYTES]
+    weights = sum(m.size_bytes / _TYPE_BYTES[m.type_name] for m in known)
+    return sum(m.size_bytes for m in known) / weights if weights else _TYPE_BYTES["Q4_K"]
+
+
 def _weight_bytes(model: Model, *, is_bank: bool) -> float:
     of = [m for m in model.matrices if m.is_bank == is_bank and m.type_name in _TYPE_BYTES]
     weights = sum(m.size_bytes / _TYPE_BYTES[m.type_name] for m in of)

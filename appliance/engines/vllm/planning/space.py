@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from appliance.engines import engine as doors
 from appliance.engines.engine import Inputs, Reduced
 from appliance.engines.gpus import device_id
+from appliance.engines.vllm.planning.alternatives import alternatives
 from appliance.engines.vllm.planning.decide import plan_of
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import Facts, read_facts, total_mib
@@ -59,7 +60,8 @@ class Space(doors.Space):
 
     @cached_property
     def best(self) -> Plan:
-        return self._kept(self._best)
+        plan = self._kept(self._best)
+        return replace(plan, choices=(*plan.choices, *alternatives(self._best)))
 
     @property
     def predicted(self) -> Plan:
