@@ -73,7 +73,7 @@ def with_batch(
     # Where weights are copied `speed` goes by the job itself, in which the prompt counts: answers alone are no bar.
     bar = None if request.aim == "speed" and not is_whole else context_plan
     least = 1 / CONTEXT_WORTH if bar else HALF
-    is_enough = _is_still_whole if is_whole else partial(_is_enough, least=least, floor=request.floor)
+    is_enough = _is_still_whole if is_whole else partial(_is_enough, least=least, request=request)
     for ubatch in _by_time(context_plan, job, resources, settings):
         if ubatch == job.ubatch:
             break
@@ -145,13 +145,13 @@ def _pays(found: ContextPlan, before: ContextPlan, saved: float, *, has_bar: boo
 
 
 def _is_enough(
-    found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float, floor: int
+    found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float, request: ContextRequest
 ) -> bool:
-    """`at_least` is a plan of its own: asked where the answer matters. `least` is a share of the context, `floor` the
-    tokens that come before speed."""
+    """`at_least` is a plan of its own: asked where the answer matters. `least` is a share of the
+    context."""
     if found.context >= before.context:
         return True
-    if found.context < floor <= before.context:
+    if request.is_below_floor(found.context, before.context):
         return False
     is_usable = found.context >= max(SMALLEST_CONTEXT, least * before.context)
     return is_usable and found.context >= at_least()

@@ -97,6 +97,10 @@ class ContextRequest:
         """Tokens that come before speed; 0 where none do."""
         return 0 if self.is_explicit or self.aim != "balanced" else min(self.tokens, AGENT_CONTEXT)
 
+    def is_below_floor(self, tokens: int, beside: int) -> bool:
+        """True if a context is short of the floor by more than a sliver, and the one beside it is not."""
+        return MORE_THAN_A_SLIVER * tokens < self.floor <= beside
+
 
 def choose_context(
     job: PlacementJob, resources: Resources, request: ContextRequest, like: ContextPlan | None = None
@@ -285,8 +289,9 @@ class _Asked:
         return self._objection_half_full(kind, tokens, placed) if tokens > GOOD_CONTEXT and not is_quick else ""
 
     def _is_too_long(self, kind: str, tokens: int, placed: Placed) -> bool:
-        """To read in full, for more than the least that clients work with."""
-        limit_s = 0.0 if self._request.is_explicit else self._request.fill_s
+        """To read in full, for more than the least that clients work with. On GPUs alone nothing else takes what its
+        cells would leave."""
+        limit_s = 0.0 if self._request.is_explicit or placed.placement.is_whole else self._request.fill_s
         return 0 < limit_s < self.fill_s(kind, tokens, placed) and tokens > min(self._request.tokens, SMALLEST_CONTEXT)
 
     def fill_s(self, kind: str, tokens: int, placed: Placed) -> float:
@@ -368,7 +373,7 @@ class _Asked:
         least = min(self._request.tokens, SMALLEST_CONTEXT)
         if new.context > old.context:
             is_much_more = new.context >= CONTEXT_WORTH * old.context or old.context < least or not self._share
-            is_much_more = is_much_more or old.context < self._request.floor <= new.context
+            is_much_more = is_much_more or self._request.is_below_floor(old.context, new.context)
             if is_much_more or new.kv_type == old.kv_type:
                 return is_much_more
             if new.context >= MORE_THAN_A_SLIVER * old.context:

@@ -55,9 +55,7 @@ def _smaller_cache(found: Estimate) -> Iterator[Choice]:
     best = max((each for each in others if each.fits), key=lambda each: each.context, default=found)
     if best.context < WORTH_NAMING * found.context:
         return
-    why = (
-        f"--kv-type {best.option.kv_type} would hold {best.context:,} tokens and {_decode(best)}, this {_decode(found)}"
-    )
+    why = f"--kv-type {best.option.kv_type} {_would_hold(best)}, this {_rate(found)}; it rounds more"
     yield Choice(name="smaller_cache", value=best.option.kv_type, reason=why, source="memory")
 
 
