@@ -175,7 +175,8 @@ def _best(found: list[Candidate], at: _Asked) -> tuple[Candidate | None, Candida
     best, before = found[0], None
     for each in found[1:]:
         if at.is_better(each, best):
-            before = best if each.placed.cost * NOTICED > best.placed.cost else None
+            faster = (best, before) if before else (best,)
+            before = next((one for one in faster if each.placed.cost * NOTICED > one.placed.cost), None)
             best = each
     return best, before
 

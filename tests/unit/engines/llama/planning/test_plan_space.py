@@ -106,9 +106,9 @@ def test_fewer_threads_cost_more_on_a_cpu_and_nothing_beyond_the_cores() -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b"])
-def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> None:
-    """Sliding windows or not: a CPU has no fast kernels for it (planning/assumptions.py), a GPU reads fewer bytes for a
-    token, and multiplies as much for a prompt."""
+def test_a_rounded_cache_costs_more_on_a_cpu_and_as_much_on_a_gpu(name: str) -> None:
+    """Sliding windows or not: a CPU has no fast kernels for it, and of a GPU nobody measured that it gains
+    (planning/assumptions.py)."""
     by_machine = []
     for hardware in (MACHINES["cpu-16g"], MACHINES["2x4090"]):
         here = space(hardware, shape(name))
@@ -122,9 +122,9 @@ def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> Non
             strict=True,
         )  # fmt: skip
         by_machine.append((decode[1] / decode[0], prefill[1] / prefill[0]))
-    (slower, much_slower), (faster, as_fast) = by_machine
-    assert min(slower, much_slower) > 1 > faster
-    assert as_fast == pytest.approx(1)
+    (slower, much_slower), on_gpu = by_machine
+    assert min(slower, much_slower) > 1
+    assert on_gpu == pytest.approx((1, 1))
 
 
 def test_what_was_asked_for_is_the_same_in_every_plan() -> None:
