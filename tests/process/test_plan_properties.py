@@ -197,17 +197,25 @@ def test_a_better_machine_is_never_worse_in_context_and_in_speed(
 def test_a_better_machine_is_never_worse_in_the_terms_of_its_mode(
     hardware: Hardware, model: Model, what: str, data: st.DataObject
 ) -> None:
-    """Mode `speed` is for time and mode `context` for tokens: a better machine has no less of it."""
+    """Mode `speed` is for time and mode `context` for tokens: a better machine is no slower, and holds no less but for a
+    sliver: placements are the fastest near empty, and tokens are counted by what is read along with when full."""
     better = improved(hardware, what, data.draw(gpus()))
     for mode in ("speed", "context"):
-        before, after = planned(hardware, model, mode=mode), planned(better, model, mode=mode)
+        flags = {"mode": mode, "ubatch": str(UBATCH)}
+        before, after = planned(hardware, model, **flags), planned(better, model, **flags)
         assert (before is None) or after is not None, "what had room has none on a better machine"
         if before is None or after is None:
             continue
-        if mode == "context":
-            assert after[1].context >= kept_context(*before, after[1]), (before[1].key, after[1].key)
-        else:
+        if mode == "context" and reads_along(before) == reads_along(after):
+            assert after[1].context * MORE_THAN_A_SLIVER >= before[1].context, (before[1].key, after[1].key)
+        elif mode == "speed":
             assert not is_slower(after, before), (before[1].key, after[1].key)
+
+
+def reads_along(found: tuple[Space, Plan]) -> bool:
+    """True if some usable context is read along with when full: then that is what mode `context` goes by, else by what
+    fits."""
+    return found[0].context_plan.reads_along
 
 
 @st.composite
@@ -224,21 +232,23 @@ def cards_of_a_generation(draw: st.DrawFn) -> tuple[Gpu, Gpu]:
 def test_more_memory_never_gives_less_context_at_the_same_speed(
     hardware: Hardware, model: Model, cards: tuple[Gpu, Gpu], mode: str
 ) -> None:
-    """The same speed is within a tenth; in mode `speed`, which keeps 0.97 of the best, within 3 %."""
-    before, after = (planned(with_gpus(hardware, [card]), model, mode=mode) for card in cards)
+    """The same speed is within a tenth; in mode `speed`, which keeps 0.97 of the best, within 3 %. With one ubatch for
+    all: a smaller one, whose buffer leaves room for more, is taken only where layers would leave a faster card."""
+    flags = {"mode": mode, "ubatch": str(UBATCH)}
+    before, after = (planned(with_gpus(hardware, [card]), model, **flags) for card in cards)
     assume(before is not None)
     assert before is not None
     assert after is not None, "what had room has none with more memory"
     slow, fast = sorted((decode(*before), decode(*after)))
     if fast <= slow * (1.03 if mode == "speed" else 1.1):
-        assert after[1].context >= kept_context(*before, after[1]), (before[1].key, after[1].key)
+        assert after[1].context >= kept_context(before[1], after[1]), (before[1].key, after[1].key)
 
 
 def decode(space: Space, plan: Plan) -> float:
     return decode_tokens_per_s(space.costs(plan), EMPTY)
 
 
-def kept_context(space: Space, plan: Plan, beside: Plan) -> float:
+def kept_context(plan: Plan, beside: Plan) -> float:
     """Tokens of a plan that another has to have as well: an exacter cache is worth a sliver of them."""
     is_exacter = KV_BYTES[beside.kv_type] > KV_BYTES[plan.kv_type]
     return plan.context / MORE_THAN_A_SLIVER if is_exacter else plan.context

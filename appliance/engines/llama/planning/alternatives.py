@@ -109,11 +109,14 @@ def _shrunk(model: Model, share: float) -> Model:
         replace(layer, dense_bytes=less(layer.dense_bytes), expert_bytes=less(layer.expert_bytes))
         for layer in layers_of(model)
     )
-    sizes: Mapping[str, int] = {
-        name: less(getattr(model, name))
-        for name in ("weights_bytes", "expert_bytes", "embedding_bytes", "output_bytes")
-    }
-    return replace(model, stack=stack, **sizes)
+    return replace(
+        model,
+        stack=stack,
+        weights_bytes=less(model.weights_bytes),
+        expert_bytes=less(model.expert_bytes),
+        embedding_bytes=less(model.embedding_bytes),
+        output_bytes=less(model.output_bytes),
+    )
 
 
 def _speeds(placed: Placed, half_full: float) -> str:

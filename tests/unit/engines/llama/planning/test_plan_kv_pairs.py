@@ -14,7 +14,7 @@ from appliance.engines.llama.planning.memory import kv_mib
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
 from appliance.errors import ConfigError
-from appliance.plan import KvCheck, Plan, k_and_v
+from appliance.plan import KvCheck, k_and_v
 from appliance.settings import resolve_settings
 from tests.builders import facts
 from tests.fakes.machines import hardware_of
@@ -96,11 +96,6 @@ def test_half_of_a_pair_that_the_engine_lacks_is_refused() -> None:
     engine = replace(ENGINE, kv_types=("f16", "q8_0"))
     with pytest.raises(ConfigError, match="not offered by this engine: 'q8_0/q4_0'"):
         Space(resolve_settings({"kv_type": MIXED}, {}), IMAGE, engine, hardware_of("h100"), sized("8b"))
-
-
-def decoded(plan: Plan) -> float:
-    assert plan.speed
-    return plan.speed.decode_tokens_per_s
 
 
 def test_a_smaller_v_is_credited_with_memory_and_with_no_speed() -> None:
