@@ -197,7 +197,7 @@ def test_a_better_machine_is_never_worse_in_context_and_in_speed(
 def test_a_better_machine_is_never_worse_in_the_terms_of_its_mode(
     hardware: Hardware, model: Model, what: str, data: st.DataObject
 ) -> None:
-    """Mode `speed` is for time and mode `context` for tokens: a better machine is no slower, and holds no less but for a
+    """Mode `speed` is for time, mode `context` for tokens: a better machine is no slower, and holds no less but for a
     sliver: placements are the fastest near empty, and tokens are counted by what is read along with when full."""
     better = improved(hardware, what, data.draw(gpus()))
     for mode in ("speed", "context"):
