@@ -1,4 +1,4 @@
-"""What a plan of vLLM names where it holds less than the model was trained for, and how many requests its cache holds."""
+"""What a plan of vLLM names where it holds less than the model was trained for; how many requests its cache holds."""
 
 from __future__ import annotations
 
