@@ -67,11 +67,13 @@ class Result:
     cpu_expert_layers: int | None = None
     cpu_layers: int | None = None  # whole layers in host memory beside a card
     is_pinned: bool = False  # host weights were loaded, not mapped: `--no-mmap`
+    kv_type: str = "f16"  # of the cache
 
     @property
     def key(self) -> str:
         parts = (self.machine, self.model, self.quantization, self.test, self.depth)
-        rest = (self.ubatch, self.threads, self.cpu_expert_layers, *filter(None, (self.cpu_layers,)))
+        rounded = None if self.kv_type == "f16" else self.kv_type
+        rest = (self.ubatch, self.threads, self.cpu_expert_layers, *filter(None, (self.cpu_layers, rounded)))
         return "|".join([*map(str, parts), *("" if part is None else str(part) for part in rest)])
 
     @property
@@ -137,7 +139,7 @@ def _middle(result: Result) -> float:
 def _costs(result: Result, model: Model, device: Device | None, cpu: CpuRates) -> Costs:
     roofline = Roofline(
         model=model,
-        kv_type="f16",
+        kv_type=result.kv_type,
         ubatch=result.ubatch or 512,
         prompt=result.tokens if result.is_prefill else 512,
         dram_gb_s=cpu.gb_s(cpu.threads),

@@ -14,11 +14,13 @@ from appliance.plan.launch import PREDICTED, KnobEffect, Launch
 from appliance.plan.memory_kill import MemoryKill, held_mib, most_mib, remembered
 from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.plan import (
+    AGENT_CONTEXT,
     CHAT_TOKENS_IN,
     CHAT_TOKENS_OUT,
     CONTEXT_WORTH,
     KINDS,
     NOTHING,
+    QUICK_TOKENS_PER_S,
     READABLE_TOKENS_PER_S,
     SIZES,
     SMALLEST_CONTEXT,
@@ -40,18 +42,22 @@ from appliance.plan.plan import (
     with_launch,
     with_measured,
 )
+from appliance.plan.prompts import LONG_PROMPTS, long_prompt
 from appliance.plan.shortage import Shortage
 from appliance.plan.speeds import JobSpeed, SpeedAt, Speeds
 from appliance.settings import CONTEXT_STEP
 
 __all__ = [
+    "AGENT_CONTEXT",
     "CHAT_TOKENS_IN",
     "CHAT_TOKENS_OUT",
     "CONTEXT_STEP",
     "CONTEXT_WORTH",
     "KINDS",
+    "LONG_PROMPTS",
     "NOTHING",
     "PREDICTED",
+    "QUICK_TOKENS_PER_S",
     "READABLE_TOKENS_PER_S",
     "SIZES",
     "SMALLEST_CONTEXT",
@@ -94,6 +100,7 @@ __all__ = [
     "held_mib",
     "k_and_v",
     "launch_as",
+    "long_prompt",
     "most_mib",
     "remembered",
     "speed_kept",

@@ -15,6 +15,8 @@ from appliance.values import dataclass
 L = TypeVar("L", bound=Launch)
 
 SMALLEST_CONTEXT = 8192  # or the model's own: clients of today do not work below it
+AGENT_CONTEXT = 65536  # or the model's own: agents work with it; mode balanced takes it before speed,
+QUICK_TOKENS_PER_S = 30.0  # while half of it still decodes so fast
 READABLE_TOKENS_PER_S = 15.0  # about what one reads along with: what a full context has to decode in mode context
 SPEED_KEPT = 0.7  # of the fastest plan's speed, what a larger context has to keep in mode balanced
 NATIVE_FOR = 0.05  # of that share: what the last step to all that the model has may cost beyond it

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs on the machine with the GPU, in the repository's root: bash tests/gpu/run.sh PART… (build, image, tune OPTIONS…).
+# Runs on the machine with the GPU, in the repository's root: bash tests/gpu/run.sh PART… (build, image, tune OPTIONS…, cache OPTIONS…).
 # What each part shows and how long it takes is in README.md beside this file.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -112,30 +112,42 @@ prove() {
 }
 
 # What an image has beside its engine, for the engine that is here: written by the verb that images use.
-tune() {
-  local engine=${ENGINE:-} pairs
+write_facts() {
+  local pairs
+  engine=${ENGINE:-}
   for found in "$WORK/built" "$WORK/engine"; do [ -n "$engine" ] || [ ! -d "$found" ] || engine=$found; done
   [ -n "$engine" ] || die "no engine: run the part build or image first, or give ENGINE=DIR"
   use_wheels
   mkdir -p "$WORK/facts" "$OUT"
-  [ ! -d "$PACK/results" ] || cp -n "$PACK"/results/rows-*.jsonl "$WORK/"
   pairs=$(sed -n "s/.*--kv-pairs '\([^']*\)'.*/\1/p" "$DOCKERFILE")
   "$PYTHON" -m appliance engine-facts --bin "$engine/llama-server" --kv-pairs "$pairs" --out "$WORK/facts/engine_facts.json"
   sed "s/@BUILD_ID@/gpu-$(basename "$engine")/" "images/rendered/$CELL/image_facts.json" >"$WORK/facts/image_facts.json"
+}
+
+tune() {
+  write_facts
+  [ ! -d "$PACK/results" ] || cp -n "$PACK"/results/rows-*.jsonl "$WORK/"
   say "tuning on $engine"
   "$PYTHON" -m tests.gpu.tune --engine "$engine" --facts "$WORK/facts" --work "$WORK" --out "$OUT" \
     --until-s "$((570 - SECONDS))" "$@"
 }
 
+# Decode by depth with each type of the KV cache, all else the same.
+cache() {
+  write_facts
+  say "types of the KV cache on $engine"
+  "$PYTHON" -m tests.gpu.cache --engine "$engine" --facts "$WORK/facts" --work "$WORK" --out "$OUT" "$@"
+}
+
 mkdir -p "$WORK"
-[ $# -gt 0 ] || die "which part? build, image, tune"
+[ $# -gt 0 ] || die "which part? build, image, tune, cache"
 show_machine
 while [ $# -gt 0 ]; do
   part=$1
   shift
   case $part in
     build | image) "$part" ;;
-    tune) tune "$@"; break ;;
-    *) die "unknown part '$part': build, image, tune" ;;
+    tune | cache) "$part" "$@"; break ;;
+    *) die "unknown part '$part': build, image, tune, cache" ;;
   esac
 done

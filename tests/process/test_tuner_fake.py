@@ -40,7 +40,7 @@ NO_MEMORY = (
 def space(machine: str, of: Model) -> Space:
     hardware = MACHINES[machine]
     image, engine = facts(has_cuda=bool(hardware.gpus.gpus))
-    return Space(resolve_settings({}, {}), image, engine, hardware, of)
+    return Space(resolve_settings({"fill_minutes": "0"}, {}), image, engine, hardware, of)
 
 
 @cache

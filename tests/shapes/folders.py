@@ -16,7 +16,7 @@ import yaml
 from appliance.model import Model, read_model
 
 CONFIGS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "folders.yaml").read_text())
-_TYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4}
+_TYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "U8": 1}
 
 
 def folder_model(name: str) -> Model:
@@ -79,6 +79,11 @@ def _stored(prefix: str, rows: int, columns: int, row: Mapping[str, Any]) -> Ite
     elif packed == "fp8":
         yield f"{prefix}.weight", "F8_E4M3", (rows, columns)
         yield f"{prefix}.weight_scale_inv", "F32", (-(-rows // 128), -(-columns // 128))
+    elif packed == "nvfp4":
+        yield f"{prefix}.weight", "U8", (rows, columns // 2)
+        yield f"{prefix}.weight_scale", "F8_E4M3", (rows, columns // 16)
+        yield f"{prefix}.weight_scale_2", "F32", ()
+        yield f"{prefix}.input_scale", "F32", ()
     else:
         yield f"{prefix}.qweight", "I32", (columns, rows * packed // 32)
         yield f"{prefix}.scales", "F16", (columns // 128, rows)

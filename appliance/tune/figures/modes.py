@@ -11,7 +11,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT, speed_kept
+from appliance.plan import (
+    AGENT_CONTEXT,
+    CONTEXT_STEP,
+    CONTEXT_WORTH,
+    QUICK_TOKENS_PER_S,
+    READABLE_TOKENS_PER_S,
+    SMALLEST_CONTEXT,
+    speed_kept,
+)
 from appliance.tune.figures.curve import NOISE as NOISE_OF_A_LOOK
 from appliance.tune.figures.curve import Curve, Figure
 from appliance.tune.figures.workload import Mix, cost_s, scaled_mix
@@ -99,7 +107,7 @@ def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
     full is left to it: few plans are followed so deep, and they are compared no deeper than all of them were."""
     best = _best_s(usable, job)
     kept = [plan for plan in usable if _is_kept(plan, best, job, native)]
-    largest = _worth_its_price(kept, best, job)
+    largest = _worth_its_price(kept, best, job, least=_before_speed(kept, native))
     plan = _fastest([plan for plan in kept if plan.context == largest], job).scored
     speed = plan.curve.decode(job.depth)
     share = _kept(plan, best, job)
@@ -111,8 +119,21 @@ def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
     return Chosen(scored=plan, at=job.depth, speed=speed, why=why)
 
 
-def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix) -> int:
-    """The largest context; but not for more than a tenth of the speed of one that is two thirds as large."""
+def _before_speed(plans: Sequence[Scored], native: int) -> int:
+    """The context that agents work with, if one of the plans has it and is quick; else 0."""
+    wanted = min(native, AGENT_CONTEXT)
+    return wanted if any(plan.context == wanted and _is_quick(plan, native) for plan in plans) else 0
+
+
+def _is_quick(plan: Scored, native: int) -> bool:
+    """True if the plan's context comes before speed: agents work with it, and half full it decodes quickly."""
+    quick_ms = 1000 / QUICK_TOKENS_PER_S
+    return plan.context <= min(native, AGENT_CONTEXT) and plan.curve.decode_ms(plan.context / 2) <= quick_ms
+
+
+def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix, *, least: int) -> int:
+    """The largest context; but not for more than a tenth of the speed of one that is two thirds as large, and no
+    smaller than `least`."""
     fastest: dict[int, float] = {}
     for plan in kept:
         fastest[plan.context] = max(_kept(plan, best_s, job), fastest.get(plan.context, 0.0))
@@ -120,7 +141,7 @@ def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix) -> int:
     while cheaper := [
         context
         for context, share in fastest.items()
-        if context < largest < CONTEXT_WORTH * context and fastest[largest] < (1 - NOTICED) * share
+        if least <= context < largest < CONTEXT_WORTH * context and fastest[largest] < (1 - NOTICED) * share
     ]:
         largest = max(cheaper)
     return largest
@@ -139,7 +160,7 @@ def _kept(plan: Scored, best_s: float, job: Mix) -> float:
 
 
 def _is_kept(plan: Scored, best_s: float, job: Mix, native: int) -> bool:
-    return _kept(plan, best_s, job) >= speed_kept(plan.context, native)
+    return _is_quick(plan, native) or _kept(plan, best_s, job) >= speed_kept(plan.context, native)
 
 
 def _best_s(scored: Sequence[Scored], job: Mix) -> float:

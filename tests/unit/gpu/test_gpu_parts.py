@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -10,10 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.placement.tensor_mode import ROUNDED_DEPTH
 from appliance.settings import SETTINGS, load_settings
+from benchmarks.speed_model import Result, load_data, predict
+from tests.gpu import cache
 from tests.gpu.ballast import held
 from tests.gpu.grid import CASES, PICK, Row, cells, judge, name_of, table
 
@@ -75,6 +80,24 @@ def test_the_table_has_the_fastest_first_and_says_why_others_are_not_there() -> 
     lines = table([row("slow", 2.0), row("none", None, error="refused: 31"), row("fast", 1.0)]).splitlines()
     assert [line.split()[1 if line.split()[0] == "-" else -1] for line in lines[1:]] == ["fast", "slow", "none"]
     assert lines[-1].endswith("refused: 31")
+
+
+def test_what_a_token_in_a_rounded_cache_costs_is_its_slope_beside_that_of_an_exact_one() -> None:
+    """GLM 4.5 Air in split mode tensor with ROCm, of llama.cpp#21788."""
+    exact = {depth: 1000 / speed for depth, speed in ((2048, 48.82), (8192, 42.75), (32768, 28.63))}
+    rounded = {depth: 1000 / speed for depth, speed in ((2048, 39.70), (8192, 31.67), (32768, 16.99))}
+    assert cache.factor(exact, rounded) == pytest.approx(ROUNDED_DEPTH.value, rel=0.02)
+    rows = cache.table({"f16": exact, "q8_0": rounded}).splitlines()
+    assert rows[2].split() == ["q8_0", "39.7", "(", "0.81)", "31.7", "(", "0.74)", "17.0", "(", "0.59)"]
+
+
+def test_rows_of_the_cache_are_those_of_the_speed_model() -> None:
+    options = argparse.Namespace(shape="dense", machine="h100-80g")
+    (line,) = cache.as_yaml(options, "q8_0", {32768: 10.0})
+    (row,) = yaml.safe_load(line)
+    result = Result(**row, held_out=False)
+    assert (result.tokens, result.figure, result.key.split("|")[-1]) == (cache.look(()).tokens, 100.0, "q8_0")
+    assert predict(result, load_data()) > 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -303,28 +303,31 @@ def test_whatever_is_worth_a_check_carries_more_than_what_may_be_used(carried: d
 
 def test_a_proven_type_carries_a_larger_window_and_says_its_proof() -> None:
     tight = machine(total_mib=7500)
-    before = Space(settings(), IMAGE, ENGINE, tight, LARGE).best
+    before = Space(settings(fill_minutes="0"), IMAGE, ENGINE, tight, LARGE).best
     assert before.kv_type == "q8_0"
-    kinds = Space(settings(), IMAGE, ENGINE, tight, LARGE).kinds_to_check()
+    kinds = Space(settings(fill_minutes="0"), IMAGE, ENGINE, tight, LARGE).kinds_to_check()
     assert "q4_0" in kinds
-    after = Space(settings(), IMAGE, ENGINE, tight, LARGE, kv_checks=(Q4,)).best
+    after = Space(settings(fill_minutes="0"), IMAGE, ENGINE, tight, LARGE, kv_checks=(Q4,)).best
     assert after.kv_type == "q4_0"
     assert after.context > 1.3 * before.context
     reason = next(choice.reason for choice in after.choices if choice.name == "kv_type")
     assert f"q8_0 would carry only {before.context:,} tokens" in reason
     assert reason.endswith(Q4.why)
     refused = replace(Q4, is_accepted=False)
-    assert Space(settings(), IMAGE, ENGINE, tight, LARGE, kv_checks=(refused,)).best == before
-    assert "q4_0" not in Space(settings(), IMAGE, ENGINE, tight, LARGE, kv_checks=(refused,)).kinds_to_check()
+    assert Space(settings(fill_minutes="0"), IMAGE, ENGINE, tight, LARGE, kv_checks=(refused,)).best == before
+    assert (
+        "q4_0"
+        not in Space(settings(fill_minutes="0"), IMAGE, ENGINE, tight, LARGE, kv_checks=(refused,)).kinds_to_check()
+    )
 
 
 def test_no_exactness_is_given_up_where_q8_0_carries_enough() -> None:
     roomy = machine(total_mib=11000)
-    without = Space(settings(), IMAGE, ENGINE, roomy, LARGE).best
+    without = Space(settings(fill_minutes="0"), IMAGE, ENGINE, roomy, LARGE).best
     assert 32_768 <= without.context < LARGE.native_context
-    assert Space(settings(), IMAGE, ENGINE, roomy, LARGE, kv_checks=(Q4,)).best == without
-    assert Space(settings(), IMAGE, ENGINE, roomy, LARGE).kinds_to_check() == ()
-    assert "q4_0" in Space(settings(mode="context"), IMAGE, ENGINE, roomy, LARGE).kinds_to_check()
+    assert Space(settings(fill_minutes="0"), IMAGE, ENGINE, roomy, LARGE, kv_checks=(Q4,)).best == without
+    assert Space(settings(fill_minutes="0"), IMAGE, ENGINE, roomy, LARGE).kinds_to_check() == ()
+    assert "q4_0" in Space(settings(mode="context", fill_minutes="0"), IMAGE, ENGINE, roomy, LARGE).kinds_to_check()
     for asked in (settings(kv_type="f16"), settings(allow_disk="on")):
         assert Space(asked, IMAGE, ENGINE, machine(total_mib=9000), LARGE).kinds_to_check() == ()
 

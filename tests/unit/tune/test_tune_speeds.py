@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.arguments.launch import launch_of
-from appliance.engines.llama.planning.placement.batch import LONG_PROMPTS
-from appliance.plan import with_launch
+from appliance.plan import LONG_PROMPTS, with_launch
 from appliance.profile import speeds_document, speeds_of
 from appliance.tune.figures.curve import Curve, Point
 from appliance.tune.figures.measurement import Measurement

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from appliance.engines.llama.planning import reasons
+from appliance.engines.llama.planning.alternatives import alternatives
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from appliance.engines.llama.planning.arguments.passthrough_options import extra_choices, extras_of
 from appliance.engines.llama.planning.host_memory import caches, host_memory, load_mode_of, spare_beside, unified_mib
@@ -32,6 +33,7 @@ from appliance.engines.llama.planning.placement.batch import (
 )
 from appliance.engines.llama.planning.placement.context import (
     BY_CONTEXT,
+    TOO_LONG,
     Aim,
     ContextPlan,
     ContextRequest,
@@ -63,6 +65,9 @@ def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
     context_plan = with_smaller(context_plan, inputs.job, inputs.resources, request, inputs.settings)
     if context_plan.reads_along and context_plan.context < request.tokens:
         context_plan = _not_less(context_plan, inputs, aim)
+    if context_plan.bound == TOO_LONG:
+        unhurried = context_for(replace(inputs, settings=replace(inputs.settings, fill_minutes=0)), aim)
+        context_plan = replace(context_plan, unhurried=unhurried)
     if request.is_explicit:
         return replace(context_plan, context=served_context(inputs.settings, inputs.model, context_plan.context))
     return context_plan
@@ -87,7 +92,11 @@ def wanted_context(inputs: PlanInputs, aim: Aim) -> ContextRequest:
     if settings.allow_disk and not settings.ctx_size:
         tokens = _from_disk(inputs, tokens)
     return ContextRequest(
-        tokens=tokens, is_explicit=settings.ctx_size is not None, kinds=offered_kinds(inputs), aim=aim
+        tokens=tokens,
+        is_explicit=settings.ctx_size is not None,
+        kinds=offered_kinds(inputs),
+        aim=aim,
+        fill_s=0.0 if aim == "context" else 60.0 * settings.fill_minutes,
     )
 
 
@@ -154,6 +163,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *slot_choices(settings, model, context, cache_mib=kept.memory.cache, needed_mib=kept.longest_mib),
             *reasons.fixed(inputs.no_flash),
             *extra_choices(settings, model, extras, inputs.left_away, inputs.resources.devices),
+            *alternatives(inputs, wanted_context(inputs, aim_of(settings)), context_plan),
         ),
     )
 

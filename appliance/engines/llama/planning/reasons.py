@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from appliance.engines.llama.planning.memory.flash import EXACT_TYPES
 from appliance.engines.llama.planning.memory.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, weights_mib
 from appliance.engines.llama.planning.memory.rope import in_words, rope_for
 from appliance.engines.llama.planning.placement.context import (
@@ -14,6 +15,7 @@ from appliance.engines.llama.planning.placement.context import (
     HALF_FULL,
     NO_FIT,
     NOTICED,
+    TOO_LONG,
     ContextPlan,
 )
 from appliance.engines.llama.planning.placement.placement import Placed, Resources
@@ -56,6 +58,8 @@ def context(settings: Settings, hardware: Hardware, model: Model, context_plan: 
         why, source = "weights exceed memory and --allow-disk is on", "allow_disk"
     elif context_plan.context >= model.native_context:
         why, source = f"the model's native length{_price(context_plan)}", "model"
+    elif context_plan.bound == TOO_LONG:
+        why, source = _read_in_time(settings, context_plan, native), settings.sources["fill_minutes"]
     elif not placement.shares:
         why, source = f"what memory carries{native}", limit(hardware)
     else:
@@ -63,6 +67,21 @@ def context(settings: Settings, hardware: Hardware, model: Model, context_plan: 
         source = "memory of the GPUs, and speed"
     why += _when_full(context_plan)
     return Choice(name="context", value=value, reason=why, source=source, detail=detail)
+
+
+def _read_in_time(settings: Settings, context_plan: ContextPlan, native: str) -> str:
+    limit_s, more = 60.0 * settings.fill_minutes, context_plan.unhurried
+    words = f"the most that is read in {settings.fill_minutes} min{native}"
+    if context_plan.fill_s > limit_s:
+        words = f"the least that clients work with{native}: it is read in {duration(context_plan.fill_s)}"
+    if more is None or more.context <= context_plan.context:
+        return words
+    larger = f"--fill-minutes 0 would give {more.context:,}, read in {duration(more.fill_s)}"
+    return f"{words}; {larger} and then decoding {_rate(more.full)} tok/s, this {_rate(context_plan.full)}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 def _when_full(context_plan: ContextPlan) -> str:
@@ -183,7 +202,8 @@ def _kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[
             is_refusal=is_slow,
         )
     if context_plan.placed.placement.split_mode == TENSOR:
-        return Choice(name="kv_type", value=kind, reason=f"exact; split mode {TENSOR} takes no other", source="engine")
+        why = "exact" if kind in EXACT_TYPES else f"f16 would not fit in split mode {TENSOR}; rounded at almost no loss"
+        return Choice(name="kv_type", value=kind, reason=why, source="memory")
     carried: Mapping[str, int] = context_plan.carried
     proof = next((v for v in kv_checks if v.kv_type == kind), None)
     if proof is not None and "q8_0" in carried:

@@ -268,34 +268,43 @@ class Space:
 
 
 def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
-    """The same context in split mode tensor, where that is clearly faster than whole layers and relies on nothing that
+    """The same context in split mode tensor, if that is clearly faster than whole layers and relies on nothing that
     nobody has seen: two cards with good links, and an architecture that runs so. Else it is for measuring.
 
     The context stays that of whole layers, though this mode may carry another: it is experimental, and where it aborts
-    or turns out slower, whole layers have to serve what was promised.
+    or turns out slower, whole layers have to serve what was promised. So does the type of the cache, unless an exacter
+    one has room.
     """
-    if inputs.model.architecture not in TRUSTED or "f16" not in offered_kinds(inputs):
+    if inputs.model.architecture not in TRUSTED:
         return None
     sizes = (inputs.job.ubatch,) if inputs.settings.ubatch or inputs.model.reads_whole else (inputs.job.ubatch, SMALLER)
     cards = tuple(pairs(inputs.resources.devices))
-    for ubatch in sizes:  # the smaller one where only its buffer leaves room
-        all_placed = tensor_placements(inputs, replace(found, kv_type="f16"), cards, ubatch=ubatch)
-        best = min(all_placed, key=lambda placed: placed.cost, default=None)
-        if best and best.cost * CLEARLY <= found.placed.cost:
-            return _tensor_plan(inputs, found, best, ubatch)
+    for kind in _no_rounder(offered_kinds(inputs), found.kv_type):
+        for ubatch in sizes:  # the smaller one where only its buffer leaves room
+            all_placed = tensor_placements(inputs, replace(found, kv_type=kind), cards, ubatch=ubatch)
+            best = min(all_placed, key=lambda placed: placed.cost, default=None)
+            if best and best.cost * CLEARLY <= found.placed.cost:
+                in_parallel = _tensor_plan(inputs, found, best, kind=kind, ubatch=ubatch)
+                if in_parallel.half_full >= found.half_full:
+                    return in_parallel
     return None
 
 
-def _tensor_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed, ubatch: int) -> ContextPlan:
+def _no_rounder(kinds: Sequence[str], than: str) -> Sequence[str]:
+    """Types of the cache up to that one, the most exact first."""
+    return kinds[: kinds.index(than) + 1] if than in kinds else kinds
+
+
+def _tensor_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed, *, kind: str, ubatch: int) -> ContextPlan:
     """What was compared to find the context were whole layers: no figure of theirs is told of this placement."""
-    job = replace(inputs.job, context=padded(found.context), kv_type="f16", ubatch=ubatch)
+    job = replace(inputs.job, context=padded(found.context), kv_type=kind, ubatch=ubatch)
     more = replace(job, context=padded(found.context + CONTEXT_STEP))
     costs = placement_costs(job, inputs.resources, placed.placement)
     return ContextPlan(
-        kv_type="f16",
+        kv_type=kind,
         context=found.context,
         placed=placed,
-        carried={"f16": found.context},
+        carried={kind: found.context},
         ubatch=ubatch,
         bound=AS_WHOLE if place_same(more, inputs.resources, placed.placement, inputs.engine.split_modes) else NO_FIT,
         half_full=1000 / costs.decode_ms(found.context / 2),

@@ -18,7 +18,7 @@ from appliance.engines.llama.planning.inputs import (
 )
 from appliance.engines.llama.planning.memory.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement.batch import BATCH, UBATCHES_GPU, predicted_speed
-from appliance.engines.llama.planning.placement.context import ContextPlan
+from appliance.engines.llama.planning.placement.context import TOO_LONG, ContextPlan
 from appliance.engines.llama.planning.placement.placement import Placed, place
 from appliance.engines.llama.planning.placement.tensor_mode import TENSOR, teams
 from appliance.engines.llama.planning.placement.tensor_placement import cards_of, place_tensors
@@ -112,7 +112,8 @@ class Variations:
         if not largest:
             return ()
         has_gpu = bool(self._inputs.resources.devices)
-        widest = self._widest(kv_type, largest) if has_gpu else largest
+        is_hurried = self._context_plan.bound == TOO_LONG  # nobody waits for a larger one to be read
+        widest = self._widest(kv_type, largest) if has_gpu and not is_hurried else largest
         least = self._least
         if not has_gpu:
             return (widest,) if widest >= least else ()

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from appliance.engines.vllm.planning.inputs import Facts, total_mib
 from appliance.engines.vllm.planning.memory import assumptions as assumed
-from appliance.engines.vllm.planning.memory.kv import KvLayout
+from appliance.engines.vllm.planning.memory.kv import NULL_BLOCKS, KvLayout
 from appliance.engines.vllm.planning.memory.memory import MIB, RankMemory, Reserve, kv_bytes_at, utilization
 from appliance.engines.vllm.planning.memory.parallel import are_uneven
 from appliance.engines.vllm.planning.observed_memory import beyond_estimate, corrected, is_decided, resized
@@ -256,6 +256,10 @@ class Estimate:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         return served_graph_sizes(self.facts, self.option)
+
+    def requests_of(self, tokens: int) -> int:
+        """How many requests of so many tokens the cache holds at the same time."""
+        return (self.blocks - NULL_BLOCKS) // self.kv.blocks_for(max(1, min(tokens, self.context)))
 
     @property
     def concurrency(self) -> float:

@@ -59,6 +59,7 @@ class Facts:
     shm_mib: int | None = None  # the least of all hosts; None: nobody looked
     limits: Limits = NO_LIMITS
     drafting: Speculation | None = None  # which the options count with
+    seqs: int | None = None  # requests in one step; None: those of the settings
     ignores_peaks: bool = False  # nothing fits beside what was seen in service
 
     @property

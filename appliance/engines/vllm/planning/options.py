@@ -21,12 +21,14 @@ from appliance.engines.vllm.planning.memory.parallel import (
 from appliance.engines.vllm.planning.speed import costs_of, speed_of
 from appliance.engines.vllm.planning.stages import Option, room_on
 from appliance.errors import ConfigError, ModelDoesNotFitError
-from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT
+from appliance.plan import CHAT_TOKENS_OUT, CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT, long_prompt
 from appliance.probe import Gpu
 
 # vLLM's own numbers of tokens in a step, by what a card has in all (engine/arg_utils.py `get_batch_defaults`).
 _LARGE_GIB, _LARGE_TOKENS, _TOKENS = 70, 8192, 2048
 _TOKENS_AROUND = (1024, 2048, 4096, 8192)
+SEQS = (8, 16, 32, 64, 128, 256)  # powers of two: what is compiled depends on it. The engine's own default is the last
+CONTEXT_KEPT = 0.98  # of the context, with more requests in one step
 _GRAPHS_AROUND = ("FULL_AND_PIECEWISE", "PIECEWISE", "FULL_DECODE_ONLY")
 _SMALL_COMPUTE = ("a100", "gb10")
 
@@ -37,7 +39,27 @@ def choose(facts: Facts) -> Estimate:
     fitting = [each for each in found if each.fits]
     if not fitting:
         raise _refusal_of_bytes(facts) or _refusal(facts, found)
-    return _best(facts, fitting)
+    best = _best(facts, fitting)
+    seqs = _sequences(best) if facts.seqs is None else best.option.seqs
+    return best if seqs == best.option.seqs else choose(replace(facts, seqs=seqs))
+
+
+def _sequences(best: Estimate) -> int:
+    """As many requests in one step as the cache holds at the length of the workload's prompts, unless their CUDA graphs
+    take more of the context than CONTEXT_KEPT leaves. What was seen in service is left out: it is of one number of
+    them, and the number would change with every start."""
+    facts, option = replace(best.facts, ignores_peaks=True), best.option
+    if facts.settings.is_set("parallel") or not option.cards or facts.given.model.is_embedding_model:
+        return option.seqs
+    usual, found = Estimate(facts=facts, option=option), option.seqs
+    for seqs in (size for size in SEQS if size > option.seqs):
+        tokens = max(option.tokens, seqs * (1 + option.drafted))
+        more = Estimate(facts=facts, option=replace(option, seqs=seqs, tokens=tokens))
+        is_held = more.fits and more.requests_of(long_prompt(facts.settings) + CHAT_TOKENS_OUT) >= seqs
+        if not is_held or more.context < CONTEXT_KEPT * usual.context:
+            break
+        found = seqs
+    return found
 
 
 def _best(facts: Facts, fitting: list[Estimate]) -> Estimate:
@@ -97,7 +119,7 @@ def _modes_around(facts: Facts, base: Option) -> tuple[str, ...]:
 
 
 def _option(facts: Facts, layout: Layout, cards: tuple[Gpu, ...]) -> Option:
-    seqs, drafting = facts.settings.slots, facts.drafting
+    seqs, drafting = facts.seqs or facts.settings.slots, facts.drafting
     drafted = drafting.tokens if drafting else 0
     return Option(
         layout=layout,

@@ -24,6 +24,7 @@ from appliance.engines.vllm.planning.model.shape import Shape
 from appliance.engines.vllm.planning.observed_memory import is_decided
 from appliance.engines.vllm.planning.options import has_shared_memory
 from appliance.engines.vllm.planning.speculation import offers_of
+from appliance.plan import CHAT_TOKENS_OUT, long_prompt
 from appliance.plan.choice import Choice
 
 
@@ -291,8 +292,14 @@ def blocks(estimate: Estimate) -> Choice:
 def parallel(estimate: Estimate) -> Choice:
     settings = estimate.facts.settings
     whom = f" of {settings.users} users" if settings.users > 1 else ""
-    why = f"requests{whom} in one step; full contexts in the cache: {estimate.concurrency:g}, the rest wait"
-    return Choice(name="parallel", value=str(estimate.option.seqs), reason=why, source=settings.slots_source)
+    full = f"full contexts in the cache: {estimate.concurrency:g}, the rest wait"
+    if estimate.option.seqs > settings.slots:
+        typical = long_prompt(settings) + CHAT_TOKENS_OUT
+        held = f"the cache holds {estimate.requests_of(typical):,} of {typical:,} tokens (workload {settings.workload})"
+        why, source = f"requests{whom} in one step: {held}; {full}", "memory"
+    else:
+        why, source = f"requests{whom} in one step; {full}", settings.slots_source
+    return Choice(name="parallel", value=str(estimate.option.seqs), reason=why, source=source)
 
 
 def tokens(estimate: Estimate) -> Choice:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from appliance.engines import engine as doors
 from appliance.engines.engine import Inputs, Reduced
 from appliance.engines.gpus import device_id
+from appliance.engines.vllm.planning.alternatives import alternatives
 from appliance.engines.vllm.planning.arguments.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.vllm.planning.decide import plan_of
 from appliance.engines.vllm.planning.estimate import Estimate
@@ -59,7 +60,8 @@ class Space(doors.Space):
 
     @cached_property
     def best(self) -> Plan:
-        return self._kept(self._best)
+        plan = self._kept(self._best)
+        return replace(plan, choices=(*plan.choices, *alternatives(self._best)))
 
     @property
     def predicted(self) -> Plan:
@@ -82,7 +84,7 @@ class Space(doors.Space):
     def all(self) -> list[Plan]:
         """The best first; others at its context, where they hold so much."""
         found = {self.best.key: self.best}
-        for option in around(self._facts, self._best):
+        for option in around(replace(self._facts, seqs=self._best.option.seqs), self._best):
             estimate = Estimate(facts=self._facts, option=option)
             if estimate.fits:
                 plan = self._kept(estimate)

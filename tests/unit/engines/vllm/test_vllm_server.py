@@ -109,13 +109,17 @@ def test_off_is_said_in_the_words_of_the_release(release: str, flag: str) -> Non
 @pytest.mark.parametrize(
     ("flags", "sequences", "source"),
     [
-        ({}, "4", "default"),
-        ({"users": "3"}, "4", "default"),
-        ({"users": "8"}, "9", "flag --users"),
+        ({}, "16", "memory"),
+        ({"users": "8"}, "16", "memory"),
+        ({"workload": "document"}, "4", "default"),
+        ({"users": "8", "workload": "document"}, "9", "flag --users"),
+        ({"users": "40"}, "41", "flag --users"),
         ({"users": "8", "parallel": "2"}, "2", "flag --parallel"),
     ],
 )
-def test_users_have_as_many_sequences_and_one_beside_them(flags: dict[str, str], sequences: str, source: str) -> None:
+def test_sequences_are_those_that_the_cache_holds_and_no_fewer_than_users(
+    flags: dict[str, str], sequences: str, source: str
+) -> None:
     plan = best(ADA, **flags)
     argv = arguments(plan)
     assert argv[argv.index("--max-num-seqs") + 1] == sequences

@@ -87,6 +87,12 @@ PREFILL_GAIN_CPU = Assumption(
 ROUNDED_CACHE_DECODE = Assumption(
     value=1.7, source="a q8_0 cache on a CPU against f16 at the same depth, three models: 1.4 to 2.3", is_measured=True
 )
+ROUNDED_CACHE_GPU = Assumption(
+    value=1.0,
+    source="of the time of f16 for each token in a quantized cache on a GPU. No pair at depth is known for CUDA: its "
+    "kernel for it reads K and V once a query head (fattn.cu, ggml_cuda_get_best_fattn_kernel), and with ROCm q8_0 was "
+    "slower (llama.cpp#21788). `tests/gpu/run.sh cache` measures it",
+)
 ROUNDED_CACHE_PREFILL = Assumption(value=7.0, source="the same for the tokens of a prompt: 5 to 11", is_measured=True)
 
 PCIE_GT_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}  # by generation, as the PCI-SIG names them

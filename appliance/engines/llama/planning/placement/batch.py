@@ -10,7 +10,7 @@ machine is never worse at both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -28,15 +28,22 @@ from appliance.engines.llama.planning.placement.job_time import job_ms, placemen
 from appliance.engines.llama.planning.placement.placement import Placed, PlacementJob, Resources, is_unbeatable, place
 from appliance.engines.llama.planning.placement.roofline import DEPTH
 from appliance.engines.llama.planning.placement.tensor_mode import TENSOR
-from appliance.plan import CHAT_TOKENS_IN, CONTEXT_WORTH, SMALLEST_CONTEXT, Costs, Device, Placement, Speed
-from appliance.settings import Settings, parse_jobs
+from appliance.plan import (
+    CHAT_TOKENS_IN,
+    CONTEXT_WORTH,
+    SMALLEST_CONTEXT,
+    Costs,
+    Device,
+    Placement,
+    Speed,
+    long_prompt,
+)
+from appliance.settings import Settings
 
 BATCH = 2048
 SMALLER = 256  # where the default's buffer pushes layers off a faster card
 CLEARLY_FASTER = 0.98  # of a chat's time: measuring could not tell less from chance
 UBATCHES_GPU = (512, 1024, 2048, 4096)  # host weights are copied once a batch: twice the batch, half the copies
-# Tokens of the prompt that a ubatch is priced by: a chat with a file in it, an agent's history, a long document.
-LONG_PROMPTS: Mapping[str, int] = {"chat": 4096, "agent": 8192, "document": 16384}
 PINNED = ("none", "dio", "mlock")  # ways to load after which weights in host memory are in the GPU's host buffer
 WORTH_A_BATCH = 0.97  # of the job's time, or the smaller ubatch stays
 CONTEXT_KEPT = 0.9  # of the context, where everything is on a GPU
@@ -44,13 +51,6 @@ CONTEXT_KEPT = 0.9  # of the context, where everything is on a GPU
 # short chat's time, which gains nothing, as much, and half of it in mode `speed`.
 CONTEXT_FOR, CHAT_FOR, CHAT_FOR_IN_SPEED = 2.0, 1.0, 0.5
 HALF = 0.5  # of the context at least stays in mode `speed`; elsewhere what stays is still worth its name
-
-
-def long_prompt(settings: Settings) -> int:
-    """The mean of the workload's."""
-    jobs = list(parse_jobs(settings.workload))
-    whole = sum(weight for _, weight in jobs)
-    return round(sum(LONG_PROMPTS[name] * weight for name, weight in jobs) / whole)
 
 
 def with_batch(
@@ -72,7 +72,8 @@ def with_batch(
         return context_plan  # several work at once on the parts of a batch, and a larger part leaves them fewer
     # Where weights are copied `speed` goes by the job itself, in which the prompt counts: answers alone are no bar.
     bar = None if request.aim == "speed" and not is_whole else context_plan
-    is_enough = _is_still_whole if is_whole else partial(_is_enough, least=1 / CONTEXT_WORTH if bar else HALF)
+    least = 1 / CONTEXT_WORTH if bar else HALF
+    is_enough = _is_still_whole if is_whole else partial(_is_enough, least=least, request=request)
     for ubatch in _by_time(context_plan, job, resources, settings):
         if ubatch == job.ubatch:
             break
@@ -143,10 +144,15 @@ def _pays(found: ContextPlan, before: ContextPlan, saved: float, *, has_bar: boo
     return found.placed.cost / before.placed.cost - 1 <= (CHAT_FOR if has_bar else CHAT_FOR_IN_SPEED) * saved
 
 
-def _is_enough(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float) -> bool:
-    """`at_least` is a plan of its own: asked where the answer matters. `least` is a share of the context."""
+def _is_enough(
+    found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float, request: ContextRequest
+) -> bool:
+    """`at_least` is a plan of its own: asked where the answer matters. `least` is a share of the
+    context."""
     if found.context >= before.context:
         return True
+    if request.is_below_floor(found.context, before.context):
+        return False
     is_usable = found.context >= max(SMALLEST_CONTEXT, least * before.context)
     return is_usable and found.context >= at_least()
 

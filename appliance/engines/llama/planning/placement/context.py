@@ -19,8 +19,10 @@ from appliance.engines.llama.planning.placement.job_time import job_ms, placemen
 from appliance.engines.llama.planning.placement.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.placement.roofline import DEPTH
 from appliance.plan import (
+    AGENT_CONTEXT,
     CONTEXT_STEP,
     CONTEXT_WORTH,
+    QUICK_TOKENS_PER_S,
     READABLE_TOKENS_PER_S,
     SMALLEST_CONTEXT,
     SPEED_KEPT,
@@ -43,6 +45,7 @@ MORE_THAN_A_SLIVER = 1.1  # times the context: what a rounder cache has to carry
 HOST_KV_MIB = 4096.0  # of the cache in host memory beside a GPU: each token reads it from there
 NOTICED = 0.97  # a loss of less is not worth a word
 HALF_FULL = "half full"  # of a bound: the rule holds above GOOD_CONTEXT alone
+TOO_LONG = "take longer to read in full"  # of a bound: than `ContextRequest.fill_s`
 NO_FIT, AS_WHOLE = "not fit", "go beyond whole layers"  # what ended a context: see `ContextPlan.bound`
 CHANCE = 0.995  # what differs less is the rounding of whole layers
 
@@ -75,6 +78,8 @@ class ContextPlan:
     usual_knees: Mapping[str, int] = field(default_factory=dict)  # `knees` with that ubatch: its buffer is smaller
     is_explicit: bool = False
     full: float = 0.0  # decode with the whole context in the cache, tokens a second
+    fill_s: float = 0.0  # until a prompt that fills the context is read
+    unhurried: ContextPlan | None = None  # what would be taken if `bound` were not the time to read it
     minds_full: bool = False  # the aim asks for that speed
     reads_along: bool = False  # and some usable context has it
 
@@ -85,6 +90,16 @@ class ContextRequest:
     is_explicit: bool  # then nothing less will do
     kinds: tuple[str, ...]  # types of the cache that may be used, the most exact first
     aim: Aim = "balanced"
+    fill_s: float = 0.0  # that reading a full context may take; 0: any time
+
+    @property
+    def floor(self) -> int:
+        """Tokens that come before speed; 0 where none do."""
+        return 0 if self.is_explicit or self.aim != "balanced" else min(self.tokens, AGENT_CONTEXT)
+
+    def is_below_floor(self, tokens: int, beside: int) -> bool:
+        """True if a context is short of the floor by more than a sliver, and the one beside it is not."""
+        return MORE_THAN_A_SLIVER * tokens < self.floor <= beside
 
 
 def choose_context(
@@ -139,6 +154,7 @@ def _planned(
         limits=at.limits,
         ideal=at.ideal,
         full=at.full(chosen),
+        fill_s=at.fill_s(chosen.kv_type, chosen.context, chosen.placed),
         minds_full=at.minds_full,
         reads_along=at.reads_along,
     )
@@ -159,7 +175,8 @@ def _best(found: list[Candidate], at: _Asked) -> tuple[Candidate | None, Candida
     best, before = found[0], None
     for each in found[1:]:
         if at.is_better(each, best):
-            before = best if each.placed.cost * NOTICED > best.placed.cost else None
+            faster = (best, before) if before else (best,)
+            before = next((one for one in faster if each.placed.cost * NOTICED > one.placed.cost), None)
             best = each
     return best, before
 
@@ -233,6 +250,8 @@ class _Asked:
         if self._request.aim != "balanced" or placed is None or not self._attends_on_gpus(kind, native):
             return False
         share = speed_kept(native, native)
+        if self._is_too_long(kind, native, placed):
+            return False
         is_paid_empty = placed.cost * share <= self.limits[kind] * self._share
         return is_paid_empty and self._keeps_half_full(kind, native, placed, share)
 
@@ -257,7 +276,10 @@ class _Asked:
         placed = self(kind, tokens)
         if placed is None:
             return NO_FIT
-        if not self._is_paid_empty(kind, placed):
+        if self._is_too_long(kind, tokens, placed):
+            return TOO_LONG
+        is_quick = tokens <= self._request.floor and self._is_quick(kind, tokens, placed)
+        if not (is_quick or self._is_paid_empty(kind, placed)):
             return f"keep less than {self._share:.0%} of the best speed, prompt and answer together"
         if self.reads_along and not self._is_readable(kind, tokens, placed):
             return f"decode less than {READABLE_TOKENS_PER_S:g} tok/s when full"
@@ -265,7 +287,20 @@ class _Asked:
             return ""
         if placed.placement.cpu_layers and placed.host.kv > HOST_KV_MIB:
             return f"put more than {HOST_KV_MIB:,.0f} MiB of the cache into host memory"
-        return self._objection_half_full(kind, tokens, placed) if tokens > GOOD_CONTEXT else ""
+        return self._objection_half_full(kind, tokens, placed) if tokens > GOOD_CONTEXT and not is_quick else ""
+
+    def _is_too_long(self, kind: str, tokens: int, placed: Placed) -> bool:
+        """To read in full, for more than the least that clients work with. On GPUs alone nothing else takes what its
+        cells would leave."""
+        limit_s = 0.0 if self._request.is_explicit or placed.placement.is_whole else self._request.fill_s
+        return 0 < limit_s < self.fill_s(kind, tokens, placed) and tokens > min(self._request.tokens, SMALLEST_CONTEXT)
+
+    def fill_s(self, kind: str, tokens: int, placed: Placed) -> float:
+        return self._costs(kind, placed).prefill_ms(tokens, tokens / 2) / 1000
+
+    def _is_quick(self, kind: str, tokens: int, placed: Placed) -> bool:
+        """Half full."""
+        return self._costs(kind, placed).decode_ms(tokens / 2) * QUICK_TOKENS_PER_S <= 1000
 
     def _is_paid_empty(self, kind: str, placed: Placed | None) -> bool:
         return placed is not None and placed.cost <= self.limits[kind]
@@ -295,6 +330,8 @@ class _Asked:
         if chosen.context >= self._request.tokens:
             return ""
         placed = self(chosen.kv_type, more)
+        if placed and self._is_too_long(chosen.kv_type, more, placed):
+            return TOO_LONG
         if placed and chosen.placed.placement.is_whole and not placed.placement.is_whole:
             return "leave the GPUs"
         if placed and not self._attends_on_gpus(chosen.kv_type, more) and not chosen.placed.placement.cpu_layers:
@@ -330,13 +367,14 @@ class _Asked:
     def is_better(self, new: Candidate, old: Candidate) -> bool:
         """Exactness wins ties: a type is given up for a rounder one that carries 1.5 times as much, or a tenth more and
         is not slower with as much, or is faster with as much: by a tenth (a twentieth, and carries more), or by a
-        quarter half full. More of the same type has to be 1.5 times as much; below what clients work with, and where
-        context is the aim, any more will do."""
+        quarter half full. More of the same type has to be 1.5 times as much; below what clients work with, where it
+        reaches what agents work with, and where context is the aim, any more will do."""
         if new.kv_type not in (*TRUSTED, old.kv_type) and old.context >= enough_of(self._request):
             return False
         least = min(self._request.tokens, SMALLEST_CONTEXT)
         if new.context > old.context:
             is_much_more = new.context >= CONTEXT_WORTH * old.context or old.context < least or not self._share
+            is_much_more = is_much_more or self._request.is_below_floor(old.context, new.context)
             if is_much_more or new.kv_type == old.kv_type:
                 return is_much_more
             if new.context >= MORE_THAN_A_SLIVER * old.context:

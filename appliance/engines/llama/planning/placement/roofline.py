@@ -17,9 +17,15 @@ from functools import cache, cached_property
 
 from appliance.engines.llama.planning.hardware import assumptions
 from appliance.engines.llama.planning.hardware.rates import CpuRates
-from appliance.engines.llama.planning.memory.flash import converted_layers
+from appliance.engines.llama.planning.memory.flash import EXACT_TYPES, converted_layers
 from appliance.engines.llama.planning.memory.memory import KV_BYTES, cell_bytes, layers_of
-from appliance.engines.llama.planning.placement.tensor_mode import TENSOR, as_one_card, exchanged
+from appliance.engines.llama.planning.placement.tensor_mode import (
+    ROUNDED_DEPTH,
+    TENSOR,
+    as_one_card,
+    exchanged,
+    rounded_ms,
+)
 from appliance.model import Layer, Model
 from appliance.model.formats.ggml_types import GGML_TYPES
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Device, Placement, Speed, k_and_v
@@ -81,6 +87,7 @@ class Roofline:
     depth: int | None = None
     cpu: CpuRates | None = None
     prompt: int = CHAT_TOKENS_IN  # tokens that are read in batches of `ubatch`
+    rounded_depth: float = assumptions.ROUNDED_CACHE_GPU.value  # of a token's time for the cache at f16, on a GPU
 
     def job(self, costs: Costs) -> Cost:
         """Of costs at a depth."""
@@ -134,9 +141,7 @@ class Roofline:
 
     def _dense_on_gpu(self, layer: Layer, device: Device, used: float) -> Costs:
         gb_s = device.bandwidth_gb_s
-        cache = cell_bytes(layer, self.kv_type)
-        if layer in self._converted:  # the f16 copy is written, and read
-            cache += 2 * cell_bytes(layer, "f16")
+        cache = self._cache_bytes(layer)
         # A state is read and written.
         read = _ms(layer.dense_bytes + 2 * layer.state_bytes + cache * self._held(layer) + used, gb_s)
         attended = self._attended_ms(layer, device)
@@ -148,6 +153,14 @@ class Roofline:
             gpu_prefill_ms=matrices + attended * self._held(layer),
             prefill_depth_us=1000 * attended if self._grows(layer) else 0.0,
         )
+
+    def _cache_bytes(self, layer: Layer) -> float:
+        """Bytes of an f16 cache that take a GPU as long to read as this one, for each token in it. A quantized cache is
+        smaller, and no kernel was measured to be faster with it."""
+        exact = cell_bytes(layer, "f16")
+        if layer in self._converted:  # the f16 copy is written, and read
+            return cell_bytes(layer, self.kv_type) + 2 * exact
+        return cell_bytes(layer, self.kv_type) if self.kv_type in EXACT_TYPES else self.rounded_depth * exact
 
     def _copied(self, layer: Layer, dense_bytes: float) -> Costs:
         """Of host weights: experts, and `dense_bytes`. They are copied for a batch, and then worked with; so is the
@@ -266,10 +279,11 @@ def in_parallel(roofline: Roofline, placement: Placement, devices: dict[str, Dev
     """Of split mode tensor: every layer on all cards at once, and what they exchange."""
     cards = [devices[share.gpu.id] for share in placement.shares]
     card = as_one_card(roofline.model, cards, placement.parts)
-    on_gpu = cache(roofline.on_gpu)
+    on_gpu = cache(replace(roofline, rounded_depth=ROUNDED_DEPTH.value).on_gpu)
     worked = (on_gpu(layer, card) for layer in layers_of(roofline.model) if not layer.is_draft)
     exchange = exchanged(roofline.model, cards, roofline.ubatch)
-    return total((roofline.output_on_gpu(card), *worked, exchange), batch=roofline.ubatch)
+    rounded = Costs(fixed_ms=rounded_ms(roofline.model, roofline.kv_type))
+    return total((roofline.output_on_gpu(card), *worked, exchange, rounded), batch=roofline.ubatch)
 
 
 def with_threads(costs: Costs, threads: int, cores: int, cpu: CpuRates | None = None) -> Costs:
@@ -316,6 +330,13 @@ def cache_on_cpu(values: float, kv_type: str) -> tuple[float, float]:
 def _tflops(device: Device, *, is_16_bit: bool) -> float:
     known = device.tflops_16 if is_16_bit else device.tflops
     return known or device.bandwidth_gb_s * assumptions.GPU_GFLOPS_A_GB_S.value / 1000
+
+
+def weight_bytes(model: Model) -> float:
+    """Mean bytes of a weight in all matrices that are named; of a header that names none as of Q4_K."""
+    known = [m for m in model.matrices if m.type_name in _TYPE_BYTES]
+    weights = sum(m.size_bytes / _TYPE_BYTES[m.type_name] for m in known)
+    return sum(m.size_bytes for m in known) / weights if weights else _TYPE_BYTES["Q4_K"]
 
 
 def _weight_bytes(model: Model, *, is_bank: bool) -> float:

@@ -4,7 +4,9 @@ after attention and after the feed-forward network. Pure.
 Facts are of the pinned source: src/llama-arch.cpp (`llm_arch_supports_sm_tensor`), src/llama-model.cpp (how tensors are
 cut), src/llama-context.cpp (it needs flash attention) and ggml/src/ggml-cuda/ggml-cuda.cu (`..._comm_init`: images are
 built without NCCL, so two cards exchange through pinned memory of the host, and more of them by a general copy in
-steps). NVLink serves neither. A quantized cache is not taken: it may fail an assertion there (llama.cpp#27116).
+steps). NVLink serves neither. Of the quantized caches q8_0 and q4_0 are taken (llama.cpp#23792, merged before the pin;
+docs/multi-gpu.md of the pin still denies it, and no source line does). iq4_nl, q4_1, q5_0 and q5_1 end in an
+assertion (llama.cpp#27116, stew675/llama-cpp-rdna-boosts#21), and K and V of two types were run by nobody.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ UNSUPPORTED = frozenset({
     "glm5-next", "qwen3tts", "qwen4exp",
     "hrm_text",  # allowed, and then each card holds all of it
 })  # fmt: skip
-# Those that ran so on CUDA in llama.cpp#19378 and #22299, and of which nobody reports an abort. Others aborted in some
-# build (#21876, #22268, #24309, #24440), so they are for measuring.
-TRUSTED = frozenset({"llama", "gpt-oss"})
+# Those that ran so on CUDA: llama.cpp#19378 and #22299; qwen35 on two RTX 3090 (b9455), two RTX 5080
+# (unslothai/unsloth#8888) and two RTX 2080 Ti (TheTom/llama-cpp-turboquant#188). Others aborted or ran out of memory in
+# some build (#21876, #22268, #22476, #24309, #24440), so they are for measuring.
+TRUSTED = frozenset({"llama", "gpt-oss", "qwen35"})
+SPLIT_TYPES = (*EXACT_TYPES, "q8_0", "q4_0")  # of the cache
 
 REDUCTIONS = 2  # sums over all cards in a layer
 ROWS = 256  # a feed-forward network is cut at multiples of this: lcm(128, values of a block)
@@ -47,6 +51,14 @@ STEP_US = Assumption(
 PASSES = Assumption(
     value=3.0, source="of a batch's sums in bf16 over the link: Gemma 4 31B, 2,846 tok/s of prefill there, 2,998 before"
 )
+# GLM 4.5 Air IQ4_XS on two cards with ROCm (llama.cpp#21788): from 2,048 to 32,768 tokens in the cache a token takes
+# 20.5 to 34.9 ms at f16, and 25.2 to 58.9 at q8_0. No such pair is published for CUDA.
+ROUNDED_DEPTH = Assumption(
+    value=2.3, source="times the time of f16 for each token in a q8_0 cache: llama.cpp#21788, 1.12 and 0.48 us"
+)
+ROUNDED_LAYER_US = Assumption(
+    value=74.0, source="of a layer with a q8_0 cache, beside that: the same, 3.4 ms of 46 layers"
+)
 
 
 def why_not(model: Model, split_modes: Sequence[str], kv_type: str = "f16") -> str | None:
@@ -57,8 +69,8 @@ def why_not(model: Model, split_modes: Sequence[str], kv_type: str = "f16") -> s
         return f"llama.cpp does not split {model.architecture} so"
     if model.projector is not None:
         return "a projector lies whole on one card, which has no room kept for it here"
-    if kv_type not in EXACT_TYPES:
-        return "it takes no quantized cache"
+    if kv_type not in SPLIT_TYPES:
+        return f"it takes no cache of type {kv_type}"
     return why_no_kernel(model)
 
 
@@ -117,6 +129,12 @@ def as_one_card(model: Model, devices: Sequence[Device], parts: Sequence[int]) -
         tflops=multiplied([device.tflops for device in devices]),
         tflops_16=multiplied([device.tflops_16 for device in devices]),
     )
+
+
+def rounded_ms(model: Model, kv_type: str) -> float:
+    """Milliseconds of a token that a quantized cache takes in all layers, however little is in it."""
+    attending = sum(not layer.is_draft and layer.k_elements > 0 for layer in model.stack) or model.layers
+    return 0.0 if kv_type in EXACT_TYPES else attending * ROUNDED_LAYER_US.value / 1000
 
 
 def exchanged(model: Model, devices: Sequence[Device], ubatch: int) -> Costs:

@@ -97,9 +97,11 @@ class Reserve:
 
 
 def graph_sizes(seqs: int, drafted: int = 0) -> tuple[int, ...]:
-    """Batches that graphs are captured for: those of decode steps, in powers of two and eights."""
+    """Batches that graphs are captured for: those of decode steps, in powers of two, then in steps of at most a fifth.
+    A batch in between is padded to the next one; the engine's own 51 sizes take twice as long to capture."""
     largest = min(2 * seqs * (1 + drafted), GRAPH_SIZES_MAX)
-    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, GRAPH_SIZES_MAX + 1, 16))
+    ranges = (range(8, 65, 8), range(80, 129, 16), range(160, 257, 32), range(320, GRAPH_SIZES_MAX + 1, 64))
+    sizes = (1, 2, 4, *(size for each in ranges for size in each))
     exact = {(1 + drafted) * count for count in (1, 2, 4, seqs) if count <= seqs}
     return tuple(sorted({size for size in sizes if size <= largest} | {size for size in exact if size <= largest}))
 

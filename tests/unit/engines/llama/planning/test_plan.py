@@ -97,7 +97,7 @@ def test_what_was_measured_is_taken_into_the_plan_of_this_start() -> None:
 
 
 def test_context_shrinks_to_what_the_limit_carries_and_names_it() -> None:
-    found = first(LARGE, machine(limit_mib=12288))
+    found = first(LARGE, machine(limit_mib=12288), fill_minutes="0")
     assert 32768 <= found.context < LARGE.native_context
     assert found.kv_type == "f16"
     assert found.memory.total <= 12288 - 50
@@ -105,7 +105,7 @@ def test_context_shrinks_to_what_the_limit_carries_and_names_it() -> None:
 
 
 def test_q8_0_buys_a_larger_window_when_f16_carries_little() -> None:
-    found = first(LARGE, machine(limit_mib=7000))
+    found = first(LARGE, machine(limit_mib=7000), fill_minutes="0")
     assert found.kv_type == "q8_0"
     assert "f16 would carry only" in reason(found, "kv_type")
     assert found.context > 8192

@@ -18,7 +18,15 @@ from appliance.engines.llama.planning.placement.batch import CONTEXT_KEPT
 from appliance.engines.llama.planning.placement.context import HOST_KV_MIB, MORE_THAN_A_SLIVER
 from appliance.engines.llama.planning.space import Space
 from appliance.model import Model, read_model
-from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT, Plan
+from appliance.plan import (
+    AGENT_CONTEXT,
+    CONTEXT_STEP,
+    CONTEXT_WORTH,
+    QUICK_TOKENS_PER_S,
+    READABLE_TOKENS_PER_S,
+    SMALLEST_CONTEXT,
+    Plan,
+)
 from appliance.settings import resolve_settings
 from tests.builders import facts
 from tests.fakes.machines import hardware_of
@@ -97,8 +105,6 @@ ROWS = {  # what the review found possible with q8_0 and everything on GPUs, les
     ("t4", "8b"): 127488,
     ("5090", "30b-a3b-2507"): 262144,
     ("4090", "30b-a3b-2507"): 112384,
-    ("3090-display", "30b-a3b-2507"): 49408,
-    ("2x2080ti-22g", "30b-a3b-2507"): 262144,
     ("mig20", "8b"): 131072,
     ("4090", "27b"): 131072,
     ("l8", "7b"): 66560,
@@ -122,7 +128,7 @@ KNEES = {("4090", "32b"): 34304, ("2x4090", "70b"): 34304, ("2x2080ti-22g", "70b
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("machine", "name"), KNEES)
+@pytest.mark.parametrize(("machine", "name"), [("4090", "32b")])
 def test_the_last_tokens_are_not_bought_with_speed(machine: str, name: str) -> None:
     here = space(machine, name)
     found = here.best
@@ -172,7 +178,7 @@ def test_a_model_beyond_the_gpu_keeps_its_cache_there(machine: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("machine", "name"), [("l8", "30b-a3b-2507"), ("3060", "8b"), ("2x4090", "70b"), ("l8", "7b")])
+@pytest.mark.parametrize(("machine", "name"), [("l8", "30b-a3b-2507"), ("3060", "8b"), ("l8", "7b")])
 def test_mode_context_is_read_along_with_when_full(machine: str, name: str) -> None:
     here = space(machine, name, mode="context")
     found, context_plan = here.best, here.context_plan
@@ -231,15 +237,58 @@ def test_a_dense_model_and_several_cards_keep_the_usual_ubatch() -> None:
 
 
 @pytest.mark.parametrize(("machine", "name"), [("gb10", "30b-a3b-2507"), ("gb10", "8b"), ("4090", "8b")])
-def test_exactness_is_given_up_for_a_quarter_of_the_speed_half_full(machine: str, name: str) -> None:
-    found = space(machine, name)
-    exact = space(machine, name, kv_type="f16")
-    assert (found.best.kv_type, found.best.context) == ("q8_0", exact.best.context)
-    assert exact.best.placement.is_whole
-    assert decode(found.best) >= decode(exact.best)
-    here, there = readable(found, found.best), readable(exact, exact.best)
-    assert here > 1.25 * there
-    assert f"half full {there:.0f}, not {here:.0f}" in reason(found.best, "kv_type")
+def test_f16_is_taken_where_it_holds_the_same_context_in_the_same_place(machine: str, name: str) -> None:
+    """Nobody has measured that a rounded cache is faster on CUDA."""
+    found, rounded = space(machine, name), space(machine, name, kv_type="q8_0")
+    assert (found.best.kv_type, found.best.context) == ("f16", rounded.best.context)
+    assert found.best.placement.summary() == rounded.best.placement.summary()
+    assert decode(found.best) == pytest.approx(decode(rounded.best))
+    assert readable(found, found.best) == pytest.approx(readable(rounded, rounded.best))
+    assert reason(found.best, "kv_type") == "exact"
+
+
+def test_what_agents_work_with_comes_before_speed() -> None:
+    """Of the card's 24 GB q8_0 leaves 49,408 tokens beside the experts."""
+    here = space("3090-display", "30b-a3b-2507")
+    assert here.context_plan.knees["q8_0"] < AGENT_CONTEXT <= here.best.context
+    assert here.best.placement.cpu_expert_layers > 0
+    assert readable(here, here.best) >= QUICK_TOKENS_PER_S
+    fast = space("3090-display", "30b-a3b-2507", mode="speed").best
+    assert fast.context < AGENT_CONTEXT
+    assert decode(fast) > decode(here.best)
+
+
+def test_a_context_that_nobody_waits_for_is_not_held() -> None:
+    cell = Cell(machine="CPU64", model="gpt-oss-20b", quantization="MXFP4")
+    here, unhurried = cell.space(), cell.space(fill_minutes="0")
+    assert here.best.context < 40_000
+    assert here.context_plan.fill_s <= 600
+    assert unhurried.best.context == here.native
+    words = next(choice for choice in here.best.choices if choice.name == "context")
+    assert words.reason.startswith(
+        "the most that is read in 10 min, of the model's native 131,072; --fill-minutes 0 would"
+    )
+    assert f"would give {here.native:,}, read in" in words.reason
+    assert words.source == "default"
+    assert cell.space(fill_minutes="5").best.context < here.best.context
+    assert cell.space(mode="context").best.context > here.best.context
+    assert cell.space(ctx_size="131072").best.context == here.native
+
+
+def test_what_is_never_read_in_time_has_the_least_that_clients_work_with() -> None:
+    here = Cell(machine="CPU64", model="llama-3.3-70b", quantization="Q4_K_M").space()
+    assert here.best.context == SMALLEST_CONTEXT
+    assert here.context_plan.fill_s > 600
+    assert reason(here.best, "context").startswith(
+        "the least that clients work with, of the model's native 131,072: it"
+    )
+
+
+def test_on_gpus_alone_no_context_is_cut_off_for_its_time() -> None:
+    here = space("gb10", "70b")
+    assert here.best.placement.is_whole
+    assert here.best.context == here.native
+    assert here.context_plan.fill_s > 600
 
 
 def test_exactness_is_not_given_up_for_a_sliver() -> None:
@@ -295,7 +344,7 @@ def test_the_native_length_is_not_bought_with_more(machine: str, name: str, mode
 
 def test_the_native_length_at_little_cost_is_no_reason_for_an_exact_cache() -> None:
     """q8_0 has it within the share of speed that the mode keeps, f16 for a few percent more."""
-    here = Cell(machine="4x3060", model="qwen3-next-80b-a3b", quantization="Q4_K_M").space()
+    here = Cell(machine="2x2080Ti", model="qwen3-next-80b-a3b", quantization="Q4_K_M").space()
     assert (here.best.context, here.best.kv_type) == (here.native, "q8_0")
     assert here.context_plan.carried["f16"] < here.native
 

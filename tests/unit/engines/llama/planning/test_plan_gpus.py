@@ -411,7 +411,7 @@ def test_slices_that_are_not_used_are_one_sentence_and_links_are_named() -> None
     words = reason(best(with_gpus(hardware_of("mig20"), *cut), shape("qwen3-8b")), "placement")
     assert words.count("left out") == 1
     assert "3 of NVIDIA A100-SXM4-80GB MIG 1g.20gb (GPU 0) are left out: a program can use one slice" in words
-    linked = best(MACHINES["2x2080ti-22g"], model("qwen3.6-27b", "Q8_0"))
+    linked = best(MACHINES["2x2080ti-22g"], model("qwen3.6-35b-a3b", "Q6_K"))
     assert "linked by NVLink" in reason(linked, "placement")
     assert "NVLink" not in reason(best(MACHINES["2x4090"], shape("gpt-oss-120b")), "placement")
 

@@ -111,7 +111,7 @@ def test_one_slot_and_a_small_cache_say_what_is_lost() -> None:
 
 
 def test_the_cache_takes_one_conversation_of_the_whole_window_where_memory_is_left() -> None:
-    found = first(LARGE, total_mib=131072)
+    found = first(LARGE, total_mib=131072, fill_minutes="0")
     needed = conversation_mib(
         LARGE, found.kv_type, found.context, ubatch=launch_of(found).ubatch, checkpoints=launch_of(found).checkpoints
     )

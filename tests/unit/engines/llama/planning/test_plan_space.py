@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.inputs import SPARE_SHARE
 from appliance.engines.llama.planning.memory.memory import MIB
-from appliance.engines.llama.planning.placement.batch import LONG_PROMPTS
 from appliance.engines.llama.planning.placement.roofline import DEPTH
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model
-from appliance.plan import CHAT_TOKENS_IN, Plan, with_launch
+from appliance.plan import CHAT_TOKENS_IN, LONG_PROMPTS, Plan, with_launch
 from appliance.probe import Hardware
 from tests.builders import examples, model, some
 from tests.golden.machines import MACHINES
@@ -107,9 +106,9 @@ def test_fewer_threads_cost_more_on_a_cpu_and_nothing_beyond_the_cores() -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b"])
-def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> None:
-    """Sliding windows or not: a CPU has no fast kernels for it (planning/assumptions.py), a GPU reads fewer bytes for a
-    token, and multiplies as much for a prompt."""
+def test_a_rounded_cache_costs_more_on_a_cpu_and_as_much_on_a_gpu(name: str) -> None:
+    """Sliding windows or not: a CPU has no fast kernels for it, and of a GPU nobody measured that it gains
+    (planning/assumptions.py)."""
     by_machine = []
     for hardware in (MACHINES["cpu-16g"], MACHINES["2x4090"]):
         here = space(hardware, shape(name))
@@ -123,9 +122,9 @@ def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> Non
             strict=True,
         )  # fmt: skip
         by_machine.append((decode[1] / decode[0], prefill[1] / prefill[0]))
-    (slower, much_slower), (faster, as_fast) = by_machine
-    assert min(slower, much_slower) > 1 > faster
-    assert as_fast == pytest.approx(1)
+    (slower, much_slower), on_gpu = by_machine
+    assert min(slower, much_slower) > 1
+    assert on_gpu == pytest.approx((1, 1))
 
 
 def test_what_was_asked_for_is_the_same_in_every_plan() -> None:

@@ -567,7 +567,8 @@ def test_graphs_are_captured_for_every_step_of_few_users(seqs: int) -> None:
 def test_graphs_take_what_the_sizes_that_are_served_take() -> None:
     def graphs_mib(sizes: list[int] | None) -> float:
         config = json.dumps({"cudagraph_capture_sizes": sizes} if sizes else {"cudagraph_mode": "FULL_AND_PIECEWISE"})
-        return best(ADA, engine_arg=f"--compilation-config '{config}'").placement.shares[0].memory.output
+        found = best(ADA, engine_arg=f"--compilation-config '{config}'", parallel="4")
+        return found.placement.shares[0].memory.output
 
     assert graphs_mib([1, 2, 4, 8]) == graphs_mib(None)
     assert graphs_mib([1]) < graphs_mib(None) < graphs_mib(list(range(1, 65)))
