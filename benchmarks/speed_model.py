@@ -67,6 +67,7 @@ class Result:
     cpu_expert_layers: int | None = None
     cpu_layers: int | None = None  # whole layers in host memory beside a card
     is_pinned: bool = False  # host weights were loaded, not mapped: `--no-mmap`
+    left_out: str | None = None  # why it is neither fitted nor judged; never what was predicted
 
     @property
     def key(self) -> str:
@@ -123,8 +124,7 @@ def predict(result: Result, data: Data) -> float:
     model = _model(result, data)
     machine = data.machines[result.machine]
     cpu = _cpu(machine)
-    device = _device(machine)
-    costs = _costs(result, model, device, cpu)
+    costs = _costs(result, model, _devices(machine), cpu)
     if result.is_prefill:
         return 1000 * result.tokens / costs.prefill_ms(result.tokens, _middle(result))
     return 1000 / costs.decode_ms(_middle(result))
@@ -134,28 +134,35 @@ def _middle(result: Result) -> float:
     return result.depth + result.tokens / 2
 
 
-def _costs(result: Result, model: Model, device: Device | None, cpu: CpuRates) -> Costs:
+def _costs(result: Result, model: Model, devices: tuple[Device, ...], cpu: CpuRates) -> Costs:
     roofline = Roofline(
         model=model,
         kv_type="f16",
         ubatch=result.ubatch or 512,
         prompt=result.tokens if result.is_prefill else 512,
         dram_gb_s=cpu.gb_s(cpu.threads),
-        upload=upload_of(device, is_pinned=result.is_pinned) if device else None,
+        upload=upload_of(devices[0], is_pinned=result.is_pinned) if devices else None,
         cpu=cpu,
     )
-    placement = _placement(result, model, device)
-    costs = costs_of(roofline, placement, {device.id: device} if device else {})
+    placement = _placement(result, model, devices)
+    costs = costs_of(roofline, placement, {device.id: device for device in devices})
     return with_threads(costs, result.threads or cpu.cores, cpu.cores, cpu)
 
 
-def _placement(result: Result, model: Model, device: Device | None) -> Placement:
-    if device is None:
+def _placement(result: Result, model: Model, devices: tuple[Device, ...]) -> Placement:
+    """Layers in equal runs on several cards, which are alike: split mode layer."""
+    if not devices:
         return Placement(shares=(), cpu_layers=0, cpu_expert_layers=0, split_mode="none")
     nothing = Memory(weights=0.0, kv=0.0, state=0.0, compute=0.0, output=0.0, cache=0.0, overhead=0.0)
     on_cpu, experts = result.cpu_layers or 0, result.cpu_expert_layers or 0
-    held = GpuAllocation(gpu=device, device="CUDA0", layers=len(model.stack) + 1 - on_cpu, memory=nothing)
-    return Placement(shares=(held,), cpu_layers=on_cpu, cpu_expert_layers=experts, split_mode="none")
+    layers = len(model.stack) + 1 - on_cpu
+    ends = [round(layers * (number + 1) / len(devices)) for number in range(len(devices))]
+    shares = tuple(
+        GpuAllocation(gpu=device, device=f"CUDA{number}", layers=end - start, memory=nothing)
+        for number, (device, start, end) in enumerate(zip(devices, [0, *ends], ends, strict=False))
+    )
+    split_mode = "layer" if len(devices) > 1 else "none"
+    return Placement(shares=shares, cpu_layers=on_cpu, cpu_expert_layers=experts, split_mode=split_mode)
 
 
 def _model(result: Result, data: Data) -> Model:
@@ -172,28 +179,32 @@ def _cpu(machine: Mapping[str, Any]) -> CpuRates:
     return cpu_rates(facts["isa"], facts["cores"], dram_gb_s, capacities, part=facts.get("part"))
 
 
-def _device(machine: Mapping[str, Any]) -> Device | None:
+def _devices(machine: Mapping[str, Any]) -> tuple[Device, ...]:
     if "gpu" not in machine:
-        return None
-    gpu = Gpu(
-        index=0,
-        uuid="GPU-0",
+        return ()
+    gpus = tuple(_gpu(machine["gpu"], index) for index in range(machine.get("count", 1)))
+    hardware = _hardware(gpus)
+    devices, _ = usable_devices(hardware, *_facts(hardware))
+    return devices
+
+
+def _gpu(facts: Mapping[str, Any], index: int) -> Gpu:
+    return Gpu(
+        index=index,
+        uuid=f"GPU-{index}",
         vram_total_mib=_MIB,
         vram_free_mib=_MIB,
-        pci_bus_id="0000:01:00.0",
+        pci_bus_id=f"0000:{index + 1:02x}:00.0",
         pcie_width=16,
-        **({"pcie_generation_max": 4} | machine["gpu"]),
+        **({"pcie_generation_max": 4} | facts),
     )
-    hardware = _hardware(gpu)
-    devices, _ = usable_devices(hardware, *_facts(hardware))
-    return devices[0]
 
 
 def _facts(hardware: Hardware) -> tuple[ImageFacts, EngineFacts]:
     return facts_for(hardware)
 
 
-def _hardware(gpu: Gpu) -> Hardware:
+def _hardware(gpus: tuple[Gpu, ...]) -> Hardware:
     return Hardware(
         cpu=Cpu(model_name=None, logical=16, physical=8, quota=None, isa=()),
         memory=HostMemory(
@@ -201,7 +212,7 @@ def _hardware(gpu: Gpu) -> Hardware:
         ),
         numa=(),
         volume=Volume(path=Path("/data"), free_mib=None, total_mib=None, is_writable=True),
-        gpus=GpuProbe(gpus=(gpu,)),
+        gpus=GpuProbe(gpus=gpus),
         gpu_requested=True,
     )
 
