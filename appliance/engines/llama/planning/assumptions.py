@@ -36,7 +36,7 @@ GPU_MARGIN_MIB = Assumption(
 DISPLAY_MIB = Assumption(value=256.0, source="a desktop that opens another window: chosen, not measured")
 
 # Speed
-DRAM_SHARE = Assumption(value=0.85, source="of a measured DRAM stream, what llama.cpp's kernels reach: 0.75 to 0.9")
+DRAM_SHARE = Assumption(value=0.82, source="of a measured DRAM stream, what llama.cpp's kernels reach: 0.75 to 0.9")
 DRAM_GB_S = Assumption(
     value=40.0, source="between desktops with DDR4 (32 to 38) and DDR5 (52 to 62), never measured here"
 )
@@ -49,14 +49,14 @@ PAGEABLE_SHARE = Assumption(value=0.5, source="of pinned copies, what pageable o
 PCIE_GB_S = Assumption(value=6.3, source="half of a third-generation x16 link, where the link is unknown")
 # What a card or a core reaches is by its class, in rates.py. These hold for all of them.
 MOE_LAYERS = Assumption(
-    value=0.7,
+    value=0.6,
     source="of a card's fixed cost of a layer, what routing and gathering of experts adds: benchmarks/speed_model.yaml",
 )
 RECURRENT_LAYERS = Assumption(
-    value=0.55, source="of the same, what the many small kernels of a recurrent layer add: benchmarks/speed_model.yaml"
+    value=0.6, source="of the same, what the many small kernels of a recurrent layer add: benchmarks/speed_model.yaml"
 )
 RECURRENT_SHARE = Assumption(
-    value=0.0075,
+    value=0.009,
     source="of 16-bit products, what a recurrent layer's state is updated at in a prompt, one token after the other: "
     "benchmarks/speed_model.yaml",
 )
@@ -70,7 +70,7 @@ CPU_LAYER_US = Assumption(
 )
 HOP_US = Assumption(value=20.0, source="two copies of about 10 us between devices, there and back")
 EXPERTS_HOP_US = Assumption(
-    value=50.0,
+    value=35.0,
     source="a layer's experts on the CPU, beside what they read: the GPU is awaited, activations and chosen experts' "
     "numbers are copied there, the sum back (ggml-backend.cpp, compute_splits); benchmarks/speed_model.yaml: 20 to 80",
 )
@@ -84,7 +84,7 @@ HALF_BATCH = Assumption(
     value=60.0,
     source="tokens for a matrix at which a card does half of what it can: RTX 4090, Q4_0, 16 to 512 (llama.cpp#7676)",
 )
-MOE_PREFILL_SHARE = Assumption(value=0.60, source="of that, what experts' matrices reach: benchmarks/speed_model.yaml")
+MOE_PREFILL_SHARE = Assumption(value=0.65, source="of that, what experts' matrices reach: benchmarks/speed_model.yaml")
 LARGE_UBATCH_SHARE = Assumption(
     value=0.5,
     source="of what a ubatch above 512 gains by arithmetic: an RTX 3090 reads gemma4 26B.A4B 1.27 times as fast with "

@@ -23,11 +23,13 @@ from appliance.engines.llama.planning.context import (
     choose_context,
     same_context,
 )
+from appliance.engines.llama.planning.intervals import with_intervals
 from appliance.engines.llama.planning.job_time import job_ms, placement_costs, speed_of
 from appliance.engines.llama.planning.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, is_unbeatable, place
 from appliance.engines.llama.planning.roofline import DEPTH
 from appliance.engines.llama.planning.tensor_mode import TENSOR
+from appliance.model import Model
 from appliance.plan import CHAT_TOKENS_IN, CONTEXT_WORTH, SMALLEST_CONTEXT, Costs, Device, Placement, Speed
 from appliance.settings import Settings, parse_jobs
 
@@ -247,9 +249,10 @@ def _prompt_speeds(
     return speed_of(mapped, DEPTH, tokens).prefill_tokens_per_s, speed_of(pinned, DEPTH, tokens).prefill_tokens_per_s
 
 
-def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: Settings) -> Speed:
+def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: Settings, model: Model) -> Speed:
     """Of the chat job as placed; with a long prompt where weights are copied for it."""
-    return speed_of(costs, DEPTH, long_prompt(settings)) if placement.copies_weights else found
+    speed = speed_of(costs, DEPTH, long_prompt(settings)) if placement.copies_weights else found
+    return with_intervals(speed, placement, model)
 
 
 def ubatch_words(

@@ -36,18 +36,29 @@ class CardClass:
 
 # By compute capability: the class of the next lower one counts for one that is not here. HBM: 60, 70, 80, 90, 100.
 CLASSES: Mapping[int, CardClass] = {
-    60: CardClass(share=0.82, layer_us=203.0, weights=9.0, gflops=140, gflops_16=140, clock_mhz=1400, gflops_a_gb_s=14),
-    61: CardClass(share=0.85, layer_us=44.0, weights=8.4, gflops=350, gflops_16=120, clock_mhz=1600, gflops_a_gb_s=40),
+    60: CardClass(share=0.83, layer_us=200.0, weights=9.0, gflops=140, gflops_16=140, clock_mhz=1400, gflops_a_gb_s=14),
+    61: CardClass(share=0.85, layer_us=79.0, weights=8.4, gflops=350, gflops_16=120, clock_mhz=1600, gflops_a_gb_s=40),
     70: CardClass(share=0.85, layer_us=66.0, weights=10.0, gflops=340, gflops_16=340, clock_mhz=1530, gflops_a_gb_s=45),
-    75: CardClass(share=0.84, layer_us=66.0, weights=10.0, gflops=410, gflops_16=410, clock_mhz=1700, gflops_a_gb_s=65),
-    80: CardClass(share=0.84, layer_us=72.0, weights=12.0, gflops=480, gflops_16=600, clock_mhz=1410, gflops_a_gb_s=35),
-    86: CardClass(share=0.82, layer_us=38.0, weights=12.0, gflops=650, gflops_16=520, clock_mhz=1800, gflops_a_gb_s=95, watts=5.0),
-    89: CardClass(share=0.93, layer_us=37.0, weights=12.0, gflops=670, gflops_16=540, clock_mhz=2500, gflops_a_gb_s=165),
-    90: CardClass(share=0.84, layer_us=49.0, weights=12.0, gflops=710, gflops_16=1100, clock_mhz=1830, gflops_a_gb_s=48),
-    120: CardClass(share=0.81, layer_us=24.0, weights=12.0, gflops=680, gflops_16=550, clock_mhz=2500, gflops_a_gb_s=125),
-    121: CardClass(share=0.78, layer_us=32.0, weights=12.0, gflops=370, gflops_16=480, clock_mhz=2400, gflops_a_gb_s=125),
+    75: CardClass(share=0.86, layer_us=74.0, weights=10.0, gflops=410, gflops_16=410, clock_mhz=1700, gflops_a_gb_s=65),
+    80: CardClass(share=0.83, layer_us=74.0, weights=12.0, gflops=480, gflops_16=600, clock_mhz=1410, gflops_a_gb_s=35),
+    86: CardClass(
+        share=0.82, layer_us=38.0, weights=12.0, gflops=650, gflops_16=520, clock_mhz=1800, gflops_a_gb_s=95, watts=5.0
+    ),
+    89: CardClass(
+        share=0.93, layer_us=36.0, weights=12.0, gflops=670, gflops_16=540, clock_mhz=2500, gflops_a_gb_s=165
+    ),
+    90: CardClass(
+        share=0.83, layer_us=49.0, weights=12.0, gflops=710, gflops_16=1100, clock_mhz=1830, gflops_a_gb_s=48
+    ),
+    120: CardClass(
+        share=0.81, layer_us=24.0, weights=12.0, gflops=680, gflops_16=550, clock_mhz=2500, gflops_a_gb_s=125
+    ),
+    121: CardClass(
+        share=0.78, layer_us=32.0, weights=12.0, gflops=360, gflops_16=480, clock_mhz=2400, gflops_a_gb_s=125
+    ),
 }
 WATTS_POWER = 0.5
+DECODE_WATTS = 0.8  # of those watts, what a token takes, whose tensor cores idle
 LARGE_SMS = 80  # a batch of 512 tokens no longer fills a larger card
 LARGE_POWER = 0.28
 # Attention of a prompt fills even fewer: an RTX 3090 reads 512 tokens after 32,768 at 60 % of what a GB10 reaches for
@@ -82,7 +93,7 @@ def card_rates(gpu: Gpu, gb_s: float) -> CardRates:
     idle: float = min(1.0, ATTENTION_SMS / gpu.sm_count) ** ATTENTION_POWER if gpu.sm_count else 1.0
     return CardRates(
         gb_s=gb_s * kind.share,
-        weights_g_s=kind.weights * gpu.sm_count * _ghz(gpu, kind) if gpu.sm_count else None,
+        weights_g_s=kind.weights * gpu.sm_count * _ghz(gpu, kind, DECODE_WATTS) if gpu.sm_count else None,
         layer_us=kind.layer_us,
         tflops=tflops,
         tflops_16=tflops_16,
@@ -108,11 +119,11 @@ def _scale(gpu: Gpu, kind: CardClass) -> float | None:
     return gpu.sm_count * _ghz(gpu, kind) * large
 
 
-def _ghz(gpu: Gpu, kind: CardClass) -> float:
-    """The clock that a card sustains with the power it may take."""
+def _ghz(gpu: Gpu, kind: CardClass, share: float = 1.0) -> float:
+    """The clock that a card sustains with the power it may take, for work that takes a share of the class's watts."""
     ghz = min(gpu.sm_clock_mhz or kind.clock_mhz, kind.clock_mhz) / 1000
     watts = (gpu.power_limit_w or 0.0) / gpu.sm_count if gpu.sm_count and counts_power(gpu) else kind.watts
-    starved: float = min(1.0, watts / kind.watts) ** WATTS_POWER
+    starved: float = min(1.0, watts / (share * kind.watts)) ** WATTS_POWER
     return ghz * starved
 
 
@@ -129,7 +140,7 @@ class CoreClass:
 # By the instructions that the serving kernels are compiled for, the best first.
 CORES: tuple[tuple[str, CoreClass], ...] = (
     ("amx_int8", CoreClass(gb_s=12.7, gflops=300, attention_gflops=28)),
-    ("avx512vbmi", CoreClass(gb_s=12.7, gflops=126, attention_gflops=28)),  # Zen 4, Ice Lake and later
+    ("avx512vbmi", CoreClass(gb_s=12.7, gflops=118, attention_gflops=28)),  # Zen 4, Ice Lake and later
     ("i8mm", CoreClass(gb_s=15.0, gflops=208, attention_gflops=20, may_differ=True)),
     # Skylake-X and Cascade Lake: ten of them stay below half of what four channels stream
     ("avx512_vnni", CoreClass(gb_s=4.7, gflops=126, attention_gflops=28)),
