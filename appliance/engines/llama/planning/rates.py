@@ -19,10 +19,10 @@ from appliance.values import dataclass
 class CardClass:
     """`share` of the memory's bandwidth is what a token's kernels stream, unless the multiprocessors are slower: each
     unpacks `weights` quantized ones a cycle, which binds cards with HBM and cards with few multiprocessors. `layer_us`
-    is what they cost beside that in each layer: launches, tails of kernels that are too small for the card. `gflops` are those of matrix products in a
-    long prompt, for each multiprocessor and GHz: of quantized weights (int8), and of 16-bit ones. More than `clock_mhz`
-    no load sustains, whatever NVML gives as the highest. `gflops_a_gb_s` of bandwidth stand in where the
-    multiprocessors are unknown."""
+    is what they cost beside that in each layer: launches, tails of kernels that are too small for the card. `gflops`
+    are those of matrix products in a long prompt, for each multiprocessor and GHz: of quantized weights (int8), and of
+    16-bit ones. More than `clock_mhz` no load sustains, whatever NVML gives as the highest. `gflops_a_gb_s` of
+    bandwidth stand in where the multiprocessors are unknown."""
 
     share: float
     layer_us: float
@@ -143,7 +143,7 @@ CORES: tuple[tuple[str, CoreClass], ...] = (
     ("avx512vbmi", CoreClass(gb_s=12.7, gflops=118, attention_gflops=28)),  # Zen 4, Ice Lake and later
     ("i8mm", CoreClass(gb_s=15.0, gflops=208, attention_gflops=20, may_differ=True)),
     # Skylake-X and Cascade Lake: ten of them stay below half of what four channels stream
-    ("avx512_vnni", CoreClass(gb_s=4.7, gflops=126, attention_gflops=28)),
+    ("avx512_vnni", CoreClass(gb_s=4.7, gflops=118, attention_gflops=28)),
     ("avx512f", CoreClass(gb_s=4.7, gflops=90, attention_gflops=28)),
     ("avx_vnni", CoreClass(gb_s=11.4, gflops=84, attention_gflops=39)),
     ("avx2", CoreClass(gb_s=8.1, gflops=51, attention_gflops=24)),
@@ -152,8 +152,8 @@ CORES: tuple[tuple[str, CoreClass], ...] = (
 PLAIN_CORE = CoreClass(gb_s=5.0, gflops=12, attention_gflops=8)  # without any of those
 # By maker and part, what cores of phones and laptops compute and stream beside the class, which is fitted to Neoverse.
 # Cortex-A720 begins two matrix products of 8 bits (SMMLA) in a cycle (Arm's Software Optimization Guide 109720, issue
-# 7.0, table 3-15), Neoverse V2 four (llvm/llvm-project 83d3aa0a7b15, AArch64SchedNeoverseV2.td, V2Wr_VMMA), and a CP8180
-# reaches three quarters of that.
+# 7.0, table 3-15), Neoverse V2 four (llvm/llvm-project 83d3aa0a7b15, AArch64SchedNeoverseV2.td, V2Wr_VMMA); a CP8180
+# reaches three quarters of what follows from that.
 PARTS_BESIDE: Mapping[str, CoreClass] = {
     "0x41.0xd81": CoreClass(gb_s=4.0, gflops=78, attention_gflops=14, may_differ=True),  # Cortex-A720
     "0x41.0xd4c": CoreClass(gb_s=4.5, gflops=66, attention_gflops=20, may_differ=True),  # Cortex-X1C
