@@ -62,8 +62,8 @@ RECURRENT_SHARE = Assumption(
 )
 PIPELINE_SHARE = Assumption(
     value=0.85,
-    source="of what several cards can overlap in a prompt of many ubatches: 0.93 in llama.cpp#20793, where 4 cards read "
-    "4 and 8 of them 2.09 and 2.57 times as fast as one; less in benchmarks/speed_model.yaml",
+    source="of what several cards can overlap in a prompt of many ubatches: 0.93 in llama.cpp#20793, where 4 cards "
+    "read 4 and 8 of them 2.09 and 2.57 times as fast as one; less in benchmarks/speed_model.yaml",
 )
 CPU_LAYER_US = Assumption(
     value=70.0, source="a layer's operations, where a CPU's threads wait for one another: 40 to 91 fit as well"

@@ -229,7 +229,6 @@ def cpu_rates(
 ) -> CpuRates:
     """`part` is that of the fastest cores."""
     core = next((found for name, found in CORES if name in isa), PLAIN_CORE)
-    if part in PARTS_BESIDE:
-        beside = PARTS_BESIDE[part]
+    if beside := PARTS_BESIDE.get(part or ""):
         core = replace(beside, gflops=min(beside.gflops, core.gflops))
     return CpuRates(cores=cores, dram_gb_s=dram_gb_s, core=core, capacities=capacities, parts=parts, asked=asked)
