@@ -228,7 +228,7 @@ def _gpu(facts: Mapping[str, Any], index: int) -> Gpu:
         vram_free_mib=_MIB,
         pci_bus_id=f"0000:{index + 1:02x}:00.0",
         pcie_width=16,
-        **({"pcie_generation_max": 4} | facts),
+        **{"pcie_generation_max": 4, **facts},
     )
 
 
