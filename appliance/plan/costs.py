@@ -6,6 +6,7 @@ Each part is off by a factor of its own, which measuring finds (tune/refit.py).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
 
 from appliance.values import dataclass
@@ -25,6 +26,7 @@ class Costs:
     copy_ms: float = 0.0  # host weights to a GPU, once a batch of a prompt
     prefill_depth_us: float = 0.0
     batch: int = 512  # tokens of a prompt that are worked on at once
+    overlap: float = 0.0  # share of a prompt's work that devices do at the same time, once a pipeline is full
 
     def decode_ms(self, depth: float) -> float:
         """Of one token with so much in the cache."""
@@ -34,10 +36,15 @@ class Costs:
     def prefill_ms(self, tokens: int, depth: float) -> float:
         """Of a prompt, `depth` in the cache at its middle. A batch that is not full has all host weights copied."""
         each = self.gpu_prefill_ms + self.cpu_prefill_ms + self.prefill_depth_us * depth / 1000
-        return tokens * each + self.copy_ms * -(-tokens // self.batch)
+        return tokens * each * self.serial(tokens) + self.copy_ms * -(-tokens // self.batch)
+
+    def serial(self, tokens: int) -> float:
+        """Return the share of a prompt's work that no device does beside another: all of the first batch."""
+        batches = max(1, -(-tokens // self.batch))
+        return 1.0 - self.overlap * (batches - 1) / batches
 
     def __add__(self, other: Costs) -> Costs:
-        return total((self, other), batch=self.batch)
+        return replace(total((self, other), batch=self.batch), overlap=self.overlap)
 
 
 def total(parts: Iterable[Costs], *, batch: int) -> Costs:
@@ -46,5 +53,5 @@ def total(parts: Iterable[Costs], *, batch: int) -> Costs:
     return Costs(batch=batch, **dict(zip(_SUMMED, map(sum, zip(*rows, strict=True)), strict=False)))
 
 
-_SUMMED = tuple(name for name in Costs.__dataclass_fields__ if name != "batch")
+_SUMMED = tuple(name for name in Costs.__dataclass_fields__ if name not in ("batch", "overlap"))
 _summed = attrgetter(*_SUMMED)

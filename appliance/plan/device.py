@@ -18,9 +18,11 @@ class Device:
     bandwidth_gb_s: float  # what kernels reach, not what the memory could
     upload_gb_s: float  # host to device, from pageable memory
     pinned_gb_s: float
+    weights_g_s: float | None = None  # quantized weights that it unpacks for a token, 10^9 a second; None: unknown
     layer_us: float = 20.0  # of each layer of a token, beside what it reads
     tflops: float | None = None  # of matrix products in a prompt, quantized weights; None: unknown
-    tflops_16: float | None = None  # of 16-bit weights and of attention
+    tflops_16: float | None = None  # of 16-bit weights
+    tflops_attention: float | None = None  # of attention in a prompt; None: as of 16-bit weights
     peers: tuple[int, ...] = ()  # indices of GPUs over NVLink
     is_slice: bool = False
     is_unified: bool = False

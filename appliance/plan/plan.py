@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import field, replace
 from functools import cached_property
@@ -138,18 +139,54 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Tokens/s between which 80 % of the results lie that a prediction like this one was compared with."""
+
+    low: float
+    high: float
+
+    def describe(self) -> str:
+        """As in "31 to 41"."""
+        return f"{_rate(self.low)} to {_rate(self.high)}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Speed:
     """Predicted for the chat job from bandwidths alone: good for comparing placements, not a promise. Its prompt is
-    longer where weights are copied to a GPU for each batch of it."""
+    longer where weights are copied to a GPU for each batch of it. The intervals are None for a placement that is only
+    compared with others."""
 
     decode_tokens_per_s: float
     prefill_tokens_per_s: float
     job_s: float
     prompt_tokens: int = CHAT_TOKENS_IN
+    decode_interval: Interval | None = None
+    prefill_interval: Interval | None = None
 
     def describe(self) -> str:
-        decode = f"{self.decode_tokens_per_s:.{0 if self.decode_tokens_per_s >= 9.95 else 1}f}"
-        return f"{decode} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
+        """As in "36 tok/s of decode (31 to 41), 922 of prefill (760 to 1119)"."""
+        decode = f"{_rate(self.decode_tokens_per_s)} tok/s of decode{_within(self.decode_interval)}"
+        return f"{decode}, {self.prefill_tokens_per_s:.0f} of prefill{_within(self.prefill_interval)}"
+
+    def within(self, decode: float, prefill: float) -> Speed:
+        """Return the speed with its intervals, each as wide as e to the power of plus and minus that."""
+        return replace(
+            self,
+            decode_interval=_around(self.decode_tokens_per_s, decode),
+            prefill_interval=_around(self.prefill_tokens_per_s, prefill),
+        )
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.{0 if tokens_per_s >= 9.95 else 1}f}"
+
+
+def _within(interval: Interval | None) -> str:
+    return f" ({interval.describe()})" if interval else ""
+
+
+def _around(tokens_per_s: float, spread: float) -> Interval:
+    return Interval(low=tokens_per_s * math.exp(-spread), high=tokens_per_s * math.exp(spread))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,9 +60,9 @@ def decode_tokens_per_s(costs: Costs, depth: float) -> float:
 
 
 def prefill_tokens_per_s(costs: Costs, tokens: int) -> float:
-    """Of a prompt into an empty cache: host weights are copied once a batch."""
+    """Of a prompt into an empty cache: host weights are copied once a batch, cards of a layer split overlap."""
     read_ms = tokens * (costs.gpu_prefill_ms + costs.cpu_prefill_ms) + costs.prefill_depth_us * tokens**2 / 2000
-    return 1000 * tokens / (read_ms + costs.copy_ms * -(-tokens // costs.batch))
+    return 1000 * tokens / (read_ms * costs.serial(tokens) + costs.copy_ms * -(-tokens // costs.batch))
 
 
 def is_on_gpus(plan: Plan) -> bool:

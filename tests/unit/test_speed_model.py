@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,27 @@ import pytest
 import yaml
 
 from appliance.engines.llama.planning.hardware.rates import card_rates, class_of, cpu_rates
+from appliance.engines.llama.planning.intervals import SPREADS
 from appliance.engines.llama.planning.memory.memory import layers_of
 from appliance.engines.llama.planning.placement.roofline import Roofline
+from appliance.model import Model
 from appliance.model.shapes.described import describe_shape
 from appliance.probe import Gpu
-from benchmarks.speed_model import AIM_MEDIAN, AIM_WORST, Compared, compare, is_held_out, load_data, main
+from benchmarks.speed_model import (
+    AIM_BIAS,
+    AIM_MEDIAN,
+    AIM_WITHIN,
+    AIM_WORST,
+    GROUP_ROWS,
+    Compared,
+    bias_of,
+    by_group,
+    compare,
+    is_held_out,
+    load_data,
+    main,
+    spreads,
+)
 from tests.builders import device
 from tests.shapes import PUBLISHED
 
@@ -31,7 +48,7 @@ def compared() -> list[Compared]:
 
 
 def test_half_of_the_results_are_held_out_by_a_rule_and_each_names_its_source() -> None:
-    assert len(DATA.results) >= 30
+    assert len(DATA.results) >= 300
     assert [result.held_out for result in DATA.results] == [is_held_out(result) for result in DATA.results]
     assert 0.4 < statistics.mean(result.held_out for result in DATA.results) < 0.6
     assert len({result.key for result in DATA.results}) == len(DATA.results)
@@ -44,22 +61,45 @@ def test_half_of_the_results_are_held_out_by_a_rule_and_each_names_its_source() 
 @pytest.mark.thorough
 def test_results_that_were_never_fitted_are_predicted(compared: list[Compared]) -> None:
     """Those that others published; a model of 135 M on two threads of a virtual machine is not (README)."""
-    published = [row for row in compared if not row.result.is_own]
-    held = [row for row in published if row.result.held_out]
-    assert len(held) > 90
-    assert statistics.median(abs(row.error) for row in held) < AIM_MEDIAN
-    assert max(abs(row.error) for row in published) < AIM_WORST
+    held = _held(compared)
+    assert len(held) > 130
+    assert statistics.median(abs(row.error) for row in held) <= AIM_MEDIAN
+    assert max(abs(row.error) for row in held) <= AIM_WORST
     assert {row.result.machine for row in compared if row.result.is_own} == {"xeon-2", "xeon-2-amx"}
 
 
 @pytest.mark.thorough
+def test_no_group_of_results_is_predicted_too_high_or_too_low(compared: list[Compared]) -> None:
+    groups = {name: rows for name, rows in by_group(_held(compared)).items() if len(rows) >= GROUP_ROWS}
+    assert len(groups) >= 8
+    assert {name: bias_of(rows) for name, rows in groups.items() if abs(bias_of(rows)) > AIM_BIAS} == {}
+
+
+@pytest.mark.thorough
+def test_intervals_hold_four_in_five_results_that_were_never_fitted(compared: list[Compared]) -> None:
+    held = _held(compared)
+    assert AIM_WITHIN[0] <= sum(row.is_within for row in held) / len(held) <= AIM_WITHIN[1]
+    assert spreads(compared) == SPREADS
+
+
+def test_a_result_is_left_out_for_what_it_is_and_still_listed(compared: list[Compared]) -> None:
+    left_out = [row.result for row in compared if row.result.left_out]
+    assert len(left_out) < 0.05 * len(compared)
+    assert {(result.left_out or "").partition(" ")[0] for result in left_out} == {"built"}
+
+
+def _held(compared: list[Compared]) -> list[Compared]:
+    return [row for row in compared if row.is_judged and row.result.held_out]
+
+
+@pytest.mark.thorough
 def test_experts_in_host_memory_are_predicted_on_machines_of_several_kinds(compared: list[Compared]) -> None:
-    held = [row for row in compared if row.result.held_out and row.result.cpu_expert_layers]
+    held = [row for row in _held(compared) if row.result.cpu_expert_layers]
     assert len({row.result.machine for row in held}) >= 7
     for is_prefill in (False, True):
         errors = [abs(row.error) for row in held if row.result.is_prefill is is_prefill]
         assert len(errors) >= 8
-        assert statistics.median(errors) < AIM_MEDIAN
+        assert statistics.median(errors) < 0.2
         assert max(errors) < 0.35
 
 
@@ -79,9 +119,9 @@ def test_a_prompt_uses_some_experts_often_and_others_never() -> None:
 
 
 @pytest.mark.parametrize("machine", ["h100-80g", "a100-80g", "v100", "a30", "titan-v"])
-def test_cards_with_hbm_are_bound_by_launches_and_predicted_so(machine: str, compared: list[Compared]) -> None:
+def test_cards_with_hbm_are_bound_by_what_they_unpack_and_predicted_so(machine: str, compared: list[Compared]) -> None:
     (found,) = [r for r in compared if r.result.machine == machine and r.result.test == "tg128"]
-    assert abs(found.error) < 0.2
+    assert abs(found.error) < 0.25
 
 
 def test_prefill_goes_by_multiprocessors_and_clock_and_a_starved_card_is_slower() -> None:
@@ -93,6 +133,33 @@ def test_prefill_goes_by_multiprocessors_and_clock_and_a_starved_card_is_slower(
     assert slow.tflops == pytest.approx(whole.tflops / 2)
     assert 0.3 * whole.tflops < starved.tflops < 0.6 * whole.tflops
     assert whole.gb_s == half.gb_s == starved.gb_s
+
+
+def test_a_token_takes_as_long_as_its_weights_are_read_or_unpacked() -> None:
+    """Twice the bandwidth of an HBM card brings nothing where its multiprocessors unpack as fast as they can: an H200
+    decodes quantized weights no faster than an H100. Of 16-bit weights there is nothing to unpack."""
+    model = describe_shape(PUBLISHED["llama-3.1-8b"], Path("8b.gguf"), "Q4_0")
+    plain = describe_shape(PUBLISHED["llama-3.1-8b"], Path("8b.gguf"), "F16")
+
+    def read_ms(model: Model, gb_s: float, weights_g_s: float | None) -> float:
+        card = replace(device(), bandwidth_gb_s=gb_s, weights_g_s=weights_g_s)
+        roofline = Roofline(model=model, kv_type="f16", ubatch=512, dram_gb_s=50.0)
+        return roofline.on_gpu(layers_of(model)[0], card).gpu_ms
+
+    assert read_ms(model, 4000.0, 2000.0) == read_ms(model, 8000.0, 2000.0) > read_ms(model, 8000.0, None)
+    assert read_ms(model, 1000.0, 2000.0) == read_ms(model, 1000.0, None)
+    assert read_ms(plain, 8000.0, 2000.0) == read_ms(plain, 8000.0, None)
+
+
+def test_attention_of_cores_takes_longer_with_the_prompt() -> None:
+    """A CP8180 reads 4,096 tokens at 0.6 of the speed of 512: no core computes attention in 8 bits."""
+    model = describe_shape(PUBLISHED["llama-3.1-8b"], Path("8b.gguf"), "Q4_0")
+    cpu = cpu_rates(("avx2",), 8, 60.0)
+    roofline = Roofline(model=model, kv_type="f16", ubatch=512, dram_gb_s=60.0, cpu=cpu)
+    costs = roofline.on_cpu(layers_of(model)[0])
+    assert 1.1 < costs.prefill_ms(4096, 2048) / 8 / costs.prefill_ms(512, 256) < 1.6
+    rounded = replace(roofline, kv_type="q8_0").on_cpu(layers_of(model)[0])
+    assert rounded.prefill_depth_us > 5 * costs.prefill_depth_us
 
 
 def test_a_card_of_unknown_size_is_predicted_from_its_bandwidth() -> None:
@@ -126,17 +193,19 @@ def test_unequal_cores_are_predicted_by_the_kinds_that_their_machine_has(compare
         facts = DATA.machines[name]["cpu"]
         assert sum(cores for _, cores in facts["groups"]) == facts["cores"]
     rows = [row for row in compared if row.result.machine in unequal]
-    assert len(rows) == 4
-    assert max(abs(row.error) for row in rows) < 0.5
+    assert len(rows) == 12
+    assert max(abs(row.error) for row in rows) < 0.3
 
 
-def test_an_arm_core_that_begins_half_the_products_a_cycle_computes_half() -> None:
+def test_arm_cores_of_phones_and_laptops_are_slower_than_those_of_servers() -> None:
     isa = ("asimd", "asimddp", "i8mm")
     v2, a720, unknown = (cpu_rates(isa, 8, 60.0, part=part) for part in ("0x41.0xd4f", "0x41.0xd81", None))
-    assert a720.tflops(8) == v2.tflops(8) / 2
+    assert a720.tflops(8) < v2.tflops(8) / 2
     assert unknown == v2
-    assert a720.gb_s(8) == v2.gb_s(8)
-    assert cpu_rates(("asimd", "asimddp"), 8, 60.0, part="0x41.0xd81") == cpu_rates(("asimd", "asimddp"), 8, 60.0)
+    assert a720.gb_s(8) < v2.gb_s(8)
+    # Without its matrix products, as an engine without kernels for them sees it
+    plain = ("asimd", "asimddp")
+    assert cpu_rates(plain, 8, 60.0, part="0x41.0xd81").tflops(8) == cpu_rates(plain, 8, 60.0).tflops(8)
 
 
 def test_memory_saturates_with_cores_and_arithmetic_grows_with_them() -> None:
@@ -159,7 +228,7 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.count("ggml-org/llama.cpp/discussions/15013") == 2
     assert printed.endswith(": met\n")
     assert main(["--only", "xeon-2|*"]) == 0
-    assert "measured here        2 results: median error" in capsys.readouterr().out
+    assert re.search(r"^measured here +2 results: median error", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_missed_aim_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

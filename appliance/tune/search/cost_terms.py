@@ -128,13 +128,13 @@ def prefill_terms(candidate: Candidate, effects: Effects, first: int, last: int)
     """Of reading the tokens from depth `first` to `last`."""
     work = candidate.work
     # A batch that is not full has all host weights copied, too.
-    batches = -(-(last - first) // work.batch)
+    batches, serial = -(-(last - first) // work.batch), work.serial(last - first)
     parts = (
-        ("gpu_prefill", work.gpu_prefill_ms * (last - first)),
-        ("cpu_prefill", work.cpu_prefill_ms * (last - first)),
+        ("gpu_prefill", work.gpu_prefill_ms * (last - first) * serial),
+        ("cpu_prefill", work.cpu_prefill_ms * (last - first) * serial),
         ("pcie", work.copy_ms * batches),
         # Each token attends to all before it: the integral of depth from first to last.
-        ("prefill_depth", work.prefill_depth_us * (last**2 - first**2) / 2000),
+        ("prefill_depth", work.prefill_depth_us * (last**2 - first**2) / 2000 * serial),
     )
     return _with_effects(candidate, effects, parts, "prefill")
 

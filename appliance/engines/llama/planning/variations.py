@@ -16,6 +16,7 @@ from appliance.engines.llama.planning.inputs import (
     offered_kinds,
     usual_ubatch,
 )
+from appliance.engines.llama.planning.intervals import with_intervals
 from appliance.engines.llama.planning.memory.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement.batch import BATCH, UBATCHES_GPU, predicted_speed
 from appliance.engines.llama.planning.placement.context import TOO_LONG, ContextPlan
@@ -192,7 +193,7 @@ class Variations:
             plan = _reworded(with_launch(replace(plan, memory=memory), load_mode=mode), load_mode=(mode, why))
         if not plan.speed:
             return plan
-        speed = predicted_speed(plan.placement, plan.speed, self._costs_of(plan), inputs.settings)
+        speed = predicted_speed(plan.placement, plan.speed, self._costs_of(plan), inputs.settings, inputs.model)
         where = reasons.placement(plan.placement, speed, inputs.resources, inputs.settings)
         told = {each.name: each for each in (where, reasons.speed(speed, plan.placement, inputs.resources))}
         choices = tuple(told.get(choice.name, choice) for choice in plan.choices)
@@ -255,5 +256,5 @@ def _with(inputs: PlanInputs, best: Plan, placed: Placed, *, ubatch: int) -> Pla
         launch=replace(launch, ubatch=ubatch, batch=max(BATCH, ubatch)),
         memory=host,
         placement=placed.placement,
-        speed=placed.speed,
+        speed=with_intervals(placed.speed, placed.placement, inputs.model),
     )

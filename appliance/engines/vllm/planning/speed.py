@@ -24,11 +24,12 @@ def speed_of(costs: Costs) -> Speed:
     """Of the chat job."""
     depth = CHAT_TOKENS_IN + CHAT_TOKENS_OUT / 2
     decode_ms, prefill_ms = costs.decode_ms(depth), costs.prefill_ms(CHAT_TOKENS_IN, CHAT_TOKENS_IN / 2)
-    return Speed(
+    speed = Speed(
         decode_tokens_per_s=1000 / decode_ms,
         prefill_tokens_per_s=1000 * CHAT_TOKENS_IN / prefill_ms,
         job_s=(prefill_ms + CHAT_TOKENS_OUT * decode_ms) / 1000,
     )
+    return speed.within(assumed.SPREAD_DECODE.value, assumed.SPREAD_PREFILL.value)
 
 
 def bytes_a_token(shape: Shape, dtype: str) -> float:

@@ -36,7 +36,7 @@ GPU_MARGIN_MIB = Assumption(
 DISPLAY_MIB = Assumption(value=256.0, source="a desktop that opens another window: chosen, not measured")
 
 # Speed
-DRAM_SHARE = Assumption(value=0.8, source="of a measured DRAM stream, what llama.cpp's kernels reach: 0.75 to 0.9")
+DRAM_SHARE = Assumption(value=0.82, source="of a measured DRAM stream, what llama.cpp's kernels reach: 0.75 to 0.9")
 DRAM_GB_S = Assumption(
     value=40.0, source="between desktops with DDR4 (32 to 38) and DDR5 (52 to 62), never measured here"
 )
@@ -48,13 +48,29 @@ PCIE_SHARE = Assumption(value=0.85, source="of the link's rate, what pinned copi
 PAGEABLE_SHARE = Assumption(value=0.5, source="of pinned copies, what pageable ones reach: chosen, not measured")
 PCIE_GB_S = Assumption(value=6.3, source="half of a third-generation x16 link, where the link is unknown")
 # What a card or a core reaches is by its class, in rates.py. These hold for all of them.
-MOE_US = Assumption(value=11.0, source="routing and gathering of a layer's experts: benchmarks/speed_model.yaml")
+MOE_LAYERS = Assumption(
+    value=0.6,
+    source="of a card's fixed cost of a layer, what routing and gathering of experts adds: benchmarks/speed_model.yaml",
+)
+RECURRENT_LAYERS = Assumption(
+    value=0.6, source="of the same, what the many small kernels of a recurrent layer add: benchmarks/speed_model.yaml"
+)
+RECURRENT_SHARE = Assumption(
+    value=0.009,
+    source="of 16-bit products, what a recurrent layer's state is updated at in a prompt, one token after the other: "
+    "benchmarks/speed_model.yaml",
+)
+PIPELINE_SHARE = Assumption(
+    value=0.85,
+    source="of what several cards can overlap in a prompt of many ubatches: 0.93 in llama.cpp#20793, where 4 cards "
+    "read 4 and 8 of them 2.09 and 2.57 times as fast as one; less in benchmarks/speed_model.yaml",
+)
 CPU_LAYER_US = Assumption(
-    value=60.0, source="a layer's operations, where a CPU's threads wait for one another: 40 to 91 fit as well"
+    value=70.0, source="a layer's operations, where a CPU's threads wait for one another: 40 to 91 fit as well"
 )
 HOP_US = Assumption(value=20.0, source="two copies of about 10 us between devices, there and back")
 EXPERTS_HOP_US = Assumption(
-    value=50.0,
+    value=35.0,
     source="a layer's experts on the CPU, beside what they read: the GPU is awaited, activations and chosen experts' "
     "numbers are copied there, the sum back (ggml-backend.cpp, compute_splits); benchmarks/speed_model.yaml: 20 to 80",
 )
@@ -68,14 +84,14 @@ HALF_BATCH = Assumption(
     value=60.0,
     source="tokens for a matrix at which a card does half of what it can: RTX 4090, Q4_0, 16 to 512 (llama.cpp#7676)",
 )
-MOE_PREFILL_SHARE = Assumption(value=0.60, source="of that, what experts' matrices reach: benchmarks/speed_model.yaml")
+MOE_PREFILL_SHARE = Assumption(value=0.65, source="of that, what experts' matrices reach: benchmarks/speed_model.yaml")
 LARGE_UBATCH_SHARE = Assumption(
     value=0.5,
     source="of what a ubatch above 512 gains by arithmetic: an RTX 3090 reads gemma4 26B.A4B 1.27 times as fast with "
     "1,024 and 1.49 with 2,048 (llama.cpp#22298), where arithmetic says 1.4 and 1.9 for as many experts; an RX 7900 "
     "XTX Qwen3-30B-A3B 1.12 to 1.51 (#24546)",
 )
-ATTENTION_SHARE = Assumption(value=0.95, source="of 16-bit products, what flash attention reaches: the same")
+ATTENTION_SHARE = Assumption(value=0.75, source="of 16-bit products, what flash attention reaches: the same")
 UNPACKED_SHARE = Assumption(
     value=0.5,
     source="of a core's products, for types without kernels for many tokens: Ryzen 7950X, mozilla-ai/llamafile#394",

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from appliance.engines.llama.planning.hardware import assumptions
+from appliance.engines.llama.planning.intervals import with_intervals
 from appliance.engines.llama.planning.memory.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement.context import (
     GOOD_CONTEXT,
@@ -28,6 +29,7 @@ from appliance.engines.llama.planning.placement.job_time import job_ms, placemen
 from appliance.engines.llama.planning.placement.placement import Placed, PlacementJob, Resources, is_unbeatable, place
 from appliance.engines.llama.planning.placement.roofline import DEPTH
 from appliance.engines.llama.planning.placement.tensor_mode import TENSOR
+from appliance.model import Model
 from appliance.plan import (
     CHAT_TOKENS_IN,
     CONTEXT_WORTH,
@@ -80,7 +82,10 @@ def with_batch(
         found = choose_context(replace(job, ubatch=ubatch), resources, request, bar)
         if found is None or not is_enough(found, context_plan, at_least):
             continue
-        if _pays(found, context_plan, _saved(found, context_plan, job, resources, settings), has_bar=bar is not None):
+        saved, lost = (
+            _saved(found, context_plan, job, resources, tokens) for tokens in (long_prompt(settings), CHAT_TOKENS_IN)
+        )
+        if _pays(found, context_plan, saved, -lost, has_bar=bar is not None):
             usual = Candidate(kv_type=context_plan.kv_type, context=context_plan.context, placed=context_plan.placed)
             return replace(found, usual=usual, usual_knees=context_plan.knees)
     return context_plan
@@ -125,11 +130,8 @@ def _wins(
     return is_faster and taken_ms(*here, long) <= taken_ms(*there, long)
 
 
-def _saved(
-    found: ContextPlan, before: ContextPlan, job: PlacementJob, resources: Resources, settings: Settings
-) -> float:
-    """The share of a long job's time; negative where it takes longer."""
-    tokens = long_prompt(settings)
+def _saved(found: ContextPlan, before: ContextPlan, job: PlacementJob, resources: Resources, tokens: int) -> float:
+    """The share of the time of a job with a prompt of so many tokens; negative where it takes longer."""
 
     def taken_ms(plan: ContextPlan) -> float:
         of_plan = replace(job, kv_type=plan.kv_type, ubatch=plan.ubatch)
@@ -138,10 +140,11 @@ def _saved(
     return 1 - taken_ms(found) / taken_ms(before)
 
 
-def _pays(found: ContextPlan, before: ContextPlan, saved: float, *, has_bar: bool) -> bool:
+def _pays(found: ContextPlan, before: ContextPlan, saved: float, lost: float, *, has_bar: bool) -> bool:
+    """`lost` is the share of a short chat's time."""
     if 1 - found.context / before.context > CONTEXT_FOR * saved:
         return False
-    return found.placed.cost / before.placed.cost - 1 <= (CHAT_FOR if has_bar else CHAT_FOR_IN_SPEED) * saved
+    return lost <= (CHAT_FOR if has_bar else CHAT_FOR_IN_SPEED) * saved
 
 
 def _is_enough(
@@ -253,9 +256,10 @@ def _prompt_speeds(
     return speed_of(mapped, DEPTH, tokens).prefill_tokens_per_s, speed_of(pinned, DEPTH, tokens).prefill_tokens_per_s
 
 
-def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: Settings) -> Speed:
+def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: Settings, model: Model) -> Speed:
     """Of the chat job as placed; with a long prompt where weights are copied for it."""
-    return speed_of(costs, DEPTH, long_prompt(settings)) if placement.copies_weights else found
+    speed = speed_of(costs, DEPTH, long_prompt(settings)) if placement.copies_weights else found
+    return with_intervals(speed, placement, model)
 
 
 def _lacking(

@@ -36,12 +36,12 @@ DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2
 PS = 10**12
 HOP_MS = assumptions.HOP_US.value / 1000
 EXPERTS_HOP_MS = assumptions.EXPERTS_HOP_US.value / 1000
-MOE_MS = assumptions.MOE_US.value / 1000
 CPU_LAYER_MS = assumptions.CPU_LAYER_US.value / 1000
 SIXTEEN_BITS = ("F16", "BF16", "F32")
 # Types whose products with many tokens the CPU backend has kernels for: ggml-cpu's repack.cpp and llamafile/sgemm.cpp
 CPU_MANY = (*SIXTEEN_BITS, "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q2_K", "IQ4_NL", "MXFP4")
 FULL_BATCH = 512  # tokens that `tflops` of a card are told for
+_STATE_FLOPS = 6  # for each element of a state (f32) and token: decay, read, correct, add, read out
 CPU_FIXED_MS = 0.2  # a token's kernels on a CPU that start one after the other, and its sampling: chosen
 
 
@@ -122,14 +122,26 @@ class Roofline:
         if self.cpu is None:
             return costs
         flops = self._flops(layer.dense_bytes, is_bank=False) + self._flops(self._used(layer), is_bank=True)
-        read = _ms(layer.dense_bytes + self._used(layer), self.dram_gb_s) / assumptions.PREFILL_GAIN_CPU.value
         kernels = 1.0 if self._quantization(bool(layer.expert_bytes)) in CPU_MANY else assumptions.UNPACKED_SHARE.value
         multiplied = flops / (self.cpu.tflops(self.cpu.threads) * kernels * 1e9)
-        return replace(costs, cpu_prefill_ms=costs.cpu_prefill_ms - read + multiplied)
+        attended = self._attention_flops(layer) / (self.cpu.attention_tflops(self.cpu.threads) * 1e9)
+        attended *= _rounded(self.kv_type)
+        return replace(
+            costs,
+            cpu_prefill_ms=multiplied + attended * self._held(layer),
+            prefill_depth_us=1000 * attended if self._grows(layer) else 0.0,
+        )
 
     def output_on_gpu(self, device: Device) -> Costs:
         """Logits are made for one token of a prompt: nothing to speak of in prefill."""
-        return Costs(gpu_ms=_ms(self.model.output_bytes, device.bandwidth_gb_s))
+        return Costs(gpu_ms=self._weights_ms(self.model.output_bytes, device))
+
+    def _weights_ms(self, size: float, device: Device, *, is_bank: bool = False) -> float:
+        """Milliseconds of a token for so many bytes of weights: read, or unpacked where that takes longer."""
+        read = _ms(size, device.bandwidth_gb_s)
+        if device.weights_g_s is None or self._quantization(is_bank) in SIXTEEN_BITS:
+            return read
+        return max(read, size / self._weight_bytes[is_bank] / (device.weights_g_s * 1e6))
 
     def output_on_cpu(self) -> Costs:
         return Costs(cpu_ms=_ms(self.model.output_bytes, self.dram_gb_s), fixed_ms=CPU_FIXED_MS)
@@ -143,14 +155,15 @@ class Roofline:
         gb_s = device.bandwidth_gb_s
         cache = self._cache_bytes(layer)
         # A state is read and written.
-        read = _ms(layer.dense_bytes + 2 * layer.state_bytes + cache * self._held(layer) + used, gb_s)
+        read = _ms(2 * layer.state_bytes + cache * self._held(layer), gb_s)
+        read += self._weights_ms(layer.dense_bytes, device) + self._weights_ms(used, device, is_bank=True)
         attended = self._attended_ms(layer, device)
         matrices = self._multiplied(device, layer.dense_bytes) + self._streamed(device, layer.dense_bytes)
         return Costs(
             gpu_ms=read,
-            fixed_ms=device.layer_us / 1000 + (MOE_MS if layer.expert_bytes else 0.0),
+            fixed_ms=device.layer_us / 1000 * _kernels(layer),
             gpu_depth_us=1000 * _ms(cache, gb_s) if self._grows(layer) else 0.0,
-            gpu_prefill_ms=matrices + attended * self._held(layer),
+            gpu_prefill_ms=matrices + attended * self._held(layer) + _updated_ms(layer, device),
             prefill_depth_us=1000 * attended if self._grows(layer) else 0.0,
         )
 
@@ -199,9 +212,13 @@ class Roofline:
 
     def _attended_ms(self, layer: Layer, device: Device) -> float:
         """Of a token of a prompt, for each token of the cache: two products with as many rows as there are heads."""
+        tflops = device.tflops_attention or _tflops(device, is_16_bit=True)
+        return self._attention_flops(layer) / (tflops * assumptions.ATTENTION_SHARE.value * 1e9)
+
+    def _attention_flops(self, layer: Layer) -> float:
+        """Of one token, for each token of the cache."""
         kv_heads = max(self.model.kv_heads, default=0) or 1
-        flops = 2 * (layer.k_elements + layer.v_elements) * self.model.heads / kv_heads
-        return flops / (_tflops(device, is_16_bit=True) * assumptions.ATTENTION_SHARE.value * 1e9)
+        return 2 * (layer.k_elements + layer.v_elements) * self.model.heads / kv_heads
 
     def _flops(self, size: float, *, is_bank: bool) -> float:
         """A multiplication and an addition for each weight of a token."""
@@ -248,7 +265,23 @@ class Roofline:
 def costs_of(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Costs:
     """Of a plan, with as many threads as compute most: what others cost is `with_threads`. `devices` are by id, those
     of the placement among them; the roofline is without a depth."""
-    return total(_parts(roofline, placement, devices), batch=roofline.ubatch)
+    costs = total(_parts(roofline, placement, devices), batch=roofline.ubatch)
+    return replace(costs, overlap=_overlap(roofline, placement, devices))
+
+
+def _overlap(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> float:
+    """Share of a prompt's work that cards do at the same time: each has the next ubatch while the one behind it works
+    on the last. llama.cpp does so with layers on several cards and nothing in host memory (llama-context.cpp,
+    pipeline_parallel)."""
+    if placement.split_mode != "layer" or len(placement.shares) < 2 or not placement.is_whole:
+        return 0.0
+    layers, at, stages = layers_of(roofline.model), 0, []
+    on_gpu = cache(roofline.on_gpu)
+    for share in placement.shares:
+        mine = [layer for layer in layers[at : at + share.layers] if not layer.is_draft]
+        stages.append(sum(on_gpu(layer, devices[share.gpu.id]).gpu_prefill_ms for layer in mine))
+        at += share.layers
+    return (1 - max(stages) / sum(stages)) * assumptions.PIPELINE_SHARE.value if sum(stages) else 0.0
 
 
 def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Iterator[Costs]:
@@ -299,6 +332,7 @@ def with_threads(costs: Costs, threads: int, cores: int, cpu: CpuRates | None = 
         cpu_ms=costs.cpu_ms / decode,
         cpu_depth_us=costs.cpu_depth_us / decode,
         cpu_prefill_ms=costs.cpu_prefill_ms / prefill,
+        prefill_depth_us=costs.prefill_depth_us / (prefill if costs.cpu_prefill_ms and not costs.gpu_prefill_ms else 1),
     )
 
 
@@ -325,6 +359,24 @@ def cache_on_cpu(values: float, kv_type: str) -> tuple[float, float]:
         return values * least, values * least
     exact = values * KV_BYTES["f16"]
     return exact * assumptions.ROUNDED_CACHE_DECODE.value, exact * assumptions.ROUNDED_CACHE_PREFILL.value
+
+
+def _rounded(kv_type: str) -> float:
+    """How many times as long a prompt's attention takes on a CPU with this cache type as with f16."""
+    is_exact = min(KV_BYTES[kind] for kind in k_and_v(kv_type)) >= KV_BYTES["f16"]
+    return 1.0 if is_exact else assumptions.ROUNDED_CACHE_PREFILL.value
+
+
+def _kernels(layer: Layer) -> float:
+    """Kernels of a layer beside those of a plain one: of experts, and of a state that is updated."""
+    experts = assumptions.MOE_LAYERS.value if layer.expert_bytes else 0.0
+    return 1.0 + experts + (assumptions.RECURRENT_LAYERS.value if layer.state_bytes else 0.0)
+
+
+def _updated_ms(layer: Layer, device: Device) -> float:
+    """Of a token of a prompt: its state is decayed, multiplied and added to."""
+    flops = _STATE_FLOPS * layer.state_bytes / 4
+    return flops / (_tflops(device, is_16_bit=True) * assumptions.RECURRENT_SHARE.value * 1e9)
 
 
 def _tflops(device: Device, *, is_16_bit: bool) -> float:

@@ -125,9 +125,11 @@ def as_one_card(model: Model, devices: Sequence[Device], parts: Sequence[int]) -
     return replace(
         devices[0],
         bandwidth_gb_s=together([device.bandwidth_gb_s for device in devices]),
+        weights_g_s=multiplied([device.weights_g_s for device in devices]),
         layer_us=max(device.layer_us for device in devices),
         tflops=multiplied([device.tflops for device in devices]),
         tflops_16=multiplied([device.tflops_16 for device in devices]),
+        tflops_attention=multiplied([device.tflops_attention for device in devices]),
     )
 
 

@@ -68,4 +68,11 @@ DRAM_GB_S = Assumption(value=40.0, source="between desktops with DDR4 (32 to 38)
 GPU_GB_S = Assumption(value=200.0, source="below every GPU in the bandwidth table, for one that names none")
 TFLOPS_A_GB_S = Assumption(value=0.09, source="of 16-bit products for each GB/s of a card: 2080 Ti to H200 lie above")
 CPU_GFLOPS_CORE = Assumption(value=40.0, source="of one core with AVX2 or better in a prompt: chosen")
+# As ln(predicted / measured), what four in five predictions are thought to stay below: no table of results judges them
+SPREAD_DECODE = Assumption(
+    value=0.45,
+    source="chosen from three results: Qwen3-8B BF16 on an RTX 4090 58.7 tok/s (AlexsJones/llmfit#1046), 46 predicted; "
+    "Qwen3.8-27B AWQ on two RTX 3090 63.1 (the same repository), about 60 predicted; two cores 36, 57 predicted",
+)
+SPREAD_PREFILL = Assumption(value=0.7, source="no result is known: chosen")
 LINK_GB_S = Assumption(value=6.3, source="half of a third-generation x16 link, where the link is unknown")

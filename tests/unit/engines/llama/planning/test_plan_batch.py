@@ -183,7 +183,7 @@ def test_a_smaller_buffer_that_keeps_layers_on_the_faster_card_is_taken(
     assert (len(found.placement.shares), len(before.placement.shares)) == cards_used
     assert found.context >= before.context
     for tokens in (512, 4096):
-        assert job_s(here, found, tokens_in=tokens) < 0.9 * job_s(usual, before, tokens_in=tokens)
+        assert job_s(here, found, tokens_in=tokens) < 0.95 * job_s(usual, before, tokens_in=tokens)
     words = f"its smaller buffer leaves room on faster cards; 512 would hold {before.context:,} at f16 and decode "
     assert words in reason(found, "ubatch")
 
