@@ -18,12 +18,12 @@ from appliance.plan import Plan
 from appliance.profile.record import parse_plan
 from appliance.progress import Phase
 from appliance.race import first_of
+from appliance.serve.engine.load import launch, on_ready
+from appliance.serve.gateway.listen import HostPart
 from appliance.serve.hosts.address import address_towards, is_loopback, leader_of, resolve
 from appliance.serve.hosts.group import LOST_S, TICK_S
 from appliance.serve.hosts.member import DOCUMENT, Member, Word, member_of, parse_word, shortened
-from appliance.serve.listen import HostPart
-from appliance.serve.load import launch, on_ready
-from appliance.serve.served_model import ServedModel
+from appliance.serve.model.served_model import ServedModel
 from appliance.settings import Settings
 from appliance.supervisor import Crash
 from appliance.volume import read_or_make_key

@@ -14,12 +14,12 @@ from appliance.plan import Plan
 from appliance.progress import Phase
 from appliance.race import first_of
 from appliance.report import Report
+from appliance.serve.engine.load import FALLBACKS_MAX, fallback, launch, on_ready
+from appliance.serve.gateway.listen import HostPart
 from appliance.serve.hosts.address import free_port, own_address, resolve
 from appliance.serve.hosts.group import TICK_S, Failure, Group, RefusedError
 from appliance.serve.hosts.member import DOCUMENT, member_of, parse_member
-from appliance.serve.listen import HostPart
-from appliance.serve.load import FALLBACKS_MAX, fallback, launch, on_ready
-from appliance.serve.served_model import ServedModel
+from appliance.serve.model.served_model import ServedModel
 from appliance.settings import Settings
 from appliance.supervisor import Crash, Restart
 

@@ -10,7 +10,7 @@ from typing import Any
 from appliance.documents import load, read
 from appliance.engines.gpus import asked_for, judged
 from appliance.probe import Gpu, Hardware
-from appliance.serve.served_model import ServedModel
+from appliance.serve.model.served_model import ServedModel
 from appliance.values import dataclass
 
 _NAME_MAX = 253  # of a host, in DNS

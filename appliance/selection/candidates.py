@@ -1,0 +1,257 @@
+"""What could be served, and what is chosen of it: rungs of a recipe, each with what the engine's planner says of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from appliance.errors import (
+    DownloadError,
+    FatalError,
+    ModelDoesNotFitError,
+    ModelUnreadableError,
+    VolumeError,
+)
+from appliance.image_facts import Recipe, Rung, is_projector
+from appliance.model import Model, Projector, plain_name, read_model, unread_projector
+from appliance.model.described import describe_model
+from appliance.selection.forecast import forecast, without_profile
+from appliance.selection.rank import Candidate, Choice, Forecast, Tier, Wants, choose, prefer, usual_context
+from appliance.selection.recipe import names_of
+from appliance.selection.request import FromRecipe
+from appliance.selection.saved_choice import Better, Saved, SavedChoice
+from appliance.settings import HubSettings, Settings, hub_settings
+from appliance.start.image import ImageContents
+from appliance.start.inputs import Located, inputs_of
+from appliance.start.machine import UsableMachine
+from appliance.values import dataclass
+from appliance.weights.cache import RepoFolder
+from appliance.weights.room import SPARED_BYTES, bytes_missing
+from appliance.weights.rungs import of_rung
+from appliance.weights.wanted import Wanted
+
+_GENERATION = re.compile(r"(\d+\.\d+)-")  # that the name of a newer model begins with: 3.5-9b
+_MIB = 2**20
+CORE_GB_S = 7.0  # two threads decode a model of 98 MB at 116 tok/s, which is 0.8 of a stream: measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offered:
+    """One candidate, and how it becomes a model. `wanted` None: it has no address; `path` None: it is not here."""
+
+    candidate: Candidate
+    model: Model | None  # None: nothing tells its layers before it is here
+    wanted: Wanted | None
+    path: Path | None
+    names: tuple[str, ...] = ()
+
+    @property
+    def located(self) -> Located | None:
+        return Located(path=self.path, names=self.names) if self.path else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """All that was offered, in order, and the choice."""
+
+    offered: tuple[Offered, ...]
+    choice: Choice
+
+    @property
+    def exit_code(self) -> int:
+        """Of a start that would serve this."""
+        return 0 if self.choice.chosen else _nothing(self.choice).exit_code
+
+    @property
+    def pick(self) -> Offered:
+        """Raises what says why nothing can be served: 31, 32 or 50."""
+        row = self.choice.chosen
+        if row is None:
+            raise _nothing(self.choice)
+        return next(each for each in self.offered if each.candidate is row.candidate)
+
+    @property
+    def better(self) -> Better | None:
+        row = self.choice.better
+        if row is None:
+            return None
+        return Better(name=row.candidate.name, bytes=row.candidate.bytes, is_here=row.candidate.is_here)
+
+
+def choose_rung(
+    contents: ImageContents, found: FromRecipe, environment: Mapping[str, str], machine: UsableMachine
+) -> Chosen:
+    hub = hub_settings(contents.settings, environment)
+    offered = tuple(_offered(contents, found, rung, hub) for rung in found.rungs)
+    default = f"{found.recipe.name}:{found.recipe.default}"
+    return choose_offered(contents, machine, hub, offered, default=default)
+
+
+def choose_located(
+    contents: ImageContents, found: Located, environment: Mapping[str, str], machine: UsableMachine
+) -> Chosen:
+    """Of one that is here: whether it fits, and how it would be."""
+    model = read_model(found.path, serves=contents.engine.model_format)
+    all_b = model.parameters / 1e9
+    candidate = Candidate(
+        name=found.names[-1] if found.names else plain_name(found.path),
+        tier="balanced",
+        quantization=model.label,
+        parameters_b=all_b,
+        active_b=all_b,
+        bytes=model.file_bytes,
+        missing_bytes=0,
+    )
+    offered = Offered(candidate=candidate, model=model, wanted=None, path=found.path, names=found.names)
+    return choose_offered(contents, machine, hub_settings(contents.settings, environment), (offered,))
+
+
+def choose_offered(
+    contents: ImageContents,
+    machine: UsableMachine,
+    hub: HubSettings,
+    offered: tuple[Offered, ...],
+    *,
+    default: str = "",
+) -> Chosen:
+    settings = contents.settings
+    native = max((each.model.native_context for each in offered if each.model), default=2**31)
+    wanted = settings.ctx_size or usual_context(settings.mode, native)
+    forecasts = {each.candidate.name: _forecast(contents, machine, each, wanted) for each in offered}
+    volume = machine.hardware.volume
+    free = None if volume.free_mib is None else max(0, volume.free_mib * _MIB - SPARED_BYTES)
+    tiers: Mapping[str, Tier | None] = {"quality": "quality", "balanced": "balanced", "compact": "compact"}
+    wants = Wants(context=wanted, free_bytes=free, is_offline=hub.offline, tier=tiers.get(settings.tier))
+    choice = choose([each.candidate for each in offered], forecasts, wants, default=default)
+    return Chosen(offered=offered, choice=choice)
+
+
+def settle(
+    contents: ImageContents, found: FromRecipe, environment: Mapping[str, str], machine: UsableMachine
+) -> Saved | Chosen:
+    """As a start chooses: not at all where an earlier start did, and nothing has changed since."""
+    kept = saved_choice(contents, found, machine).load()
+    return kept if kept and kept.is_current else choose_with_saved(contents, found, environment, machine)
+
+
+def choose_with_saved(
+    contents: ImageContents, found: FromRecipe, environment: Mapping[str, str], machine: UsableMachine
+) -> Chosen:
+    """All candidates anew; what an earlier start chose is served as long as it fits."""
+    chosen = choose_rung(contents, found, environment, machine)
+    kept = saved_choice(contents, found, machine).load()
+    return replace(chosen, choice=prefer(chosen.choice, kept.name)) if kept else chosen
+
+
+def save_choice(
+    contents: ImageContents, found: FromRecipe, machine: UsableMachine, chosen: Chosen, located: Located
+) -> None:
+    """For the next start. `located` is what was picked, which may have been fetched since."""
+    pick = chosen.pick
+    saved_choice(contents, found, machine).save(
+        pick.candidate.name, located, better=chosen.better, fetched_bytes=pick.candidate.missing_bytes
+    )
+
+
+def saved_choice(contents: ImageContents, found: FromRecipe, machine: UsableMachine) -> SavedChoice:
+    """Of an earlier start on this volume."""
+    here = {names_of(found.recipe, rung)[-1]: (rung, path) for rung, path in found.here}
+    return SavedChoice(
+        folder=contents.settings.data_dir / "cache" / contents.image.build_id,
+        settings=contents.settings,
+        hardware=machine.hardware,
+        here={name: Located(path=path, names=names_of(found.recipe, rung)) for name, (rung, path) in here.items()},
+    )
+
+
+def _offered(contents: ImageContents, found: FromRecipe, rung: Rung, hub: HubSettings) -> Offered:
+    recipe, settings = found.recipe, contents.settings
+    path = next((path for each, path in found.here if each is rung), None)
+    names = names_of(recipe, rung)
+    has_address = bool(rung.repo or rung.url)
+    wanted = of_rung(rung, hub, names[-1]) if has_address else None
+    model, problem = _model(rung, path, names[-1], contents, wanted)
+    candidate = Candidate(
+        name=names[-1],
+        tier=rung.tier,
+        quantization=str((rung.shape or {}).get("quantization", "")),
+        parameters_b=rung.parameters_b,
+        active_b=rung.active_b,
+        bytes=rung.bytes,
+        missing_bytes=0 if path else _missing(rung, wanted, settings),
+        generation=_generation(rung, recipe),
+        problem=problem,
+    )
+    return Offered(candidate=candidate, model=model, wanted=wanted, path=path, names=names)
+
+
+def _missing(rung: Rung, wanted: Wanted | None, settings: Settings) -> int:
+    """At least one byte, since it is not here whole. Without an address nothing can be fetched."""
+    if wanted is None:
+        return rung.bytes
+    return max(1, bytes_missing(wanted.files, RepoFolder(root=settings.models_dir, name=wanted.folder)))
+
+
+def _model(
+    rung: Rung, path: Path | None, name: str, contents: ImageContents, wanted: Wanted | None
+) -> tuple[Model | None, str | None]:
+    """Or why what is here cannot be read: that is no reason not to serve another."""
+    if path is not None:
+        try:
+            return read_model(path, serves=contents.engine.model_format), None
+        except ModelUnreadableError as error:
+            return None, error.message
+    if rung.shape is None or rung.format != "gguf" or wanted is None:
+        return None, None
+    weights = sum(file.bytes for file in rung.weights)
+    return describe_model(name, rung.shape, path_to_be(wanted, contents.settings), file_bytes=weights), None
+
+
+def path_to_be(wanted: Wanted, settings: Settings) -> Path:
+    """Of the first file, once it is fetched."""
+    folder = RepoFolder(root=settings.models_dir, name=wanted.folder)
+    return folder.snapshot(wanted.revision) / wanted.files[0].path
+
+
+def _generation(rung: Rung, recipe: Recipe) -> float:
+    """By the oldest of the recipe: names without a number are of the whole number below."""
+    known = {each.name: found for each in recipe.rungs if (found := _GENERATION.match(each.name))}
+    if not known:
+        return 1.0
+    oldest = math.floor(min(float(found[1]) for found in known.values()))
+    return float(known[rung.name][1]) / oldest if rung.name in known and oldest else 1.0
+
+
+def _forecast(contents: ImageContents, machine: UsableMachine, each: Offered, wanted: int) -> Forecast | str:
+    if each.model is None:
+        return ""
+    model = each.model if each.model.projector else replace(each.model, projector=_projector_to_come(each.wanted))
+    # The planner's assumption is of a desktop: where nothing was measured, a choice counts on what the cores can read.
+    inputs = replace(inputs_of(contents, machine, model), dram_gb_s_max=CORE_GB_S * machine.hardware.cpu.cores)
+    return forecast(without_profile(contents.engine, machine.install, inputs), wanted)
+
+
+def _projector_to_come(wanted: Wanted | None) -> Projector | None:
+    """That would be fetched with the weights."""
+    files = wanted.files if wanted else ()
+    file = next((each for each in files if is_projector(each.path)), None)
+    return unread_projector(Path(file.path), file.bytes or 0) if file else None
+
+
+def _nothing(choice: Choice) -> FatalError:
+    lines = "".join(f"\n  {row.candidate.name}: {row.verdict}: {row.reason}" for row in choice.rows)
+    verdicts = {row.verdict for row in choice.rows} - {"other tier"}
+    if verdicts == {"damaged"}:
+        message = f"none of the models that are here can be read{lines}"
+        return ModelUnreadableError(message, hint="`appliance models rm` takes a damaged file away, `pull` fetches it")
+    verdicts -= {"damaged"}
+    hint = "`appliance plan --files` shows all; take a smaller one with --model, or fewer tokens with --ctx-size"
+    if verdicts == {"no room"}:
+        return VolumeError(f"none of the models has room on the volume{lines}", hint=f"free some space; {hint}")
+    if verdicts == {"offline"}:
+        message = f"none of the models is on the volume, and nothing is fetched offline{lines}"
+        return DownloadError(message, hint="`appliance models pull` fetches one where there is a network")
+    return ModelDoesNotFitError(f"none of the models can be served here{lines}", hint=hint)

@@ -1,0 +1,1 @@
+"""What is known before anything runs: image, machine, inputs, and why a start is refused."""
