@@ -1,4 +1,4 @@
-"""A preview as a person reads it, and as a script does: docs/plan.schema.json describes the latter."""
+"""A preview as text, and as JSON for scripts, which docs/plan.schema.json describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from appliance.weights.size import in_column
 if TYPE_CHECKING:
     from appliance.probe.described import DescribedMachine
 
-SCHEMA = 1  # a reader of an older one finds all that it knows: fields are added, and none is taken away or renamed
+SCHEMA = 1  # stays while fields are only added: readers of an older document find all that they know
 
 
 def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequence[str]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
 def plan_text(found: Preview, machine: DescribedMachine | None, *, is_verbose: bool = False) -> str:
     return "\n".join((
         *(f"warning: {words}\n" for words in found.warnings),
-        *_of_what(found, machine),
+        *_subject(found, machine),
         f"settings\n{_indented(explain_settings(found.start.settings))}\n",
         f"plan\n{_indented(explain(found.plan, is_verbose=is_verbose))}\n",
         *_expert_cache(found),
@@ -46,7 +46,7 @@ def plan_text(found: Preview, machine: DescribedMachine | None, *, is_verbose: b
     ))  # fmt: skip
 
 
-def _of_what(found: Preview, machine: DescribedMachine | None) -> Iterator[str]:
+def _subject(found: Preview, machine: DescribedMachine | None) -> Iterator[str]:
     if machine:
         yield f"for the machine of {machine.source}, not for this one\n"
     if found.shape:
@@ -64,7 +64,7 @@ def _expert_cache(found: Preview) -> Iterator[str]:
 
 def _origin(found: Preview) -> Iterator[str]:
     profile, status = found.profile, found.status
-    speeds = speeds_of(found.plan, profile)  # of this plan, which is not the profile's best in every mode
+    speeds = speeds_of(found.plan, profile)  # of this plan: in some modes it is not the profile's best
     yield (
         f"from profile {profile.key.id}, measured {profile.created}{f': {speeds.describe()}' if speeds else ''}"
         if profile

@@ -1,1 +1,1 @@
-"""Which model a start serves, and what could be served of a recipe or a repository."""
+"""Selection of the model: what was asked for, and what could be served of a recipe or a repository."""

@@ -1,4 +1,4 @@
-"""What could be served, and what is chosen of it: rungs of a recipe, each with what the engine's planner says of it."""
+"""The candidates of a choice: variants of a recipe or a file that is here, each with the planner's forecast."""
 
 from __future__ import annotations
 
@@ -33,41 +33,42 @@ from appliance.weights.room import SPARED_BYTES, bytes_missing
 from appliance.weights.rungs import of_rung
 from appliance.weights.wanted import Wanted
 
-_GENERATION = re.compile(r"(\d+\.\d+)-")  # that the name of a newer model begins with: 3.5-9b
+_GENERATION = re.compile(r"(\d+\.\d+)-")  # at the beginning of a newer model's name: 3.5-9b
 _MIB = 2**20
 CORE_GB_S = 7.0  # two threads decode a model of 98 MB at 116 tok/s, which is 0.8 of a stream: measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offered:
-    """One candidate, and how it becomes a model. `wanted` None: it has no address; `path` None: it is not here."""
+    """One candidate with its files. `wanted` is None without an address, `path` is None if it is not here."""
 
     candidate: Candidate
-    model: Model | None  # None: nothing tells its layers before it is here
+    model: Model | None  # None: its layers are unknown before it is here
     wanted: Wanted | None
     path: Path | None
     names: tuple[str, ...] = ()
 
     @property
     def located(self) -> Located | None:
+        """The weights; None if they are not here."""
         return Located(path=self.path, names=self.names) if self.path else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """All that was offered, in order, and the choice."""
+    """All candidates in order, and the choice among them."""
 
     offered: tuple[Offered, ...]
     choice: Choice
 
     @property
     def exit_code(self) -> int:
-        """Of a start that would serve this."""
+        """The exit code of a start that would serve this."""
         return 0 if self.choice.chosen else _nothing(self.choice).exit_code
 
     @property
     def pick(self) -> Offered:
-        """Raises what says why nothing can be served: 31, 32 or 50."""
+        """The chosen candidate. Raises the reason if none can be served: code 30, 31, 32 or 50."""
         row = self.choice.chosen
         if row is None:
             raise _nothing(self.choice)
@@ -75,6 +76,7 @@ class Chosen:
 
     @property
     def better(self) -> Better | None:
+        """A better candidate than the chosen one; None without one."""
         row = self.choice.better
         if row is None:
             return None
@@ -93,7 +95,7 @@ def choose_rung(
 def choose_located(
     contents: ImageContents, found: Located, environment: Mapping[str, str], machine: UsableMachine
 ) -> Chosen:
-    """Of one that is here: whether it fits, and how it would be."""
+    """Judge one model that is here: whether it fits, and how fast it would be."""
     model = read_model(found.path, serves=contents.engine.model_format)
     all_b = model.parameters / 1e9
     candidate = Candidate(
@@ -132,7 +134,7 @@ def choose_offered(
 def settle(
     contents: ImageContents, found: FromRecipe, environment: Mapping[str, str], machine: UsableMachine
 ) -> Saved | Chosen:
-    """As a start chooses: not at all where an earlier start did, and nothing has changed since."""
+    """Choose as a start does: take the earlier choice if nothing has changed since."""
     kept = saved_choice(contents, found, machine).load()
     return kept if kept and kept.is_current else choose_with_saved(contents, found, environment, machine)
 
@@ -140,7 +142,7 @@ def settle(
 def choose_with_saved(
     contents: ImageContents, found: FromRecipe, environment: Mapping[str, str], machine: UsableMachine
 ) -> Chosen:
-    """All candidates anew; what an earlier start chose is served as long as it fits."""
+    """Judge all candidates anew; the earlier choice is served as long as it fits."""
     chosen = choose_rung(contents, found, environment, machine)
     kept = saved_choice(contents, found, machine).load()
     return replace(chosen, choice=prefer(chosen.choice, kept.name)) if kept else chosen
@@ -149,7 +151,7 @@ def choose_with_saved(
 def save_choice(
     contents: ImageContents, found: FromRecipe, machine: UsableMachine, chosen: Chosen, located: Located
 ) -> None:
-    """For the next start. `located` is what was picked, which may have been fetched since."""
+    """Save the choice for the next start. `located` is the chosen model, perhaps fetched since."""
     pick = chosen.pick
     saved_choice(contents, found, machine).save(
         pick.candidate.name, located, better=chosen.better, fetched_bytes=pick.candidate.missing_bytes
@@ -157,7 +159,7 @@ def save_choice(
 
 
 def saved_choice(contents: ImageContents, found: FromRecipe, machine: UsableMachine) -> SavedChoice:
-    """Of an earlier start on this volume."""
+    """Return access to the choice of an earlier start on this volume."""
     here = {names_of(found.recipe, rung)[-1]: (rung, path) for rung, path in found.here}
     return SavedChoice(
         folder=contents.settings.data_dir / "cache" / contents.image.build_id,
@@ -189,7 +191,7 @@ def _offered(contents: ImageContents, found: FromRecipe, rung: Rung, hub: HubSet
 
 
 def _missing(rung: Rung, wanted: Wanted | None, settings: Settings) -> int:
-    """At least one byte, since it is not here whole. Without an address nothing can be fetched."""
+    """Return the bytes to fetch, at least one: the variant is incomplete. All of them without an address."""
     if wanted is None:
         return rung.bytes
     return max(1, bytes_missing(wanted.files, RepoFolder(root=settings.models_dir, name=wanted.folder)))
@@ -198,7 +200,10 @@ def _missing(rung: Rung, wanted: Wanted | None, settings: Settings) -> int:
 def _model(
     rung: Rung, path: Path | None, name: str, contents: ImageContents, wanted: Wanted | None
 ) -> tuple[Model | None, str | None]:
-    """Or why what is here cannot be read: that is no reason not to serve another."""
+    """Read or describe the model; the text says why a file that is here cannot be read.
+
+    A damaged file is no error here: another candidate can be served.
+    """
     if path is not None:
         try:
             return read_model(path, serves=contents.engine.model_format), None
@@ -211,13 +216,16 @@ def _model(
 
 
 def path_to_be(wanted: Wanted, settings: Settings) -> Path:
-    """Of the first file, once it is fetched."""
+    """Return the path of the first file once it is fetched."""
     folder = RepoFolder(root=settings.models_dir, name=wanted.folder)
     return folder.snapshot(wanted.revision) / wanted.files[0].path
 
 
 def _generation(rung: Rung, recipe: Recipe) -> float:
-    """By the oldest of the recipe: names without a number are of the whole number below."""
+    """Return the model's generation relative to the oldest of the recipe, such as 3.5 / 3.
+
+    Names without a number count as the whole number below the oldest.
+    """
     known = {each.name: found for each in recipe.rungs if (found := _GENERATION.match(each.name))}
     if not known:
         return 1.0
@@ -229,13 +237,13 @@ def _forecast(contents: ImageContents, machine: UsableMachine, each: Offered, wa
     if each.model is None:
         return ""
     model = each.model if each.model.projector else replace(each.model, projector=_projector_to_come(each.wanted))
-    # The planner's assumption is of a desktop: where nothing was measured, a choice counts on what the cores can read.
+    # The planner assumes a desktop. Without measured bandwidths, a choice counts on what these cores can read.
     inputs = replace(inputs_of(contents, machine, model), dram_gb_s_max=CORE_GB_S * machine.hardware.cpu.cores)
     return forecast(without_profile(contents.engine, machine.install, inputs), wanted)
 
 
 def _projector_to_come(wanted: Wanted | None) -> Projector | None:
-    """That would be fetched with the weights."""
+    """Return the projector that would be fetched with the weights; None without one."""
     files = wanted.files if wanted else ()
     file = next((each for each in files if is_projector(each.path)), None)
     return unread_projector(Path(file.path), file.bytes or 0) if file else None

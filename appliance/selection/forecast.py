@@ -1,4 +1,4 @@
-"""What a model would be on this machine, told by the engine's planner before its weights are here."""
+"""Forecast of a model on this machine by the engine's planner, before its weights are here."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from appliance.start.inputs import StartInputs
 
 
 def without_profile(engine: Engine, install: Install, inputs: Inputs) -> StartInputs:
-    """Of a model that no start is of: nothing was measured of it, so nothing is found under its key."""
+    """Return inputs for a model without a profile: the empty key finds none."""
     return StartInputs(engine=engine, install=install, inputs=inputs, key=Key(parts={}))
 
 
 def forecast(start: StartInputs, wanted_context: int) -> Forecast | str:
-    """Or why it cannot be served, in words."""
+    """Return the forecast, or in words why the model cannot be served."""
     try:
         space = start.space()
         plan = space.predicted
         depth = min(wanted_context, plan.context) / 2
-        return _of(plan, space.costs(plan), depth)
+        return _forecast(plan, space.costs(plan), depth)
     except FatalError as error:
         return _short(error.message)
 
 
-def _of(plan: Plan, costs: Costs, depth: float) -> Forecast:
+def _forecast(plan: Plan, costs: Costs, depth: float) -> Forecast:
     decode_ms, prefill_ms = costs.decode_ms(depth), costs.prefill_ms(costs.batch, depth) / costs.batch
     return Forecast(
         where=_where(plan.placement),
@@ -40,13 +40,13 @@ def _of(plan: Plan, costs: Costs, depth: float) -> Forecast:
 
 
 def _short(message: str) -> str:
-    """Of "model does not fit: q.gguf needs 9 MiB (8 weights), and 5 MiB are usable (…)" what a table has room for."""
+    """Shorten "model does not fit: q.gguf needs 9 MiB (8 weights), and 5 MiB are usable (…)" for a table."""
     found = re.sub(r" \([^()]*\)", "", message)
     return re.sub(r"^model does not fit: \S+ needs", "needs", found)
 
 
 def _where(placement: Placement) -> str:
-    """As in "all on the GPU", "12 layers on the CPU", "experts of 40 layers on the CPU"."""
+    """Describe the placement: "all on the GPU", "12 layers on the CPU", "experts of 40 layers on the CPU"."""
     if not placement.shares:
         return "CPU"
     gpus = len(placement.shares)

@@ -1,6 +1,6 @@
-"""Which of several files is served on this machine: by what fits, how fast it would be, and what it is worth.
+"""Rank candidates for this machine: by fit, by speed, and by worth.
 
-Pure. What the engine's planner says of each is passed in. README.md has the rule with its reasons.
+Pure: the planner's forecasts are passed in. README.md has the rule with its reasons.
 """
 
 from __future__ import annotations
@@ -19,54 +19,55 @@ Verdict = Literal[
     "chosen", "fits", "slow", "short context", "does not fit", "no room", "offline", "other tier", "damaged", "unknown"
 ]
 
-FLOOR_TOKENS_PER_S = 8.0  # decode; slower than people read
-FLUENT_TOKENS_PER_S = 15.0  # from here on a larger model is worth more than speed
-GOOD_ENOUGH = 0.7  # of the best worth: about half of the parameters
-# What a request is given room for where nobody says: a chat, a chat with documents, an agent.
+FLOOR_TOKENS_PER_S = 8.0  # decode; below it people read faster
+FLUENT_TOKENS_PER_S = 15.0  # decode; above it a larger model is worth more than speed
+GOOD_ENOUGH = 0.7  # share of the best worth: about half of the parameters
+# Context lengths without a setting: for a chat, a chat with documents, an agent.
 USUAL_CONTEXT: Mapping[str, int] = MappingProxyType({"speed": 8192, "balanced": 16384, "context": 32768})
 TIER_WORTH: Mapping[Tier, float] = MappingProxyType({"quality": 1.0, "balanced": 0.97, "compact": 0.85})
-# Where a part lies in host memory each further bit costs speed and room that others need.
+# For a model partly in host memory, each further bit costs speed, and room that others need.
 QUALITY_ON_THE_HOST = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One file, or the parts of one."""
+    """One file, or the parts of a split one."""
 
-    name: str  # as `--model` takes it
+    name: str  # the value for `--model`
     tier: Tier
     quantization: str
     parameters_b: float  # 10⁹
     active_b: float  # 10⁹, for one token
     bytes: int
-    missing_bytes: int  # of it, to be fetched; 0: it is here
-    generation: float = 1.0  # of the model, by that of the oldest beside it: 3.5 / 3
-    problem: str | None = None  # of what is here: why it cannot be read
+    missing_bytes: int  # to be fetched; 0: it is here
+    generation: float = 1.0  # relative to the oldest of the recipe: 3.5 / 3
+    problem: str | None = None  # why the file that is here cannot be read
 
     @property
     def is_here(self) -> bool:
+        """True if nothing has to be fetched."""
         return not self.missing_bytes
 
     @property
     def effective_b(self) -> float:
-        """A mixture is worth less than a dense model of its size: the geometric mean of all and active parameters."""
+        """Parameters of an equal dense model: for a mixture the geometric mean of all and active ones."""
         return math.sqrt(self.parameters_b * self.active_b)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What the planner says of one candidate. Speeds are those with half of the context wanted in the cache."""
+    """The planner's forecast for one candidate. Speeds are at half of the wanted context length."""
 
     where: str
     context: int
-    is_on_gpus: bool  # all of it
-    decode_tokens_per_s: float | None  # None: the planner does not tell
+    is_on_gpus: bool  # True if all of it is
+    decode_tokens_per_s: float | None  # None: unknown to the planner
     prefill_tokens_per_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wants:
-    """What the user asked for, and what the volume has room for."""
+    """The user's request, and the room on the volume."""
 
     context: int
     free_bytes: int | None = None  # None: unknown
@@ -76,7 +77,7 @@ class Wants:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table."""
+    """One candidate with its verdict: a line of the table."""
 
     candidate: Candidate
     forecast: Forecast | None
@@ -85,7 +86,7 @@ class Row:
 
     @property
     def worth(self) -> float:
-        """0 where it cannot be served."""
+        """The worth for ranking; 0 if it cannot be served."""
         if self.forecast is None:
             return 0.0
         decode = self.forecast.decode_tokens_per_s
@@ -98,7 +99,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`rows` are all candidates in their order. `better` would be fetched if the chosen one were not here already."""
+    """All candidates in order. `better` would be fetched if the chosen one were not here already."""
 
     rows: tuple[Row, ...]
     chosen: Row | None
@@ -108,7 +109,10 @@ class Choice:
 def choose(
     candidates: Sequence[Candidate], forecasts: Mapping[str, Forecast | str], wants: Wants, *, default: str = ""
 ) -> Choice:
-    """`forecasts` by name: a text says why there is none. Where nothing is known of any, `default` is taken."""
+    """Choose by `forecasts`, which has a text instead of a forecast that cannot be made.
+
+    Takes `default` if nothing is known of any candidate.
+    """
     rows = [_judged(candidate, forecasts.get(candidate.name, ""), wants) for candidate in candidates]
     chosen, better, why = _picked(rows, default)
     if chosen is None:
@@ -118,7 +122,7 @@ def choose(
 
 
 def prefer(choice: Choice, name: str) -> Choice:
-    """With what an earlier start chose, where that still fits: a better one is named, and not taken by itself."""
+    """Prefer the earlier choice if it still fits: a better one is named, and the user decides."""
     chosen = choice.chosen
     kept = next((row for row in choice.rows if row.candidate.name == name), None)
     if chosen is None or kept is None or kept.verdict != "fits" or not kept.candidate.is_here:
@@ -132,6 +136,7 @@ def prefer(choice: Choice, name: str) -> Choice:
 
 
 def usual_context(mode: str, native: int) -> int:
+    """Return the context length of a mode without a setting, at most the native one."""
     return min(USUAL_CONTEXT[mode], native)
 
 
@@ -161,7 +166,7 @@ def _verdict(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> tu
 
 
 def _picked(rows: Sequence[Row], default: str) -> tuple[Row | None, Row | None, str]:
-    """The chosen row, a better one that would have to be fetched, and why."""
+    """Return the chosen row, a better one that would have to be fetched, and the reason."""
     fitting = [row for row in rows if row.verdict == "fits"]
     if fitting:
         best = max(fitting, key=lambda row: row.worth)
@@ -180,7 +185,7 @@ def _picked(rows: Sequence[Row], default: str) -> tuple[Row | None, Row | None, 
 
 
 def _least_bad(row: Row) -> tuple[bool, float, float]:
-    """The context wanted first, then speed; on a tie the one that is here."""
+    """Return the sort key: the wanted context first, then speed, then the one that is here."""
     forecast = row.forecast
     decode = (forecast.decode_tokens_per_s if forecast else None) or 0.0
     return row.verdict == "slow", decode, row.worth

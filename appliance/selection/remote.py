@@ -1,4 +1,4 @@
-"""What a repository of the hub or an address offers: models read from the headers of files that are not here."""
+"""The candidates of a repository or an address, read from the headers of files that are not here."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ async def choose_from_hub(
     *,
     on_wait: Callable[[str], None],
 ) -> Chosen:
-    """Raises ConfigError (10) for what is not there, DownloadError (32) where the network or the hub refuses, and what
-    says that none fits. Some MiB of one file are fetched."""
+    """Choose among the files of a repository or an address. Fetches some MiB of one file.
+
+    Raises ConfigError (10) for a name that does not exist, DownloadError (32) if the network or the hub refuses.
+    """
     hub = hub_settings(contents.settings, environment)
     listed = await _listed(contents, found, hub, on_wait)
     models = await _models(contents, listed, hub)
@@ -52,7 +54,7 @@ async def choose_from_hub(
 async def _listed(
     contents: ImageContents, found: FromHub, hub: HubSettings, on_wait: Callable[[str], None]
 ) -> tuple[Offer, ...]:
-    """The one that was named, else all."""
+    """Return the file that was named, else all files of the repository."""
     reference = found.reference
     is_folder = contents.engine.model_format == "safetensors"
     if reference.repo and not (reference.quant or reference.path or hub.offline):
@@ -62,7 +64,7 @@ async def _listed(
 
 
 async def _models(contents: ImageContents, listed: Sequence[Offer], hub: HubSettings) -> dict[str, Model]:
-    """By label. One is read from its remote header, the others follow from it: they hold the same tensors."""
+    """Return the models by label. One remote header is read; the others have the same tensors in other types."""
     if contents.engine.model_format != "gguf":
         return {}
     first = min(listed, key=lambda each: (len(_weights(each.wanted)), each.wanted.bytes or 0))
@@ -74,13 +76,13 @@ async def _models(contents: ImageContents, listed: Sequence[Offer], hub: HubSett
         gguf = read_whole(header)
     for each in listed:
         size = sum(file.bytes or 0 for file in _weights(each.wanted))
-        with suppress(ValueError):  # a name that tells no quantization: nothing is known of it before it is here
+        with suppress(ValueError):  # a name without a quantization: unknown before it is here
             found.setdefault(each.label, requantized(gguf, each.label, file_bytes=size or None))
     return {label: replace(model, projector=None) for label, model in found.items()}
 
 
 async def _read_header(files: Sequence[WantedFile], hub: HubSettings, folder: Path) -> Path | None:
-    """The first of files that are holes behind their headers; None where the size of one is unknown."""
+    """Fetch the headers into sparse files and return the first; None if a size is unknown."""
     if not files or any(file.bytes is None for file in files):
         return None
     paths = [folder / Path(file.path).name for file in files]
@@ -92,7 +94,7 @@ async def _read_header(files: Sequence[WantedFile], hub: HubSettings, folder: Pa
 def _is_whole_header(path: Path, real: int) -> bool:
     try:
         return read_gguf(path).header_bytes <= real
-    except ModelUnreadableError:  # it goes on in the hole
+    except ModelUnreadableError:  # the header is longer than what was fetched
         return False
 
 
@@ -118,7 +120,7 @@ def _offered(found: FromHub, offer: Offer, model: Model | None) -> Offered:
 
 
 def _parameters(model: Model | None) -> tuple[float, float]:
-    """All and active ones, 10⁹; experts by their share of the bytes. Unknown ones compare as equal."""
+    """Return all and active parameters in 10⁹, experts by their share of the bytes; 1.0 each if unknown."""
     if model is None or not model.parameters:
         return 1.0, 1.0
     all_b = model.parameters / 1e9
@@ -127,7 +129,7 @@ def _parameters(model: Model | None) -> tuple[float, float]:
 
 
 def tier_of(label: str) -> Tier:
-    """By the words that makers of files use: Q8_0, UD-Q4_K_XL, IQ2_M."""
+    """Return the tier of a quantization label such as Q8_0, UD-Q4_K_XL or IQ2_M."""
     if _COMPACT.search(label):
         return "compact"
     return "quality" if _QUALITY.search(label) else "balanced"

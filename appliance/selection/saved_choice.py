@@ -1,4 +1,4 @@
-"""What an earlier start chose: a choice takes half a second, which is not spent twice for the same question."""
+"""The choice of an earlier start, saved on the volume: choosing takes half a second, and is not repeated."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from appliance.values import dataclass
 
 NAME = "choice.json"
 _MOST_BYTES = 2**20
-# Settings that say neither what is offered nor how it would be planned.
+# Settings that change neither the candidates nor their plans.
 _OTHERS = frozenset({
     "alias", "auth", "budget_s", "data_dir", "drain_s", "engine_dir", "facts_dir", "hf_cache", "host", "idle_s", "log",
     "port", "runtime_dir", "stall_timeout_s", "tune", "workload",
 })  # fmt: skip
-# Free memory goes up and down by itself; less than this of it decides for another model seldom, and looking costs
-# half a second.
+# Free memory always varies a little. A smaller change seldom decides for another model, and choosing takes half a
+# second.
 _ROOM_MIB = 1024
 _ROOM_SHARE = 0.125
 
 
 @dataclass(frozen=True, kw_only=True)
 class Better:
-    """What would have been chosen if the chosen one had not been there."""
+    """The candidate that would have been chosen if the chosen one had not been here."""
 
     name: str
     bytes: int
@@ -42,7 +42,7 @@ class Better:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """`is_current`: machine and room are as they were, so that nothing else would be chosen now."""
+    """A saved choice. `is_current` is True if machine and room are unchanged: the choice would be the same now."""
 
     name: str
     located: Located
@@ -52,14 +52,15 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedChoice:
-    """`here` are the candidates that are on the volume, by name: with another set of them it is chosen anew."""
+    """Access to the saved choice. `here` are the candidates on the volume by name; another set makes it invalid."""
 
-    folder: Path  # of the build on the volume: another image chooses anew
+    folder: Path  # of this build on the volume: another image chooses anew
     settings: Settings
     hardware: Hardware
     here: Mapping[str, Located]
 
     def load(self) -> Saved | None:
+        """Return the choice; None if it was made for other settings or files, or cannot be read."""
         try:
             kept = load(read_file(self.folder / NAME, _MOST_BYTES))
             if kept["asked"] != self._asked or kept["here"] != _stamps(self.here):
@@ -71,11 +72,13 @@ class SavedChoice:
                 is_current=kept["machine"] == self._machine and not _is_other_room(kept["room"], self._room),
             )
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return None  # damaged, of an older version, or not there: it is chosen anew
+            return None  # damaged, of an older version, or missing: chosen anew
 
     def save(self, name: str, located: Located, *, better: Better | None = None, fetched_bytes: int = 0) -> None:
-        """`located` is on the volume, or came just now and took `fetched_bytes` of its room. A volume that is full or
-        read-only keeps nothing."""
+        """Save a choice. `located` is on the volume; fetching it took `fetched_bytes` of the room seen before.
+
+        A volume that is full or read-only keeps nothing.
+        """
         room = self._room
         if room["volume"] is not None:
             room["volume"] -= fetched_bytes // 2**20
@@ -87,7 +90,7 @@ class SavedChoice:
             "chosen": name,
             "better": asdict(better) if better else None,
         }
-        temporary = self.folder / f".{NAME}.{secrets.token_hex(4)}"  # whatever lies there, a pipe too, is replaced
+        temporary = self.folder / f".{NAME}.{secrets.token_hex(4)}"  # replaces any file there, even a pipe
         with suppress(OSError):
             try:
                 temporary.write_text(json.dumps(kept), encoding="utf-8")
@@ -105,13 +108,13 @@ class SavedChoice:
 
     @property
     def _room(self) -> dict[str, int | None]:
-        """MiB that are free now."""
+        """The free MiB of volume, memory and GPUs."""
         gpus = {f"gpu {gpu.pci_bus_id or gpu.index}": gpu.vram_free_mib for gpu in self.hardware.gpus.gpus}
         return {"volume": self.hardware.volume.free_mib, "memory": self.hardware.memory.usable_mib, **gpus}
 
 
 def _stamps(here: Mapping[str, Located]) -> dict[str, list[int]]:
-    """A file that was written anew may be another one, or damaged."""
+    """Return size and time of each file: one that was written anew may be another one, or damaged."""
     return {name: _stamp(located.path) for name, located in here.items()}
 
 
@@ -124,8 +127,10 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _is_other_room(then: Mapping[str, int | None], now: Mapping[str, int | None]) -> bool:
-    """Whether so much more or less is free that another model may be the best. Less on the volume is no matter: what
-    was chosen is on it."""
+    """True if free memory or room changed so much that another model may be the best.
+
+    Less room on the volume does not count: the chosen model is on it.
+    """
     return then.keys() != now.keys() or any(_is_other(name, then[name], now[name]) for name in now)
 
 

@@ -14,13 +14,14 @@ _RIGHT = frozenset({"size", "context", "decode", "prefill"})
 
 
 def as_text(choice: Choice) -> str:
-    """One line a candidate; `*` is what a start serves, `+` what is on the volume. Speeds are tok/s."""
+    """Return the table, one line a candidate: `*` is served, `+` is on the volume. Speeds are tok/s."""
     rows = [_HEAD, *(_cells(row) for row in choice.rows)]
     widths = [max(len(cells[at]) for cells in rows) for at in range(len(_HEAD))]
     return "\n".join(_line(cells, widths) for cells in rows)
 
 
 def as_document(choice: Choice) -> dict[str, Any]:
+    """Return the table for scripts."""
     chosen, better = choice.chosen, choice.better
     return {
         "chosen": chosen.candidate.name if chosen else None,

@@ -1,1 +1,1 @@
-"""What is known before anything runs: image, machine, inputs, and why a start is refused."""
+"""The facts of a start before anything runs: image, machine, inputs, and why it is refused."""

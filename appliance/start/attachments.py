@@ -1,5 +1,7 @@
-"""Files that settings name beside the model: projector, LoRA adapters, chat template. Each is looked at before anything
-is planned, since the engine would end over it when the model is loaded."""
+"""Attachments: projector, LoRA adapters and chat template that settings name in addition to the model.
+
+Each is checked before anything is planned: a wrong one would end the engine while the model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from appliance.model import Adapter, Model, check_match, find_model, list_models
 from appliance.model.facts import CALLS_TOOLS, REASONS
 from appliance.settings import Settings, parse_adapter
 
-TEMPLATE_LIMIT_BYTES = 1024 * 1024  # the longest there are have 30 KiB
+TEMPLATE_LIMIT_BYTES = 1024 * 1024  # the longest known ones have 30 KiB
 
 
 def check_files(settings: Settings) -> None:
-    """Before a model is fetched for hours. Raises ConfigError (10) for a file that is not there; a projector may come
-    with the model."""
+    """Check the files before a model is fetched for hours. Raises ConfigError (10) for a missing one.
+
+    The projector is not checked: it may come with the model.
+    """
     for word in settings.lora:
         _adapter_path(parse_adapter(word)[0], settings)
     if settings.chat_template_file is not None:
@@ -28,8 +32,10 @@ def check_files(settings: Settings) -> None:
 
 
 def with_attachments(model: Model, settings: Settings, *, is_here: bool = True) -> Model:
-    """The model as it is asked for; of one that is not here header or shape are known. Raises ConfigError (10) for a
-    file that is not there, ModelUnreadableError (30) for one that is of another model."""
+    """Return the model with its attachments. With `is_here` False only its header or shape is known.
+
+    Raises ConfigError (10) for a missing file, ModelUnreadableError (30) for a file of another model.
+    """
     model = _with_projector(model, settings)
     if settings.lora and not is_here:
         message = (
@@ -60,7 +66,7 @@ def _check_pooling(model: Model, settings: Settings) -> None:
 
 
 def attachment_sizes(model: Model) -> dict[str, Any]:
-    """For the profile's key: what is loaded with the model, by its size."""
+    """Return the sizes of the attachments, for the profile's key."""
     projector = {"projector": model.projector.weights_bytes} if model.projector else {}
     return {**projector, **({"adapters": [each.weights_bytes for each in model.adapters]} if model.adapters else {})}
 
@@ -70,7 +76,7 @@ def _with_projector(model: Model, settings: Settings) -> Model:
     if request == "off":
         return replace(model, projector=None)
     if request != "auto":
-        places = (settings.models_dir / request, model.path.parent / request)  # of which an absolute path is either
+        places = (settings.models_dir / request, model.path.parent / request)  # for an absolute path both are that path
         path = next((place for place in places if _is_file(place)), None)
         if path is None:
             message = f"setting mmproj names no file: '{printable(request)}' ({source})"
@@ -110,7 +116,7 @@ def _adapter_path(name: str, settings: Settings) -> Path:
 
 def _read_template(path: Path, source: str) -> str:
     try:
-        is_file = path.is_file()  # a pipe would stop the start for ever
+        is_file = path.is_file()  # opening a pipe would block the start for ever
         text = path.read_bytes() if is_file and path.stat().st_size <= TEMPLATE_LIMIT_BYTES else None
         if text is not None:
             return text.decode("utf-8")

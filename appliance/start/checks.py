@@ -1,6 +1,6 @@
-"""Whether this image can run on this machine: refused at the start, in words, and never later in the engine's.
+"""Check that this image can run on this machine, and refuse in clear words before the engine would fail in its own.
 
-Pure. What the engine itself said of its devices is passed in by the caller, who knows whether it was asked.
+Pure: the devices that the engine lists are passed in.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from appliance.settings import Settings
 
 
 def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
-    """What to warn of: GPUs that do not answer or tell no memory, or that this image has no kernels for, and a CUDA
-    image without a GPU. Whether that serves on the CPU its engine says when it plans.
+    """Return warnings: about GPUs that are left out, and about a CUDA image without a GPU.
 
-    Raises NoKernelError when none is left, DriverTooOldError, and GpuUnusableError when a GPU was given and none can be
-    used: never the CPU in silence. With the setting `devices: none` no GPU is looked at.
+    The engine's planner decides whether it serves on the CPU then. With `devices: none` no GPU is looked at.
+
+    Raises NoKernelError (20) if this image has kernels for none of the GPUs, DriverTooOldError (21), and
+    GpuUnusableError (23) if a GPU was given and none can be used: the CPU is never used in silence.
     """
     if settings.devices == "none":
         return ()
@@ -45,20 +46,22 @@ def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -
 
 
 def usable_gpus(image: ImageFacts, hardware: Hardware) -> tuple[Gpu, ...]:
-    """Those that the image has kernels for and that a plan can be made for. A chip that NVML does not tell is among
-    them: the engine may know it."""
+    """Return the GPUs that the image has kernels for and that plans can use.
+
+    A chip unknown to NVML is among them: the engine may know it.
+    """
     return tuple(gpu for gpu in _with_kernels(image, hardware) if not gpu.problem)
 
 
 def gpu_trouble(gpu: Gpu) -> tuple[str, str] | None:
-    """In words why a GPU is left out whatever the image, and what to do; None for one that can be used."""
+    """Say why a GPU is left out in any image, and what to do; None for a usable one."""
     if not gpu.problem:
         return None
     index, problem = gpu.index, gpu.problem
     if "(15)" in problem or "(16)" in problem:  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED
         hint = (
             f"look for Xid in `dmesg` on the host, then reset the card with `nvidia-smi --gpu-reset -i {index}` or "
-            "reboot; where it is lost again: power, cooling, riser"
+            "reboot; if it is lost again: power, cooling, riser"
         )
     elif "(4)" in problem:  # NVML_ERROR_NO_PERMISSION
         hint = "this container may not ask it: compare --gpus and NVIDIA_VISIBLE_DEVICES with the card"
@@ -72,40 +75,40 @@ def gpu_trouble(gpu: Gpu) -> tuple[str, str] | None:
 
 
 def check_devices(image: ImageFacts, hardware: Hardware, devices: tuple[str, ...], said: str) -> None:
-    """Raises GpuUnusableError when the engine lists no GPU although NVML does; `said` are its last words."""
+    """Raise GpuUnusableError (23) if the engine lists no GPU although NVML does; `said` is its last line."""
     if image.cuda is None or not hardware.gpus.gpus or devices:
         return
     seen = _names(usable_gpus(image, hardware))
-    message = f"the engine sees no GPU where NVML sees {seen}: {said or 'it does not say why'}"
+    message = f"the engine sees no GPU, and NVML sees {seen}: {said or 'it does not say why'}"
     raise GpuUnusableError(message, hint=_cuda_remedy(said, hardware))
 
 
 def why_fewer(image: ImageFacts, hardware: Hardware, devices: tuple[str, ...]) -> str | None:
-    """Words for an engine that sees some of its GPUs but not all; None where it sees what NVML does."""
+    """Warn of an engine that sees only some of its GPUs; None if it sees all of them."""
     usable = usable_gpus(image, hardware)
     whole = [gpu for gpu in usable if gpu.mig_profile is None]
-    # Of slices CUDA shows a process only one, unless it is told which: with any of them a count says nothing.
+    # CUDA shows a process only one MIG slice unless one is named, so with slices a count means nothing.
     if len(whole) < len(usable) or len(devices) >= len(whole):
         return None
     return f"the engine sees {len(devices)} of {len(whole)} GPUs: {', '.join(devices)} of {_names(tuple(whole))}"
 
 
 def tags_for(image: ImageFacts, sm: str) -> tuple[str, ...]:
-    """The image for one chip: of this CUDA release, else of the others that have one, the newest first."""
+    """Return the tags of images for one chip: of this CUDA release, else of all others, the newest first."""
     releases = [release for release, chips in CUDA_CHIPS.items() if sm in chips.split()]
     own = [release for release in releases if release == image.cuda]
     return tuple(f"{image.engine}-cu{release.replace('.', '')}-sm{sm}" for release in own or releases)
 
 
 def select_command(hardware: Hardware, gpus: Sequence[Gpu]) -> str:
-    """What names the image for these GPUs, or says why there is none: which tags exist the build's matrix knows."""
+    """Return the command that names the image for these GPUs, or says why none exists."""
     chips = "".join(f" --sm {sm}" for sm in sorted({gpu.sm for gpu in gpus if gpu.sm}))
     driver = f" --driver {hardware.gpus.driver}" if hardware.gpus.driver else ""
     return f"`python -m images select{driver}{chips}`"
 
 
 def _other_image(image: ImageFacts, hardware: Hardware, gpus: Sequence[Gpu]) -> str:
-    """Only tags that can be built are named; a cell that names no chip carries all that its engine has."""
+    """Name other images, only tags that can be built. A cell without a chip in its name has all chips."""
     sms = dict.fromkeys(gpu.sm for gpu in gpus if gpu.sm)
     tags = [tag for sm in sms for tag in tags_for(image, sm)[:1]] if image.cuda is None or "-sm" in image.cell else []
     use = f"use the image {' or '.join(tags)}; " if tags else "" if image.cuda else "use an image for this GPU; "
@@ -156,14 +159,14 @@ def _cuda_remedy(said: str, hardware: Hardware) -> str:
         return f"the driver is too old for this CUDA: {hardware.gpus.driver or 'unknown'}; update it on the host"
     if "cannot open shared object" in said:
         return (
-            "start it with --gpus all; where NVIDIA_DRIVER_CAPABILITIES is set, it must hold compute,utility; where "
+            "start it with --gpus all; if NVIDIA_DRIVER_CAPABILITIES is set, it must hold compute,utility; if "
             "the host mounts the driver elsewhere, LD_LIBRARY_PATH has to name its folder"
         )
     return "CUDA_VISIBLE_DEVICES may hide it; else run `nvidia-smi` on the host and look for Xid in its `dmesg`"
 
 
 def check_driver(image: ImageFacts, hardware: Hardware) -> None:
-    """Raises DriverTooOldError. A driver that does not tell its version is not judged."""
+    """Raise DriverTooOldError (21) for an old driver; one with an unknown version is not judged."""
     driver, floor = hardware.gpus.driver, image.driver_floor_sass
     if driver is None or floor is None or _numbers(driver) >= _numbers(floor):
         return
@@ -177,7 +180,7 @@ def check_driver(image: ImageFacts, hardware: Hardware) -> None:
 
 
 def _in_trouble(image: ImageFacts, hardware: Hardware, strangers: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises GpuUnusableError where no other is left: never the CPU in silence."""
+    """Return warnings about broken GPUs. Raises GpuUnusableError (23) if no other is left."""
     troubles = [trouble for gpu in hardware.gpus.gpus if (trouble := gpu_trouble(gpu))]
     if troubles and not usable_gpus(image, hardware):
         found = "; ".join((*(words for words, _ in troubles), *strangers))

@@ -33,7 +33,7 @@ class Located:
 
 @dataclass(frozen=True, kw_only=True)
 class StartInputs:
-    """All that planning needs, frozen: another machine or other kernels make another one."""
+    """The complete inputs of planning, frozen: another machine or other kernels make another one."""
 
     engine: Engine
     install: Install

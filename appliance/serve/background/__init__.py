@@ -1,1 +1,1 @@
-"""What goes on beside serving: idle tuning, drift, bandwidths, memory, other programs."""
+"""The work beside serving: idle tuning, drift, bandwidths, memory, other programs."""

@@ -90,7 +90,7 @@ class DriftMonitor:
 
     @property
     def state(self) -> DriftState | None:
-        """None if the plan that serves was not measured: there is nothing to compare with."""
+        """The state so far; None if the plan that serves was not measured, so nothing can be compared."""
         return self._drift.state if self._baseline else None
 
     async def run(self) -> Drift:

@@ -1,4 +1,4 @@
-"""Whether other programs on the CPUs slow the engine down: looked at while it answers, and told to the user.
+"""Tell the user if other programs on the CPUs slow the engine down, from looks while it answers.
 
 Fewer threads are not tried. The engine's barrier yields, so that two threads beside four busy processes decode 63 tok/s
 and one thread 74, and on the quiet machine 122 and 75: a change would cost a load and win little while the others work.

@@ -1,4 +1,4 @@
-"""Whether a served model has to be measured: a pure question of its profile, its store and its tuning so far."""
+"""The need to measure a served model, judged by its profile, its store and its tuning so far."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_who_asks_for_no_gpu_is_not_refused_for_one() -> None:
     ],
 )
 def test_an_engine_that_sees_no_gpu_is_23(said: str, remedy: str) -> None:
-    with pytest.raises(GpuUnusableError, match="the engine sees no GPU where NVML sees Test 9000") as caught:
+    with pytest.raises(GpuUnusableError, match="the engine sees no GPU, and NVML sees Test 9000") as caught:
         check_devices(CUDA_IMAGE, given(gpu()), (), said)
     assert (said or "does not say why") in caught.value.message
     assert remedy in (caught.value.hint or "")
