@@ -22,7 +22,7 @@ from appliance.serve.gateway.slot import ModelSlot
 from appliance.serve.gateway.stop import put_to_sleep, stoppable
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.gpus import cross_check_gpus
-from appliance.serve.open.open import open_model, open_slot
+from appliance.serve.open.open import find_model, open_slot
 from appliance.serve.supervise import Tasks, serve_until_failure
 from appliance.settings import Settings
 from appliance.start.machine import look_at_machine
@@ -69,7 +69,10 @@ async def bring_up(slot: ModelSlot) -> ServedModel:
             launch(served, plan)
         await wait_loaded(served)
     except BaseException:
-        await put_to_sleep(slot)
+        try:
+            await put_to_sleep(slot)
+        except Exception as failure:  # the first error is the one to raise
+            slot.report.error("not_stopped", f"an engine may be left: {type(failure).__name__}: {failure}")
         raise
     return served
 
@@ -79,7 +82,8 @@ async def _opened(slot: ModelSlot) -> ServedModel:
     if slot.served:
         return slot.served
     if not slot.pending:
-        await asyncio.to_thread(open_model, slot)  # requests to other models are answered meanwhile
+        # In a thread: requests to other models are answered meanwhile.
+        slot.take(await asyncio.to_thread(find_model, slot))
     served = await _fetched(slot)
     start_from_profile(served)  # the same weights may have been measured here before
     return served

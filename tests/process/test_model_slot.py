@@ -17,7 +17,7 @@ from appliance.report import Report
 from appliance.serve.gateway.slot import ModelSlot, SlotState
 from appliance.serve.gateway.stop import put_to_sleep
 from appliance.serve.model.served_model import ServedModel
-from appliance.serve.open.open import open_slot
+from appliance.serve.open.open import find_model, open_slot
 from appliance.serve.run import bring_up
 from appliance.settings import load_settings
 from tests.process.stages.boot import Home, short_folder
@@ -75,6 +75,19 @@ async def test_an_absent_slot_has_a_name_and_documents_before_anything_is_looked
     documents = {name: made() for name, made in slot.documents().items()}
     assert documents["status"]["model"] == "one"
     assert documents["plan"] == documents["hardware"] == {}
+
+
+async def test_the_state_is_that_of_its_phase_once_the_model_is_here(home: Home, runtime_dir: Path) -> None:
+    slot = absent(home, runtime_dir)
+    slot.take(find_model(slot))
+    found = {}
+    for phase in Phase:
+        slot.report.phase(phase)
+        found[phase] = slot.state
+    assert found.pop(Phase.STOPPING) is SlotState.STOPPING
+    assert found.pop(Phase.ASLEEP) is SlotState.ASLEEP
+    assert found.pop(Phase.READY) is found.pop(Phase.HELD) is SlotState.READY
+    assert set(found.values()) == {SlotState.LOADING}
 
 
 async def test_from_absent_to_ready_to_sleep_and_back(home: Home, runtime_dir: Path) -> None:

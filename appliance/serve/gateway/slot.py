@@ -88,10 +88,13 @@ class ModelSlot:
         """Number of restarts of its engines."""
         return self.served.host.restarts if self.served else 0
 
-    def take(self, served: ServedModel) -> None:
-        """The weights are here and were looked at: everything is asked of the served model from now on."""
-        self.served = served
-        served.upstream = self._upstream
+    def take(self, found: ServedModel | Pending) -> None:
+        """Set what was found: weights to fetch, or a model that answers all questions from now on."""
+        if isinstance(found, Pending):
+            self.pending = found
+            return
+        self.served = found
+        found.upstream = self._upstream
 
     def connect(self, upstream: UpstreamPool) -> None:
         """Tell the model through which connections the gateway reaches its engine."""

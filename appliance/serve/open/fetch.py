@@ -20,7 +20,7 @@ from appliance.serve.gateway.slot import ModelSlot
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.announce import announce
 from appliance.serve.open.gpus import check_gpus
-from appliance.serve.open.open import serve_inputs
+from appliance.serve.open.open import served_of
 from appliance.settings import hub_settings
 from appliance.start.inputs import Located, with_model
 from appliance.start.machine import look_at_machine
@@ -56,7 +56,9 @@ async def fetch_model(slot: ModelSlot) -> ServedModel:
     if isinstance(request, FromRecipe):
         save_choice(contents, request, pending.machine, chosen, located)
     report.phase(Phase.STARTING)
-    return serve_inputs(slot, start)
+    served = served_of(slot, start)
+    slot.take(served)
+    return served
 
 
 async def _choose(slot: ModelSlot, pending: Pending) -> Chosen:

@@ -25,17 +25,17 @@ def open_slot(
 ) -> ModelSlot:
     """Make a slot and open its model. With `is_absent` the model is not looked for before `bring_up`.
 
-    Raises ConfigError (10), VolumeError (50) and what `open_model` raises.
+    Raises ConfigError (10), VolumeError (50) and what `find_model` raises.
     """
     slot = ModelSlot(read_contents(settings), environment, report, number=number)
     open_volume(settings.data_dir, slot.contents.image.build_id)
     if not is_absent:
-        open_model(slot)
+        slot.take(find_model(slot))
     return slot
 
 
-def open_model(slot: ModelSlot) -> None:
-    """Find the slot's model and look at the machine: sets `served` if the weights are here, else `pending`.
+def find_model(slot: ModelSlot) -> ServedModel | Pending:
+    """Find the slot's model and look at the machine. Changes nothing in the slot, so it may run in a thread.
 
     Raises an error of code 10, 20 to 23, 30 or 31 for a model or a machine that cannot work.
     """
@@ -45,20 +45,19 @@ def open_model(slot: ModelSlot) -> None:
         report.info("model_name", f"{contents.settings.model} is of this image's recipe; {words}")
     look = cache(partial(look_at_machine, contents, environment))  # one look for this one load
     if isinstance(request, Located):
-        serve_inputs(slot, _checked(with_model(contents, request, look), report))
-        return
+        return served_of(slot, _checked(with_model(contents, request, look), report))
     found = select(contents, request, environment, look)
     if isinstance(found, Away):
-        slot.pending = Pending(found.request, look(), found.words)
-        return
+        return Pending(found.request, look(), found.words)
     # here: a start whose model is named by its path never needs them
     from appliance.selection.candidates import Chosen, save_choice
     from appliance.serve.open.announce import announce
 
     announce(found.made, report)
-    serve_inputs(slot, _checked(with_model(contents, found.located, look), report))
+    served = served_of(slot, _checked(with_model(contents, found.located, look), report))
     if isinstance(found.made, Chosen):
         save_choice(contents, found.request, look(), found.made, found.located)
+    return served
 
 
 def _checked(start: StartInputs, report: Report) -> StartInputs:
@@ -66,9 +65,7 @@ def _checked(start: StartInputs, report: Report) -> StartInputs:
     return start
 
 
-def serve_inputs(slot: ModelSlot, start: StartInputs) -> ServedModel:
-    """Set the slot's served model, on a machine whose GPUs were checked. Raises ModelDoesNotFitError (31)."""
+def served_of(slot: ModelSlot, start: StartInputs) -> ServedModel:
+    """Make the slot's served model, on a machine whose GPUs were checked. Raises ModelDoesNotFitError (31)."""
     store = ProfileStore(start.settings.profiles_dir, lambda words: slot.report.warning("profile_set_aside", words))
-    served = ServedModel(start, slot.environment, store, slot.report, number=slot.number)
-    slot.take(served)
-    return served
+    return ServedModel(start, slot.environment, store, slot.report, number=slot.number)
