@@ -479,9 +479,9 @@ def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[
     place = Place(models_dir=settings.models_dir, hub=hub, is_folder=serves == "safetensors")
     open_volume(settings.data_dir)
     if options.action == "pull":
-        from appliance.selection.recipe import wanted_rung
+        from appliance.selection.recipe import wanted_variant
 
-        wanted = wanted_rung(options.file, recipe, serves, hub)
+        wanted = wanted_variant(options.file, recipe, serves, hub)
         pulled = [pull(options.file, place, options.sha256, wanted=wanted)]
     elif (named := _of_recipe(options.file, settings, environment)) is not None:
         pulled = list(kept_by_recipe(options.file, named))
@@ -500,11 +500,11 @@ def _of_recipe(
     """What is here of what a name of the image's recipe means, by name; None where it is no such name."""
     if not name or not (settings.facts_dir / "recipe.json").exists():
         return None
-    from appliance.selection.recipe import rungs_here
+    from appliance.selection.recipe import variants_here
     from appliance.settings import hub_settings
 
     serves, recipe = _served_by_image(settings)
-    return rungs_here(name, recipe, serves, settings.models_dir, lambda: hub_settings(settings, environment))
+    return variants_here(name, recipe, serves, settings.models_dir, lambda: hub_settings(settings, environment))
 
 
 def _served_by_image(settings: Settings) -> tuple[Format, Recipe | None]:

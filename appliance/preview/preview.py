@@ -13,7 +13,14 @@ from appliance.model.published import PublishedShape, find_shape
 from appliance.plan import Plan
 from appliance.probe import Hardware
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
-from appliance.selection.candidates import Chosen, Offered, choose_located, choose_rung, choose_with_saved, settle
+from appliance.selection.candidates import (
+    Chosen,
+    Option,
+    choose_located,
+    choose_or_reuse,
+    choose_variant,
+    choose_with_saved,
+)
 from appliance.selection.forecast import without_profile
 from appliance.selection.request import FromHub, FromRecipe, Request, read_request
 from appliance.selection.saved_choice import Saved
@@ -34,7 +41,7 @@ class Preview:
     space: Space
     profile: Profile | None = None
     status: ProfileStatus | None = None
-    fetches: Offered | None = None  # the candidate that a start would fetch first
+    fetches: Option | None = None  # the candidate that a start would fetch first
     shape: PublishedShape | None = None  # planned instead of a file
 
     @property
@@ -107,7 +114,7 @@ def _made(
 ) -> Saved | Chosen:
     """Choose as a start would. A saved choice counts only on this machine."""
     if isinstance(found, FromRecipe) and is_here:
-        return settle(contents, found, environment, machine)
+        return choose_or_reuse(contents, found, environment, machine)
     return _chosen(contents, found, environment, machine)
 
 
@@ -115,7 +122,7 @@ def _chosen(
     contents: ImageContents, found: FromRecipe | FromHub, environment: Mapping[str, str], machine: UsableMachine
 ) -> Chosen:
     if isinstance(found, FromRecipe):
-        return choose_rung(contents, found, environment, machine)
+        return choose_variant(contents, found, environment, machine)
     import asyncio  # here, both: they cost 0.2 s, and few starts look elsewhere
 
     from appliance.selection.remote import choose_from_hub
@@ -138,7 +145,7 @@ def preview_of(start: StartInputs) -> Preview:
     return Preview(plan=space.predicted, start=start, space=space)
 
 
-def _preview_away(contents: ImageContents, offered: Offered, machine: UsableMachine) -> Preview:
+def _preview_away(contents: ImageContents, offered: Option, machine: UsableMachine) -> Preview:
     """Preview a model that would be fetched. Raises ModelAwayError (10) if its layers are unknown before that."""
     if offered.model is None:
         raise ModelAwayError(offered.candidate.name)

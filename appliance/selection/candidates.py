@@ -39,7 +39,7 @@ CORE_GB_S = 7.0  # two threads decode a model of 98 MB at 116 tok/s, which is 0.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offered:
+class Option:
     """One candidate with its files. `wanted` is None without an address, `path` is None if it is not here."""
 
     candidate: Candidate
@@ -58,7 +58,7 @@ class Offered:
 class Chosen:
     """All candidates in order, and the choice among them."""
 
-    offered: tuple[Offered, ...]
+    offered: tuple[Option, ...]
     choice: Choice
 
     @property
@@ -67,7 +67,7 @@ class Chosen:
         return 0 if self.choice.chosen else _nothing(self.choice).exit_code
 
     @property
-    def pick(self) -> Offered:
+    def pick(self) -> Option:
         """The chosen candidate. Raises the reason if none can be served: code 30, 31, 32 or 50."""
         row = self.choice.chosen
         if row is None:
@@ -83,11 +83,11 @@ class Chosen:
         return Better(name=row.candidate.name, bytes=row.candidate.bytes, is_here=row.candidate.is_here)
 
 
-def choose_rung(
+def choose_variant(
     contents: ImageContents, found: FromRecipe, environment: Mapping[str, str], machine: UsableMachine
 ) -> Chosen:
     hub = hub_settings(contents.settings, environment)
-    offered = tuple(_offered(contents, found, rung, hub) for rung in found.rungs)
+    offered = tuple(_offered(contents, found, variant, hub) for variant in found.variants)
     default = f"{found.recipe.name}:{found.recipe.default}"
     return choose_offered(contents, machine, hub, offered, default=default)
 
@@ -107,7 +107,7 @@ def choose_located(
         bytes=model.file_bytes,
         missing_bytes=0,
     )
-    offered = Offered(candidate=candidate, model=model, wanted=None, path=found.path, names=found.names)
+    offered = Option(candidate=candidate, model=model, wanted=None, path=found.path, names=found.names)
     return choose_offered(contents, machine, hub_settings(contents.settings, environment), (offered,))
 
 
@@ -115,7 +115,7 @@ def choose_offered(
     contents: ImageContents,
     machine: UsableMachine,
     hub: HubSettings,
-    offered: tuple[Offered, ...],
+    offered: tuple[Option, ...],
     *,
     default: str = "",
 ) -> Chosen:
@@ -131,7 +131,7 @@ def choose_offered(
     return Chosen(offered=offered, choice=choice)
 
 
-def settle(
+def choose_or_reuse(
     contents: ImageContents, found: FromRecipe, environment: Mapping[str, str], machine: UsableMachine
 ) -> Saved | Chosen:
     """Choose as a start does: take the earlier choice if nothing has changed since."""
@@ -143,7 +143,7 @@ def choose_with_saved(
     contents: ImageContents, found: FromRecipe, environment: Mapping[str, str], machine: UsableMachine
 ) -> Chosen:
     """Judge all candidates anew; the earlier choice is served as long as it fits."""
-    chosen = choose_rung(contents, found, environment, machine)
+    chosen = choose_variant(contents, found, environment, machine)
     kept = saved_choice(contents, found, machine).load()
     return replace(chosen, choice=prefer(chosen.choice, kept.name)) if kept else chosen
 
@@ -160,45 +160,47 @@ def save_choice(
 
 def saved_choice(contents: ImageContents, found: FromRecipe, machine: UsableMachine) -> SavedChoice:
     """Return access to the choice of an earlier start on this volume."""
-    here = {names_of(found.recipe, rung)[-1]: (rung, path) for rung, path in found.here}
+    here = {names_of(found.recipe, variant)[-1]: (variant, path) for variant, path in found.here}
     return SavedChoice(
         folder=contents.settings.data_dir / "cache" / contents.image.build_id,
         settings=contents.settings,
         hardware=machine.hardware,
-        here={name: Located(path=path, names=names_of(found.recipe, rung)) for name, (rung, path) in here.items()},
+        here={
+            name: Located(path=path, names=names_of(found.recipe, variant)) for name, (variant, path) in here.items()
+        },
     )
 
 
-def _offered(contents: ImageContents, found: FromRecipe, rung: Rung, hub: HubSettings) -> Offered:
+def _offered(contents: ImageContents, found: FromRecipe, variant: Rung, hub: HubSettings) -> Option:
     recipe, settings = found.recipe, contents.settings
-    path = next((path for each, path in found.here if each is rung), None)
-    names = names_of(recipe, rung)
-    has_address = bool(rung.repo or rung.url)
-    wanted = of_rung(rung, hub, names[-1]) if has_address else None
-    model, problem = _model(rung, path, names[-1], contents, wanted)
+    path = next((path for each, path in found.here if each is variant), None)
+    names = names_of(recipe, variant)
+    has_address = bool(variant.repo or variant.url)
+    wanted = of_rung(variant, hub, names[-1]) if has_address else None
+    model, problem = _model(variant, path, names[-1], contents, wanted)
     candidate = Candidate(
         name=names[-1],
-        tier=rung.tier,
-        quantization=str((rung.shape or {}).get("quantization", "")),
-        parameters_b=rung.parameters_b,
-        active_b=rung.active_b,
-        bytes=rung.bytes,
-        missing_bytes=0 if path else _missing(rung, wanted, settings),
-        generation=_generation(rung, recipe),
+        tier=variant.tier,
+        quantization=str((variant.shape or {}).get("quantization", "")),
+        parameters_b=variant.parameters_b,
+        active_b=variant.active_b,
+        bytes=variant.bytes,
+        missing_bytes=0 if path else _missing(variant, wanted, settings),
+        generation=_generation(variant, recipe),
         problem=problem,
     )
-    return Offered(candidate=candidate, model=model, wanted=wanted, path=path, names=names)
+    return Option(candidate=candidate, model=model, wanted=wanted, path=path, names=names)
 
 
-def _missing(rung: Rung, wanted: Wanted | None, settings: Settings) -> int:
+def _missing(variant: Rung, wanted: Wanted | None, settings: Settings) -> int:
     """Return the bytes to fetch, at least one: the variant is incomplete. All of them without an address."""
     if wanted is None:
-        return rung.bytes
+        return variant.bytes
     return max(1, bytes_missing(wanted.files, RepoFolder(root=settings.models_dir, name=wanted.folder)))
 
 
 def _model(
-    rung: Rung, path: Path | None, name: str, contents: ImageContents, wanted: Wanted | None
+    variant: Rung, path: Path | None, name: str, contents: ImageContents, wanted: Wanted | None
 ) -> tuple[Model | None, str | None]:
     """Read or describe the model; the text says why a file that is here cannot be read.
 
@@ -209,10 +211,10 @@ def _model(
             return read_model(path, serves=contents.engine.model_format), None
         except ModelUnreadableError as error:
             return None, error.message
-    if rung.shape is None or rung.format != "gguf" or wanted is None:
+    if variant.shape is None or variant.format != "gguf" or wanted is None:
         return None, None
-    weights = sum(file.bytes for file in rung.weights)
-    return describe_model(name, rung.shape, path_to_be(wanted, contents.settings), file_bytes=weights), None
+    weights = sum(file.bytes for file in variant.weights)
+    return describe_model(name, variant.shape, path_to_be(wanted, contents.settings), file_bytes=weights), None
 
 
 def path_to_be(wanted: Wanted, settings: Settings) -> Path:
@@ -221,7 +223,7 @@ def path_to_be(wanted: Wanted, settings: Settings) -> Path:
     return folder.snapshot(wanted.revision) / wanted.files[0].path
 
 
-def _generation(rung: Rung, recipe: Recipe) -> float:
+def _generation(variant: Rung, recipe: Recipe) -> float:
     """Return the model's generation relative to the oldest of the recipe, such as 3.5 / 3.
 
     Names without a number count as the whole number below the oldest.
@@ -230,10 +232,10 @@ def _generation(rung: Rung, recipe: Recipe) -> float:
     if not known:
         return 1.0
     oldest = math.floor(min(float(found[1]) for found in known.values()))
-    return float(known[rung.name][1]) / oldest if rung.name in known and oldest else 1.0
+    return float(known[variant.name][1]) / oldest if variant.name in known and oldest else 1.0
 
 
-def _forecast(contents: ImageContents, machine: UsableMachine, each: Offered, wanted: int) -> Forecast | str:
+def _forecast(contents: ImageContents, machine: UsableMachine, each: Option, wanted: int) -> Forecast | str:
     if each.model is None:
         return ""
     model = each.model if each.model.projector else replace(each.model, projector=_projector_to_come(each.wanted))

@@ -15,7 +15,7 @@ from appliance.model import Model, read_model
 from appliance.model.described import requantized
 from appliance.model.gguf import read_gguf
 from appliance.model.parts import read_whole
-from appliance.selection.candidates import Chosen, Offered, choose_offered, path_to_be
+from appliance.selection.candidates import Chosen, Option, choose_offered, path_to_be
 from appliance.selection.rank import Candidate, Tier
 from appliance.selection.request import FromHub
 from appliance.settings import HubSettings, hub_settings
@@ -102,7 +102,7 @@ def _weights(wanted: Wanted) -> tuple[WantedFile, ...]:
     return tuple(file for file in wanted.files if not is_projector(file.path))
 
 
-def _offered(found: FromHub, offer: Offer, model: Model | None) -> Offered:
+def _offered(found: FromHub, offer: Offer, model: Model | None) -> Option:
     text, repo = found.reference.text, found.reference.repo
     name = f"{repo}:{offer.label}" if repo and not (found.reference.quant or found.reference.path) else text
     size = offer.wanted.bytes or sum(file.bytes or 0 for file in offer.wanted.files)
@@ -116,7 +116,7 @@ def _offered(found: FromHub, offer: Offer, model: Model | None) -> Offered:
         bytes=size,
         missing_bytes=max(1, size),
     )
-    return Offered(candidate=candidate, model=model, wanted=offer.wanted, path=None, names=(text,))
+    return Option(candidate=candidate, model=model, wanted=offer.wanted, path=None, names=(text,))
 
 
 def _parameters(model: Model | None) -> tuple[float, float]:

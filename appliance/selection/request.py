@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import Recipe, Rung
 from appliance.model import Format, find_model, only_model, resolve_model
-from appliance.selection.recipe import names_of, path_of, rungs_meant
+from appliance.selection.recipe import names_of, path_of, variants_meant
 from appliance.settings import HubSettings, Settings, hub_settings, parse_folders
 from appliance.start.image import ImageContents
 from appliance.start.inputs import Located
@@ -27,7 +27,7 @@ class FromRecipe:
     """Variants of the image's recipe, at least one. One of them is chosen later."""
 
     recipe: Recipe
-    rungs: tuple[Rung, ...]
+    variants: tuple[Rung, ...]
     here: tuple[tuple[Rung, Path], ...]  # the variants that are here, with the file that the engine is given
 
     @property
@@ -69,33 +69,33 @@ def which_model(settings: Settings, recipe: Recipe | None, serves: Format, hub: 
     if request and (path := find_model(request, models_dir)):
         return Located(path=path, names=(request,) if _is_in_hub_cache(path, models_dir) else ())
     try:
-        rungs = rungs_meant(request or recipe.name, recipe, serves) if recipe else ()
+        variants = variants_meant(request or recipe.name, recipe, serves) if recipe else ()
     except ConfigError as error:
-        if found := ollamas_own(settings, recipe):
+        if found := ollama_hint(settings, recipe):
             error.hint = f"{found}; {error.hint}"
         raise
-    if recipe and rungs:
-        return _from_recipe(recipe, rungs, models_dir, hub)
+    if recipe and variants:
+        return _from_recipe(recipe, variants, models_dir, hub)
     return _remote(request or "", settings, serves, hub, recipe)
 
 
 def _from_recipe(
-    recipe: Recipe, rungs: tuple[Rung, ...], models_dir: Path, hub: Callable[[], HubSettings]
+    recipe: Recipe, variants: tuple[Rung, ...], models_dir: Path, hub: Callable[[], HubSettings]
 ) -> Located | FromRecipe:
     """Return the path if one variant is meant and here, else the variants to choose from. Raises ConfigError (10)."""
-    here = tuple((rung, path) for rung in rungs if (path := path_of(rung, models_dir, hub)))
-    if len(rungs) == 1 and here:
-        return Located(path=here[0][1], names=names_of(recipe, rungs[0]))
-    there = [rung for rung, _ in here]
-    possible = tuple(rung for rung in rungs if rung in there or rung.repo or rung.url)
+    here = tuple((variant, path) for variant in variants if (path := path_of(variant, models_dir, hub)))
+    if len(variants) == 1 and here:
+        return Located(path=here[0][1], names=names_of(recipe, variants[0]))
+    there = [variant for variant, _ in here]
+    possible = tuple(variant for variant in variants if variant in there or variant.repo or variant.url)
     if not possible:
-        path = models_dir / rungs[0].files[0].path
+        path = models_dir / variants[0].files[0].path
         message = f"the model of this image's recipe is not on the volume: {path}"
         raise ConfigError(message, hint="put it there, or name another with APPLIANCE_MODEL; its recipe has no address")
-    return FromRecipe(recipe=recipe, rungs=possible, here=here)
+    return FromRecipe(recipe=recipe, variants=possible, here=here)
 
 
-def ollamas_own(settings: Settings, recipe: Recipe | None) -> str | None:
+def ollama_hint(settings: Settings, recipe: Recipe | None) -> str | None:
     """Return how to ask for Ollama's model if a mounted folder of Ollama has one of the recipe's name; else None."""
     request = settings.model or ""
     if recipe is None or request.partition(":")[0].casefold() != recipe.name.casefold():
@@ -133,8 +133,8 @@ def _remote(
         return found_elsewhere
     is_file = request.count("/") == 1 and request.lower().endswith(".gguf")  # a file in a folder on the volume
     if is_file or not looks_remote(request):
-        if recipe and (rungs := _rungs_published(request, recipe, serves)):
-            return _from_recipe(recipe, rungs, settings.models_dir, hub)
+        if recipe and (variants := _variants_published(request, recipe, serves)):
+            return _from_recipe(recipe, variants, settings.models_dir, hub)
         return Located(path=_refused(request, settings, serves, recipe))
     from appliance.weights.stores import lookup  # here: it would delay each start that fetches nothing
 
@@ -147,15 +147,15 @@ def _remote(
     return FromHub(reference=reference)
 
 
-def _rungs_published(request: str, recipe: Recipe, serves: Format) -> tuple[Rung, ...]:
+def _variants_published(request: str, recipe: Recipe, serves: Format) -> tuple[Rung, ...]:
     """Return the variants with this published name, such as Qwen3-8B; empty if no variant has it."""
     # here: a start whose model is found by its own name never needs it
     from appliance.model_names import NamedRecipe, NamedRung, rungs_named
 
-    ladder = [rung for rung in recipe.rungs if rung.format == serves]
-    named = tuple(NamedRung(name=rung.name, published=rung.published) for rung in ladder)
+    ladder = [variant for variant in recipe.rungs if variant.format == serves]
+    named = tuple(NamedRung(name=variant.name, published=variant.published) for variant in ladder)
     found = rungs_named(request, NamedRecipe(name=recipe.name, vendors=(), rungs=named))
-    return tuple(rung for rung in ladder if rung.name in found)
+    return tuple(variant for variant in ladder if variant.name in found)
 
 
 def _in_folder(request: str, models_dir: Path) -> Located | None:

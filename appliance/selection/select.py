@@ -51,11 +51,11 @@ def select(
     if isinstance(request, FromHub) or not request.here:
         return Away(request=request, words=request.name)
     # here: a start whose model is named by its path never needs them
-    from appliance.selection.candidates import settle
+    from appliance.selection.candidates import choose_or_reuse
     from appliance.selection.saved_choice import Saved
     from appliance.weights.size import in_column
 
-    made = settle(contents, request, environment, look())
+    made = choose_or_reuse(contents, request, environment, look())
     if isinstance(made, Saved):
         return Selected(located=made.located, request=request, made=made)
     if located := made.pick.located:

@@ -15,7 +15,7 @@ from appliance.serve.background.memory_watch import MemoryWatch
 from appliance.serve.background.other_work import OtherWork
 from appliance.serve.background.tasks import BackgroundTasks
 from appliance.serve.engine.choose_plan import choose_plan, start_from_profile
-from appliance.serve.engine.kernels import prove_kernels
+from appliance.serve.engine.kernels import check_kernels
 from appliance.serve.engine.load import launch, wait_loaded
 from appliance.serve.gateway.listen import open_gateway
 from appliance.serve.gateway.slot import ModelSlot
@@ -98,7 +98,7 @@ async def _fetched(slot: ModelSlot) -> ServedModel:
 
 
 async def _chosen(slot: ModelSlot, served: ServedModel) -> Plan:
-    await prove_kernels(served)
+    await check_kernels(served)
     await cross_check_gpus(served.hardware, served.environment, served.report)
     # Anew: the checks took seconds, and other engines may have been loaded or stopped since the model was opened.
     machine = await asyncio.to_thread(look_at_machine, slot.contents, slot.environment)

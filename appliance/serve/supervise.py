@@ -48,7 +48,7 @@ async def _serve_less(served: ServedModel, crash: Crash) -> None:
             raise error
         plan = after_kills(served, before, error)
         served.report.phase(Phase.RESTARTING, error.message)
-        await served.host.detach()
+        await served.host.stop_current()
         again = await served.host.load(plan)
         if again is None:
             await on_ready(served)
@@ -64,7 +64,7 @@ async def _serve_on(served: ServedModel, variant: str | None, error: FatalError)
         plan = await plan_without(served, variant, error)
         report_variant(served, plan)
         served.report.phase(Phase.RESTARTING, error.message)
-        await served.host.detach()
+        await served.host.stop_current()
         crash = await served.host.load(plan)
         if crash is None:
             await on_ready(served)

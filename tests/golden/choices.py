@@ -11,8 +11,8 @@ from pathlib import Path
 
 from appliance.engines.engine import Install, load
 from appliance.probe import Hardware
-from appliance.selection.candidates import Chosen, choose_rung
-from appliance.selection.recipe import rungs_called
+from appliance.selection.candidates import Chosen, choose_variant
+from appliance.selection.recipe import variants_called
 from appliance.selection.request import FromRecipe
 from appliance.selection.table import as_text
 from appliance.settings import resolve_settings
@@ -86,8 +86,8 @@ def chosen(case: Case) -> Chosen:
         warnings=(),
     )
     ladder = [rung for rung in recipe.rungs if rung.format == engine.model_format]
-    found = FromRecipe(recipe=recipe, rungs=rungs_called(case.wanted, ladder, recipe.name), here=())
-    return choose_rung(contents, found, {}, machine)
+    found = FromRecipe(recipe=recipe, variants=variants_called(case.wanted, ladder, recipe.name), here=())
+    return choose_variant(contents, found, {}, machine)
 
 
 def text(case: Case) -> str:

@@ -501,7 +501,7 @@ async def test_an_engine_that_was_left_to_its_last_requests_goes_with_the_next()
         with pytest.raises(asyncio.CancelledError):
             await changing
         assert is_alive(first)
-        await stage.host.detach(grace_s=0.0)
+        await stage.host.stop_current(grace_s=0.0)
         assert not is_alive(first)
         with pytest.raises(openai.APIError):
             _ = [event async for event in events]

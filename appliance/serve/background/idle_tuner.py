@@ -240,7 +240,7 @@ class IdleTuner(Generic[P]):
             f"waits up to {self._worst_wait_s:.1f} s"
         )
         self._report.info("idle_measure", words, worst_wait_s=round(self._worst_wait_s, 3))
-        served = await self._host.detach()
+        served = await self._host.stop_current()
         if self._traffic.arrivals == began:
             await self._measure(is_alone=True)
         await self._bring_back(served)
@@ -249,7 +249,7 @@ class IdleTuner(Generic[P]):
         self._pause("another plan is being loaded, about {}")
         words = f"idle for {self._traffic.idle_s:.0f} s: loading the best measured plan"
         self._report.info("idle_change", words, worst_wait_s=round(self._worst_wait_s, 3))
-        await self._bring_back(await self._host.detach())
+        await self._bring_back(await self._host.stop_current())
 
     def _pause(self, words: str) -> int:
         """Let requests wait from here on. Returns the number of requests so far."""

@@ -91,9 +91,8 @@ class BackgroundTasks:
         return self._more[1]
 
     async def _tune(self, backend: Backend) -> None:
-        from appliance.serve.background.idle_tuner import (
-            IdleTuner,  # here: a start from a profile that holds never needs it
-        )
+        # here: a start from a profile that holds never needs it
+        from appliance.serve.background.idle_tuner import IdleTuner
 
         served = self._served
         tuning = served.tuning
@@ -146,7 +145,7 @@ class BackgroundTasks:
         """
         # here: a start from a profile that holds never needs it
         from appliance.serve.engine.choose_plan import use_profile
-        from appliance.serve.engine.kernels import plan_without, prove_runner_up
+        from appliance.serve.engine.kernels import check_runner_up, plan_without
         from appliance.serve.engine.measure import measure, measure_more
 
         served = self._served
@@ -158,7 +157,7 @@ class BackgroundTasks:
                 found = None  # it is measured anew
             if found is not None and not await self._wants_more(found):
                 return use_profile(served, found)
-            await prove_runner_up(served)
+            await check_runner_up(served)
             beside = None if is_alone else await self._space_now()
             try:
                 if found is not None:

@@ -10,7 +10,7 @@ from appliance.errors import FatalError
 from appliance.plan import Plan
 from appliance.profile import Picked, Profile, pick
 from appliance.profile.at_start import ProfileState, StartAction, StartDecision, at_start, is_due
-from appliance.serve.engine.kernels import plan_without, prove_runner_up
+from appliance.serve.engine.kernels import check_runner_up, plan_without
 from appliance.serve.engine.load import launch
 from appliance.serve.model.served_model import ServedModel
 
@@ -63,7 +63,7 @@ async def _choose_plan(served: ServedModel) -> Plan:
         if start.action is StartAction.MEASURE:
             from appliance.serve.engine.measure import measure  # here: a start from a profile never needs it
 
-            await prove_runner_up(served)
+            await check_runner_up(served)
             served.profile = await measure(served)
             return served.profile.plan
     return served.space.predicted if profile is None else use_profile(served, profile)

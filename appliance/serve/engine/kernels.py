@@ -11,7 +11,7 @@ from appliance.serve.model.served_model import ServedModel
 UNLOADABLE = "its file cannot be loaded: it is missing or damaged"
 
 
-async def prove_kernels(served: ServedModel) -> None:
+async def check_kernels(served: ServedModel) -> None:
     """Check the kernels before their first use. A variant that fails is ruled out; raises if none is left."""
     while True:
         served.guard.begin(served.inputs)
@@ -29,11 +29,11 @@ async def plan_without(served: ServedModel, variant: str | None, error: FatalErr
         raise error
     variant = error.variant or variant
     _rule_out(served, variant, UNLOADABLE if isinstance(error, CpuBackendError) else error.message)
-    await prove_kernels(served)
+    await check_kernels(served)
     return best_of(served.profile, served.settings.mode, served.space_of_profile)
 
 
-async def prove_runner_up(served: ServedModel) -> None:
+async def check_runner_up(served: ServedModel) -> None:
     """Check the second CPU variant before measuring, which tries only checked kernels. A failing one is ruled out."""
     runner_up = served.inputs.kernels.runner_up
     if runner_up is None:

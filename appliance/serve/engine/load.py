@@ -62,7 +62,7 @@ async def wait_loaded(served: ServedModel) -> None:
         else:
             steps += 1
             space, plan = fallback(served, space, before, error, lines)
-        await served.host.detach()
+        await served.host.stop_current()
         launch(served, plan)
 
 

@@ -10,7 +10,7 @@ from appliance.probe import gpu_uuids
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.of_tuning import make_profile, measured_of, with_more
 from appliance.report import Report
-from appliance.serve.engine.kernels import plan_without, prove_kernels, prove_runner_up
+from appliance.serve.engine.kernels import check_kernels, check_runner_up, plan_without
 from appliance.serve.model.served_model import ServedModel
 from appliance.start.inputs import used_gpus
 from appliance.tune.engine import Bench
@@ -90,9 +90,9 @@ async def measure_alone(served: ServedModel) -> None:
         if not is_ours:
             message = "another container on this volume is measuring for the same key"
             raise ConfigError(message, hint="wait for it; its profile will serve both")
-        await prove_kernels(served)
+        await check_kernels(served)
         while True:
-            await prove_runner_up(served)
+            await check_runner_up(served)
             try:
                 await measure(served)
             except FatalError as error:

@@ -10,7 +10,7 @@ from appliance.selection.request import FromHub, FromRecipe
 from appliance.start.machine import UsableMachine
 
 if TYPE_CHECKING:
-    from appliance.selection.candidates import Offered
+    from appliance.selection.candidates import Option
     from appliance.selection.rank import Forecast
 
 
@@ -21,7 +21,7 @@ class Pending:
         self.request = request
         self.machine = machine  # as it was when fetching began; free memory is read anew before the load
         self.words = words  # name the model in an error
-        self.offered: Offered | None = None  # the candidate that was chosen
+        self.offered: Option | None = None  # the candidate that was chosen
         self.forecast: Forecast | None = None
 
     @property

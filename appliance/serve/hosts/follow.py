@@ -22,7 +22,7 @@ from appliance.serve.engine.load import launch, on_ready
 from appliance.serve.gateway.listen import HostPart
 from appliance.serve.hosts.address import address_towards, is_loopback, leader_of, resolve
 from appliance.serve.hosts.group import LOST_S, TICK_S
-from appliance.serve.hosts.member import DOCUMENT, Member, Word, member_of, parse_word, shortened
+from appliance.serve.hosts.member import DOCUMENT, FollowerStatus, LeaderReply, member_of, parse_word, shortened
 from appliance.serve.model.served_model import ServedModel
 from appliance.settings import Settings
 from appliance.supervisor import Crash
@@ -100,7 +100,7 @@ class Follower:
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             yield session
 
-    async def _wait_word(self, session: aiohttp.ClientSession, served: ServedModel, me: Member) -> Word:
+    async def _wait_word(self, session: aiohttp.ClientSession, served: ServedModel, me: FollowerStatus) -> LeaderReply:
         """Wait until the leader names a round to start."""
         said = float("-inf")
         while True:
@@ -115,7 +115,7 @@ class Follower:
             await asyncio.sleep(TICK_S)
 
     async def _one_round(
-        self, session: aiohttp.ClientSession, served: ServedModel, me: Member, word: Word, address: str
+        self, session: aiohttp.ClientSession, served: ServedModel, me: FollowerStatus, word: LeaderReply, address: str
     ) -> None:
         """Run one round, until the leader ends it, the leader is silent for too long, or the engine dies."""
         self._is_group_ready = False
@@ -132,17 +132,17 @@ class Follower:
         else:
             served.report.warning("round_over", f"this host starts anew: {over.result()}")
         served.report.phase(Phase.RESTARTING)
-        await served.host.detach(grace_s=0.0)  # without one of its hosts an engine cannot finish a request
+        await served.host.stop_current(grace_s=0.0)  # without one of its hosts an engine cannot finish a request
         served.host.count_restart()
 
-    def check_leader(self, word: Word, address: str) -> None:
+    def check_leader(self, word: LeaderReply, address: str) -> None:
         """Raise ConfigError (10) if the leader's name is a loopback address there, and so useless to engines here."""
         if is_loopback(word.leader) and not is_loopback(address):
             message = f"the leader's name is loopback there: {word.leader}, and this host's address is {address} "
             message += f"({self._settings.sources['leader']})"
             raise ConfigError(message, hint="give its address, on all hosts: --leader ADDRESS")
 
-    def _node(self, word: Word, address: str) -> Node:
+    def _node(self, word: LeaderReply, address: str) -> Node:
         return Node(
             nodes=self._settings.nodes,
             rank=self._settings.node_rank,
@@ -156,7 +156,7 @@ class Follower:
     async def _is_ready(self) -> bool:
         return self._is_group_ready
 
-    def _plan(self, served: ServedModel, word: Word) -> Plan:
+    def _plan(self, served: ServedModel, word: LeaderReply) -> Plan:
         """Return the leader's plan with the path of the model here. Raises ConfigError (10) for another release's."""
         try:
             plan = parse_plan(word.plan)
@@ -165,7 +165,7 @@ class Follower:
             raise ConfigError(message, hint=_ALIKE) from error
         return replace(plan, model_path=str(served.inputs.model.path))
 
-    async def _until_over(self, session: aiohttp.ClientSession, me: Member) -> str:
+    async def _until_over(self, session: aiohttp.ClientSession, me: FollowerStatus) -> str:
         """Report each second until the round is over; returns why."""
         silent = Silence(LOST_S)
         while not silent.is_over:
@@ -177,7 +177,9 @@ class Follower:
             self._is_group_ready = self._is_group_ready or bool(word and word.is_ready)
         return f"nothing was heard of the leader, {self._leader}, for {LOST_S:.0f} s: {self._why_silent}"
 
-    async def _tell_death(self, session: aiohttp.ClientSession, served: ServedModel, me: Member, crash: Crash) -> None:
+    async def _tell_death(
+        self, session: aiohttp.ClientSession, served: ServedModel, me: FollowerStatus, crash: Crash
+    ) -> None:
         """Report the death of this engine, and raise its error if this host has to end.
 
         It ends if the group was never ready and the leader says that this engine failed first: it would fail the same
@@ -188,7 +190,7 @@ class Follower:
             raise error
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
 
-    async def _is_blamed(self, session: aiohttp.ClientSession, me: Member) -> bool:
+    async def _is_blamed(self, session: aiohttp.ClientSession, me: FollowerStatus) -> bool:
         """True if the leader says that this host's engine failed first. The leader looks at its own engine before."""
         silent = Silence(JUDGED_S)
         while not silent.is_over:
@@ -199,12 +201,12 @@ class Follower:
             await asyncio.sleep(TICK_S)
         return False
 
-    async def _leave(self, session: aiohttp.ClientSession, me: Member) -> None:
+    async def _leave(self, session: aiohttp.ClientSession, me: FollowerStatus) -> None:
         with contextlib.suppress(TimeoutError, ConfigError):  # harmless: the leader notices the silence
             async with asyncio.timeout(LEAVE_S):
                 await self.tell(session, replace(me, is_leaving=True))
 
-    async def tell(self, session: aiohttp.ClientSession, me: Member) -> Word | None:
+    async def tell(self, session: aiohttp.ClientSession, me: FollowerStatus) -> LeaderReply | None:
         """Report to the leader and return its word; None if it does not answer, with `_why_silent`.
 
         Raises ConfigError (10) if it refuses this host.
@@ -226,7 +228,7 @@ class Follower:
             raise ConfigError(message, hint=_REMEDIES[reply.status])
         return None
 
-    def _word_in(self, body: bytes) -> Word:
+    def _word_in(self, body: bytes) -> LeaderReply:
         """Parse the leader's word. Raises ConfigError (10) for one of another release."""
         try:
             return parse_word(body)

@@ -9,7 +9,7 @@ from typing import Any
 
 from appliance.engines.engine import Host
 from appliance.report import Report
-from appliance.serve.hosts.member import Member, Word, why_refused
+from appliance.serve.hosts.member import FollowerStatus, LeaderReply, why_refused
 from appliance.values import dataclass
 
 LOST_S = 30.0  # silence after which a host is lost; it reports each second
@@ -30,8 +30,8 @@ class Failure:
     rank: int
 
 
-class _Seen:
-    def __init__(self, member: Member) -> None:
+class _FollowerState:
+    def __init__(self, member: FollowerStatus) -> None:
         self.member = member
         self.silent_s = 0.0
         self.rivals: set[str] = set()  # tokens of other processes with the same rank
@@ -45,14 +45,14 @@ class Group:
     """
 
     def __init__(self, nodes: int, report: Report) -> None:
-        self.own: Member | None = None
+        self.own: FollowerStatus | None = None
         self.message = "the leader is starting"  # sent to followers that have nothing to run
         self._nodes = nodes
         self._report = report
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _FollowerState] = {}
         self._refused: set[str] = set()  # tokens whose refusal was logged
         self._duplicates: set[str] = set()
-        self._word: Word | None = None  # the word for the round that runs
+        self._word: LeaderReply | None = None  # the word for the round that runs
         self._was_ready = False
         self._failure: Failure | None = None
         self._changed = asyncio.Event()
@@ -75,13 +75,13 @@ class Group:
         """True if the group was ready in this round or an earlier one."""
         return self._was_ready
 
-    def heard(self, member: Member) -> Word:
+    def heard(self, member: FollowerStatus) -> LeaderReply:
         """Note a follower's report and return the answer. Raises RefusedError."""
         return replace(self._answer(member), was_ready=self._was_ready)
 
-    def _answer(self, member: Member) -> Word:
+    def _answer(self, member: FollowerStatus) -> LeaderReply:
         if self.own is None:
-            return Word(message=self.message)
+            return LeaderReply(message=self.message)
         if why := why_refused(self.own, member):
             raise self._refusal(member, why)
         if member.token in self._duplicates:
@@ -92,12 +92,12 @@ class Group:
             # The earlier process counts as gone unless it is heard again.
             if len(seen.rivals) < TOKENS_MAX:
                 seen.rivals.add(member.token)
-            return Word(message=f"node rank {member.rank} was that of {seen.member.name}, which may be gone")
+            return LeaderReply(message=f"node rank {member.rank} was that of {seen.member.name}, which may be gone")
         if seen:
             self._duplicates |= seen.rivals
         if member.is_leaving:
             self._lose(member.rank, "it was stopped")
-            return Word(message="good-bye")
+            return LeaderReply(message="good-bye")
         return self._take(member)
 
     def tick(self, elapsed_s: float) -> None:
@@ -110,7 +110,9 @@ class Group:
     def begin(self, leader: str, port: int, plan: dict[str, Any]) -> None:
         """Begin the next round: followers start the engine with `plan`."""
         self._failure = None
-        self._word = Word(round=secrets.token_hex(8), message="", blames=None, leader=leader, port=port, plan=plan)
+        self._word = LeaderReply(
+            round=secrets.token_hex(8), message="", blames=None, leader=leader, port=port, plan=plan
+        )
 
     def set_ready(self) -> None:
         """Tell followers that the whole group answers."""
@@ -156,10 +158,10 @@ class Group:
             "hosts": [_shown(self._seen[rank].member) for rank in sorted(self._seen)],
         }
 
-    def _take(self, member: Member) -> Word:
+    def _take(self, member: FollowerStatus) -> LeaderReply:
         word = self._word
         is_new = member.rank not in self._seen
-        seen = self._seen.setdefault(member.rank, _Seen(member))
+        seen = self._seen.setdefault(member.rank, _FollowerState(member))
         before, seen.member, seen.silent_s = seen.member.round, member, 0.0
         if is_new:
             words = f"host {member.rank} has joined: {member.name}, {len(member.gpus)} GPUs, {member.chips}"
@@ -170,9 +172,9 @@ class Group:
         if is_new or before != member.round:
             self._note()
         if word is None:
-            return Word(message=self.message)
+            return LeaderReply(message=self.message)
         if self._failure:  # a round that is over takes no new host
-            return Word(message=self._failure.words, is_ready=word.is_ready, blames=word.blames)
+            return LeaderReply(message=self._failure.words, is_ready=word.is_ready, blames=word.blames)
         return replace(word, plan=None) if member.round == word.round else word
 
     def _lose(self, rank: int, why: str) -> None:
@@ -194,13 +196,13 @@ class Group:
     def _note(self) -> None:
         self._changed.set()
 
-    def _refusal(self, member: Member, why: str) -> RefusedError:
+    def _refusal(self, member: FollowerStatus, why: str) -> RefusedError:
         if member.token not in self._refused and len(self._refused) < TOKENS_MAX:
             self._refused.add(member.token)
             self._report.warning("host_refused", f"host {member.rank} ({member.name}) is refused: {why}")
         return RefusedError(why)
 
 
-def _shown(member: Member) -> dict[str, Any]:
+def _shown(member: FollowerStatus) -> dict[str, Any]:
     gpus = [gpu.name for gpu in member.gpus]
     return {"node_rank": member.rank, "name": member.name, "gpus": gpus, "round": member.round or None}

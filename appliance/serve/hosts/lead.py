@@ -202,6 +202,6 @@ class Leader:
         self.group.end(words)
         served.report.phase(Phase.RESTARTING, words)
         served.report.error("group_restarts", f"all hosts start anew: {words}")
-        await served.host.detach(grace_s=0.0)  # without one of its hosts an engine cannot finish a request
+        await served.host.stop_current(grace_s=0.0)  # without one of its hosts an engine cannot finish a request
         served.host.count_restart()
         await asyncio.sleep(_RESTART.delay_s(max(1, self._row)))

@@ -22,7 +22,7 @@ DOCUMENT = "group"  # its name at the gateway: /appliance/v1/group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class FollowerStatus:
     """One host. `token` distinguishes two processes with the same rank."""
 
     rank: int
@@ -46,7 +46,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Word:
+class LeaderReply:
     """The leader's answer. A follower in another round stops its engine, then starts `plan` for `round`."""
 
     message: str
@@ -59,12 +59,12 @@ class Word:
     plan: dict[str, Any] | None = None
 
 
-def parse_member(data: bytes) -> Member:
+def parse_member(data: bytes) -> FollowerStatus:
     """Parse a report. Raises ValueError for impossible values too: texts are logged, and numbers planned with."""
-    return read(Member, load(data), rules={Member: _is_host, Gpu: _is_gpu})
+    return read(FollowerStatus, load(data), rules={FollowerStatus: _is_host, Gpu: _is_gpu})
 
 
-def _is_host(member: Member) -> bool:
+def _is_host(member: FollowerStatus) -> bool:
     words = (member.name, member.token, member.build, member.cell, member.model, member.round)
     return (
         all(word.isprintable() and len(word) <= _NAME_MAX for word in words)
@@ -107,15 +107,15 @@ def shortened(words: str) -> str:
     return words.encode(errors="replace")[:_ENDED_MAX].decode(errors="ignore")
 
 
-def parse_word(data: bytes) -> Word:
+def parse_word(data: bytes) -> LeaderReply:
     """Parse the leader's answer. Raises ValueError."""
-    return read(Word, load(data))
+    return read(LeaderReply, load(data))
 
 
-def member_of(served: ServedModel, token: str) -> Member:
+def member_of(served: ServedModel, token: str) -> FollowerStatus:
     """Describe this host with its model and its GPUs."""
     settings, image, hardware = served.settings, served.inputs.image, served.hardware
-    return Member(
+    return FollowerStatus(
         rank=settings.node_rank,
         nodes=settings.nodes,
         token=token,
@@ -143,7 +143,7 @@ def _described(gpu: Gpu, hardware: Hardware) -> Gpu:
     return replace(gpu, vram_total_mib=memory.total_mib, vram_free_mib=memory.usable_mib, is_unified=False, holders=())
 
 
-def why_refused(leader: Member, member: Member) -> str | None:
+def why_refused(leader: FollowerStatus, member: FollowerStatus) -> str | None:
     """Say why a host is refused; None if it belongs to the leader's group."""
     if member.nodes != leader.nodes:
         return f"its number of hosts is {member.nodes}, and the leader's {leader.nodes}"

@@ -34,7 +34,7 @@ class _Present(Generic[P]):
 class EngineHost(Generic[P]):
     """The engine of one model. `sockets` are two paths that engines use by turns; the gateway begins with the first.
 
-    One caller at a time uses `launch`, `detach`, `load` and `swap`; `stop` may be called at any moment, by anyone.
+    One caller at a time uses `launch`, `stop_current`, `load` and `swap`; anyone may call `stop` at any moment.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EngineHost(Generic[P]):
         self._past_restarts += 1
 
     def launch(self, plan: P) -> None:
-        """Spawn the first engine, or one after `stop`, or one after `detach` if none has served yet.
+        """Spawn the first engine, or one after `stop`, or one after `stop_current` if none has served yet.
 
         Returns at once: `supervisor` tells readiness and death.
         """
@@ -119,7 +119,7 @@ class EngineHost(Generic[P]):
         supervisor.start(self._command(plan, self._sockets[0]))
         self._set_present(_Present(plan, self._sockets[0], supervisor))
 
-    async def detach(self, *, grace_s: float | None = None) -> P:
+    async def stop_current(self, *, grace_s: float | None = None) -> P:
         """Stop the engine and return its plan. The engine is away until `load` or `launch`.
 
         Running requests are lost, so pause requests before. `grace_s` replaces the command's own. An earlier engine
@@ -135,7 +135,7 @@ class EngineHost(Generic[P]):
         return present.plan
 
     async def load(self, plan: P) -> Crash | None:
-        """Load an engine after `detach`. Returns a Crash if it did not become ready; the engine is still away then."""
+        """Load an engine after `stop_current`. Returns a Crash if it did not become ready, and is still away."""
         present = self._in_place()
         # The same supervisor: it refuses if the last engine outlived SIGKILL and still holds its memory.
         self._past_restarts += present.supervisor.restarts

@@ -12,7 +12,7 @@ from functools import partial
 
 from appliance.progress import Phase
 from appliance.report import Report
-from appliance.selection.candidates import Chosen, Offered, choose_with_saved, save_choice
+from appliance.selection.candidates import Chosen, Option, choose_with_saved, save_choice
 from appliance.selection.remote import choose_from_hub
 from appliance.selection.request import FromRecipe
 from appliance.serve.gateway.pending import Pending
@@ -73,7 +73,7 @@ async def _choose(slot: ModelSlot, pending: Pending) -> Chosen:
     return await choose_from_hub(contents, request, environment, machine, on_wait=say)
 
 
-async def _fetch(slot: ModelSlot, pick: Offered) -> Located:
+async def _fetch(slot: ModelSlot, pick: Option) -> Located:
     report, settings = slot.report, slot.settings
     if pick.wanted is None:
         message = f"nothing says where {pick.candidate.name} could be had"  # a candidate without one is never chosen
@@ -89,7 +89,7 @@ async def _fetch(slot: ModelSlot, pick: Offered) -> Located:
     return Located(path=paths[0].parent if is_folder else paths[0], names=pick.names)
 
 
-def _host(pick: Offered) -> str:
+def _host(pick: Option) -> str:
     url = pick.wanted.files[0].url if pick.wanted else ""
     return url.split("/")[2] if url.count("/") > 2 else url
 

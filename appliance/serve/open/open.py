@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from appliance.profile import ProfileStore
 from appliance.report import Report
-from appliance.selection.request import ollamas_own, read_request
+from appliance.selection.request import ollama_hint, read_request
 from appliance.selection.select import Away, select
 from appliance.serve.gateway.pending import Pending
 from appliance.serve.gateway.slot import ModelSlot
@@ -41,7 +41,7 @@ def find_model(slot: ModelSlot) -> ServedModel | Pending:
     """
     contents, environment, report = slot.contents, slot.environment, slot.report
     request = read_request(contents, environment)
-    if words := ollamas_own(contents.settings, contents.recipe):
+    if words := ollama_hint(contents.settings, contents.recipe):
         report.info("model_name", f"{contents.settings.model} is of this image's recipe; {words}")
     look = cache(partial(look_at_machine, contents, environment))  # one look for this one load
     if isinstance(request, Located):

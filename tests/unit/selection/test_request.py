@@ -12,9 +12,9 @@ import pytest
 from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.image_facts import Recipe, RecipeFile, Rung
 from appliance.probe import Hardware
-from appliance.selection.recipe import rungs_called, wanted_rung
+from appliance.selection.recipe import variants_called, wanted_variant
 from appliance.selection.remote import tier_of
-from appliance.selection.request import FromHub, FromRecipe, Request, ollamas_own, which_model
+from appliance.selection.request import FromHub, FromRecipe, Request, ollama_hint, which_model
 from appliance.selection.saved_choice import Better, Saved, SavedChoice
 from appliance.settings import HubSettings, Settings, resolve_settings
 from appliance.start.inputs import Located
@@ -55,7 +55,7 @@ def which(models: Path, request: str | None = None, recipe: Recipe | None = RECI
 def test_a_published_name_means_the_recipes_rungs(models: Path, called: str, names: list[str]) -> None:
     found = which(models, called)
     assert isinstance(found, FromRecipe)
-    assert [each.name for each in found.rungs] == names
+    assert [each.name for each in found.variants] == names
     with pytest.raises(ConfigError):
         which(models, "M-99B")
 
@@ -69,7 +69,7 @@ def put(models: Path, name: str, data: bytes = b"GGUF") -> Path:
 
 def offered(found: Request) -> list[str]:
     assert isinstance(found, FromRecipe)
-    return [each.name for each in found.rungs]
+    return [each.name for each in found.variants]
 
 
 def test_without_a_name_the_recipe_and_without_one_the_only_model(models: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_name_of_the_recipe_that_ollama_has_too(models: Path, tmp_path: Path) 
 
     has_too = f"Ollama's folder {tmp_path}/ollama/models has one of that name, too: `--model library/"
     assert offered(which_model(asked("qwen:8b-q4_k_m"), RECIPE, "gguf", HubSettings)) == ["8b-q4_k_m"]
-    assert ollamas_own(asked("qwen:8b-q4_k_m"), RECIPE) == f"{has_too}qwen:8b-q4_k_m`"
-    assert [ollamas_own(asked(name), RECIPE) for name in ("qwen:4b", "other:7b", "library/qwen:7b")] == [None] * 3
+    assert ollama_hint(asked("qwen:8b-q4_k_m"), RECIPE) == f"{has_too}qwen:8b-q4_k_m`"
+    assert [ollama_hint(asked(name), RECIPE) for name in ("qwen:4b", "other:7b", "library/qwen:7b")] == [None] * 3
     with pytest.raises(ConfigError) as caught:
         which_model(asked("qwen:7b"), RECIPE, "gguf", HubSettings)
     assert (caught.value.hint or "").startswith(f"{has_too}qwen:7b`; there are qwen:4b-q4_k_m")
@@ -180,20 +180,20 @@ def test_rungs_of_another_format_are_passed_over(models: Path) -> None:
     mixed = replace(RECIPE, rungs=(*RECIPE.rungs, rung("8b-bf16", format="safetensors")))
     assert offered(which(models, recipe=mixed)) == list(NAMES)
     with pytest.raises(ConfigError, match="no such model for this engine"):
-        rungs_called("", [], "qwen")
+        variants_called("", [], "qwen")
 
 
 def test_what_pull_means_by_a_name_of_the_recipe() -> None:
-    found = wanted_rung("Qwen:8b-q6", RECIPE, "gguf", HubSettings())
+    found = wanted_variant("Qwen:8b-q6", RECIPE, "gguf", HubSettings())
     assert found is not None
     assert (found.repo, found.name, [file.path for file in found.files]) == (
         *("org/M-GGUF", "Qwen:8b-q6"),
         ["M-8b-q6_k.gguf"],
     )
-    assert wanted_rung("org/qwen", RECIPE, "gguf", HubSettings()) is None
-    assert wanted_rung("qwen:8b", None, "gguf", HubSettings()) is None
+    assert wanted_variant("org/qwen", RECIPE, "gguf", HubSettings()) is None
+    assert wanted_variant("qwen:8b", None, "gguf", HubSettings()) is None
     with pytest.raises(ConfigError, match="name means 2 models of the recipe: qwen:8b") as caught:
-        wanted_rung("qwen:8b", RECIPE, "gguf", HubSettings())
+        wanted_variant("qwen:8b", RECIPE, "gguf", HubSettings())
     assert "one of qwen:8b-q4_k_m, qwen:8b-q6_k; `appliance plan --files`" in (caught.value.hint or "")
 
 

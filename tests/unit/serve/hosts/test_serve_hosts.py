@@ -17,15 +17,15 @@ from appliance.report import Report
 from appliance.serve.hosts.address import address_towards, leader_of, own_address
 from appliance.serve.hosts.follow import ANSWER_S, Follower, Silence
 from appliance.serve.hosts.group import LOST_S, TICK_S, TOKENS_MAX, Group, RefusedError
-from appliance.serve.hosts.member import Member, Word, parse_member, parse_word, shortened
+from appliance.serve.hosts.member import FollowerStatus, LeaderReply, parse_member, parse_word, shortened
 from appliance.settings import resolve_settings
 from tests.golden.vllm_plans import hardware
 
-LEADER = Member(rank=0, nodes=3, token="leader", name="a", build="b1", cell="vllm-cu130", model="d1",
+LEADER = FollowerStatus(rank=0, nodes=3, token="leader", name="a", build="b1", cell="vllm-cu130", model="d1",
                 gpus=hardware("2x4090").gpus.gpus)  # fmt: skip
 
 
-def member(number: int, **changes: object) -> Member:
+def member(number: int, **changes: object) -> FollowerStatus:
     made = replace(LEADER, rank=number, token=f"t{number}", name=f"host-{number}")
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ async def test_a_round_begins_when_all_are_there_and_is_told_to_each_once(group:
         ({"gpus": hardware("t4").gpus.gpus}, "of other chips: SM 75, and the leader's SM 89"),
         ({"gpus": ()}, "of other chips: no GPU"),
         ({"model": "d2"}, "other weights"),
-        ({"nodes": 2}, "told of 2 hosts, and the leader of 3"),
+        ({"nodes": 2}, "number of hosts is 2, and the leader's 3"),
         ({"rank": 3}, "its node rank is 3"),
         ({"rank": 0}, "its node rank is 0"),
     ],
@@ -224,7 +224,7 @@ def changed_gpu(**changes: object) -> dict[str, object]:
     ],
 )
 def test_what_no_host_says_is_no_document_of_one(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="Member"):
+    with pytest.raises(ValueError, match="FollowerStatus"):
         parse_member(json.dumps(asdict(member(1, **changes))).encode())
 
 
@@ -281,8 +281,12 @@ def test_the_leader_s_address_is_one_that_others_reach_where_there_is_one() -> N
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (400, b'{"error": {"message": "Member lacks round"}}', "refuses this host: 400: Member lacks round"),
-        (200, b'{"message": "of another release"}', "says cannot be read: Word lacks"),
+        (
+            400,
+            b'{"error": {"message": "the report lacks round"}}',
+            "refuses this host: 400: the report lacks round",
+        ),
+        (200, b'{"message": "of another release"}', "says cannot be read: LeaderReply lacks"),
         (409, b"", "refuses this host: 409"),
     ],
 )
@@ -296,7 +300,7 @@ async def test_a_leader_of_another_release_ends_a_follower(status: int, body: by
 
 
 async def test_engines_do_not_look_for_the_leader_on_their_own_host() -> None:
-    word = Word(message="", round="r", blames=None, leader="127.0.1.1", port=1, plan={})
+    word = LeaderReply(message="", round="r", blames=None, leader="127.0.1.1", port=1, plan={})
     follower = Follower(resolve_settings({"nodes": "2", "node_rank": "1", "leader": "node-0"}, {}))
     follower.check_leader(word, "127.0.0.1")
     with pytest.raises(ConfigError) as caught:
@@ -319,7 +323,7 @@ async def answering(status: int, body: bytes) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-async def following(port: int) -> Word | None:
+async def following(port: int) -> LeaderReply | None:
     settings = {"nodes": "2", "node_rank": "1", "leader": f"127.0.0.1:{port}", "auth": "off"}
     follower = Follower(resolve_settings(settings, {}))
     async with follower.session() as session:
