@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from appliance.plan import Plan
 
 OPEN = (
-    "what the hosts of a group send each other is open and not encrypted, and whoever reaches it can run code here: "
+    "traffic between the hosts of a group is not encrypted, and anyone who reaches it can run code here: "
     "keep it on a network of its own"
 )
 

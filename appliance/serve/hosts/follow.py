@@ -70,7 +70,7 @@ class Follower:
         host, port = leader_of(settings)
         self._leader = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._url = f"http://{self._leader}/appliance/v1/{DOCUMENT}"
-        words = f"this host is number {settings.node_rank} of {settings.nodes} and answers nobody: ask {self._leader}"
+        words = f"this is host {settings.node_rank} of {settings.nodes}, which takes no requests: ask {self._leader}"
         self.part = HostPart(elsewhere=words)
         self._is_group_ready = False
         self._was_group_ready = False  # True if it was ready in any round
