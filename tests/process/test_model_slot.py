@@ -21,6 +21,7 @@ from appliance.serve.open.open import find_model, open_slot
 from appliance.serve.run import bring_up
 from appliance.settings import load_settings
 from tests.process.stages.boot import Home, short_folder
+from tests.process.stages.recipe import empty_home, fill_hub
 from tests.process.stages.supervisor import eventually
 
 LIMIT_S = 120.0
@@ -124,6 +125,31 @@ async def test_a_load_that_is_cancelled_leaves_no_engine_and_can_be_begun_again(
         may_load.touch()
         await bring_up(slot)
         assert slot.state is SlotState.READY
+
+
+async def test_a_fetch_that_is_cancelled_leaves_the_slot_absent_and_is_continued(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    hurry = tmp_path / "hurry"
+    weights = fill_hub(tmp_path / "files")
+    with empty_home(tmp_path, weights, "--bytes-per-s=200000", "--pace-until", str(hurry)) as (home, _):
+        slot = absent(home, runtime_dir)
+        async with closing(slot):
+            fetching = asyncio.create_task(bring_up(slot))
+            await eventually(lambda: slot.report.progress.facts.get("bytes_done", 0) > 0)
+            assert slot.state is SlotState.FETCHING
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            assert (slot.state, slot.pending) == (SlotState.ABSENT, None)
+            again = asyncio.create_task(bring_up(slot))
+            await eventually(lambda: slot.pending is not None)
+            assert slot.pending is not None
+            before = slot.pending.machine.hardware
+            hurry.touch()
+            served = await again
+            assert slot.state is SlotState.READY
+            assert served.hardware is not before  # the machine was looked at anew after the fetch
 
 
 async def test_an_engine_that_does_not_come_up_leaves_its_slot_asleep(home: Home, runtime_dir: Path) -> None:
