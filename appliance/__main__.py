@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from appliance.image_facts import Recipe
     from appliance.model import Format
+    from appliance.preview.preview import Preview
     from appliance.probe import Hardware
     from appliance.probe.machine.described import DescribedMachine
-    from appliance.serve.preview import Preview
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
 EPILOG = (
@@ -315,8 +315,8 @@ def _run_loop(main: Coroutine[Any, Any, int]) -> int:
 
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.serve.preview import preview
-    from appliance.serve.shown_plan import plan_document, plan_text
+    from appliance.preview.preview import preview
+    from appliance.preview.text import plan_document, plan_text
 
     if options.compare:
         return _compare(options, settings, environment)
@@ -343,8 +343,8 @@ def _argv(found: Preview, settings: Settings) -> tuple[str, ...]:
 
 
 def _compare(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.serve.compared import as_text, compare
-    from appliance.serve.preview import preview
+    from appliance.preview.compared import as_text, compare
+    from appliance.preview.preview import preview
 
     others = {"--machine": options.machine, "--files": options.files, "--dry-run": options.dry_run}
     if given := next((flag for flag, value in others.items() if value), None):
@@ -380,8 +380,8 @@ def _plan_files(
     environment: Mapping[str, str],
     machine: DescribedMachine | None,
 ) -> int:
-    from appliance.serve.preview import preview_files
-    from appliance.weights.table import as_document, as_text
+    from appliance.preview.preview import preview_files
+    from appliance.selection.table import as_document, as_text
 
     found = preview_files(settings, environment, machine.hardware if machine else None, cell=options.cell)
     print(json.dumps(as_document(found.choice), indent=1) if options.json else as_text(found.choice))
@@ -411,7 +411,8 @@ def _measure(
     from appliance.probe import SPEEDS_FOLDER
     from appliance.probe.bandwidth.measure import describe, measure
     from appliance.probe.bandwidth.speeds import save_speeds
-    from appliance.serve.inputs import install_of, load_facts
+    from appliance.start.image import load_facts
+    from appliance.start.machine import install_of
     from appliance.volume import open_volume
 
     open_volume(settings.data_dir)  # before the time is spent
@@ -468,7 +469,7 @@ def _as_lines(document: Mapping[str, object], prefix: str = "") -> str:
 def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.profile import ProfileStore
     from appliance.profile.verbs import CliContext, answer
-    from appliance.serve.inputs import query_key
+    from appliance.selection.select import query_key
     from appliance.volume import open_volume
 
     context = CliContext(
@@ -512,9 +513,9 @@ def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[
     place = Place(models_dir=settings.models_dir, hub=hub, is_folder=serves == "safetensors")
     open_volume(settings.data_dir)
     if options.action == "pull":
-        from appliance.serve.which import wanted_rung
+        from appliance.selection.recipe import wanted_variant
 
-        wanted = wanted_rung(options.file, recipe, serves, hub)
+        wanted = wanted_variant(options.file, recipe, serves, hub)
         pulled = [pull(options.file, place, options.sha256, wanted=wanted)]
     elif (named := _of_recipe(options.file, settings, environment)) is not None:
         pulled = list(kept_by_recipe(options.file, named))
@@ -533,16 +534,16 @@ def _of_recipe(
     """What is here of what a name of the image's recipe means, by name; None where it is no such name."""
     if not name or not (settings.facts_dir / "recipe.json").exists():
         return None
-    from appliance.serve.which import rungs_here
+    from appliance.selection.recipe import variants_here
     from appliance.settings import hub_settings
 
     serves, recipe = _served_by_image(settings)
-    return rungs_here(name, recipe, serves, settings.models_dir, lambda: hub_settings(settings, environment))
+    return variants_here(name, recipe, serves, settings.models_dir, lambda: hub_settings(settings, environment))
 
 
 def _served_by_image(settings: Settings) -> tuple[Format, Recipe | None]:
     """Format and recipe. Outside of an image, where no facts say it, models are GGUF files."""
-    from appliance.serve.inputs import load_engine, load_facts, load_recipe
+    from appliance.start.image import load_engine, load_facts, load_recipe
 
     if not (settings.facts_dir / "image_facts.json").exists():
         return "gguf", None
@@ -582,7 +583,7 @@ def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) ->
 
 
 def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
-    from appliance.serve.inputs import load_facts
+    from appliance.start.image import load_facts
 
     if not (settings.facts_dir / "image_facts.json").exists():  # outside of an image, which has it
         return _on_the_host(["version", *(["--json"] if options.json else [])])

@@ -19,6 +19,7 @@ class Phase(StrEnum):
     READY = "ready"
     HELD = "held"  # the engine is away on purpose and comes back: requests wait for it instead of being refused
     RESTARTING = "restarting"
+    ASLEEP = "asleep"  # the engine was stopped, and is started when the model is wanted
     STOPPING = "stopping"
     FAILED = "failed"
 
@@ -31,6 +32,7 @@ DOING = {
     Phase.READY: "the model is ready",
     Phase.HELD: "requests wait for the engine",
     Phase.RESTARTING: "the engine is being restarted",
+    Phase.ASLEEP: "the model is not loaded",
     Phase.STOPPING: "the appliance is stopping",
     Phase.FAILED: "the engine failed",
 }

@@ -28,6 +28,12 @@ class Report:
         self.progress = Progress(phase=Phase.STARTING)
         self.began = time.monotonic()
 
+    def for_slot(self) -> Report:
+        """Return a report of one model: its own phase, in the same log."""
+        made = Report("text" if self._is_text else "json", self._stream)
+        made.began = self.began
+        return made
+
     def info(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401 - anything that JSON knows
         self._say("info", event, message, facts)
 

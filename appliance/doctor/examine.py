@@ -18,23 +18,15 @@ from appliance.errors import FatalError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.plan import Kernels, Plan, RuledOut
+from appliance.preview.preview import preview_of
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.bandwidth.speeds import why_unreadable
 from appliance.probe.gpu.smi import cross_check
-from appliance.serve.inputs import (
-    Contents,
-    Machine,
-    StartInputs,
-    inputs_of,
-    install_of,
-    key_of,
-    load_engine,
-    load_facts,
-    load_model,
-    load_recipe,
-)
-from appliance.serve.preview import preview_of
+from appliance.selection.select import load_model
 from appliance.settings import Settings
+from appliance.start.image import ImageContents, load_engine, load_facts, load_recipe
+from appliance.start.inputs import StartInputs, inputs_of, key_of
+from appliance.start.machine import UsableMachine, install_of
 from appliance.volume import open_volume
 
 _ROOT = Path("/")
@@ -85,15 +77,15 @@ class Subject:
         return load_model(contents, self.environment)
 
     @property
-    def _contents(self) -> Contents:
-        return Contents(settings=self.settings, image=self.image, facts=self.facts, engine=self.engine)
+    def _contents(self) -> ImageContents:
+        return ImageContents(settings=self.settings, image=self.image, facts=self.facts, engine=self.engine)
 
     def inputs(self, model: Model) -> Inputs:
         """A start's. Where no kernels are left, with those that the engine would take by itself: what else is wrong is
         told as well. Raises ConfigError (10) or ModelUnreadableError (30) for a draft model."""
         usable = self.kernels if isinstance(self.kernels, Kernels) else None
         kernels = usable or Kernels(variant=None, isa=self.hardware.cpu.isa)
-        machine = Machine(hardware=self.hardware, install=self.install, kernels=kernels, warnings=())
+        machine = UsableMachine(hardware=self.hardware, install=self.install, kernels=kernels, warnings=())
         return inputs_of(self._contents, machine, model)
 
     def plan(self, model: Model) -> Plan:

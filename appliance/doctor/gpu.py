@@ -10,8 +10,8 @@ from appliance.errors import FatalError
 from appliance.image_facts import ImageFacts
 from appliance.probe import Gpu, Hardware
 from appliance.probe.gpu.driver import CUDA, PLACES
-from appliance.serve.checks import check_devices, check_driver, check_supported, gpu_trouble, why_fewer
 from appliance.settings import Settings
+from appliance.start.checks import check_devices, check_driver, check_supported, gpu_trouble, why_fewer
 
 _HINT = "mounted elsewhere, LD_LIBRARY_PATH has to name its folder, which must not be on the volume"
 

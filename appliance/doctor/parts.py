@@ -19,9 +19,9 @@ from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
 from appliance.probe import GpuProbe, Hardware
 from appliance.probe.machine.network import why_unreachable
-from appliance.serve.beside import check_named
-from appliance.serve.inputs import check_settings
 from appliance.settings import Settings
+from appliance.start.attachments import check_files
+from appliance.start.image import check_settings
 from appliance.volume import open_volume, read_key
 
 SPARE_MIB = 1024  # profiles, caches and the next small model
@@ -83,7 +83,7 @@ def settings_checks(settings: Settings, engine: Engine) -> Iterator[Check]:
     """Nothing, unless one means nothing to the engine or names a file that is not there."""
     try:
         check_settings(settings, engine)
-        check_named(settings)
+        check_files(settings)
     except FatalError as error:
         yield failed("settings", error)
 

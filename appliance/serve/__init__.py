@@ -1,2 +1,1 @@
-"""Step 6: serve a model, from the first look at the machine to the last request. `run` tells the story: read it
-first."""
+"""Serve a model, from opening it to the last request. `run` tells the story: read it first."""

@@ -1,81 +1,148 @@
-"""The story of a start, one line a step: start reading here. Each verb is a file of this folder."""
+"""The story of a start, one line a step: start reading here. Each step is a folder beside this file."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.console.report import Report
-from appliance.errors import ConfigError
-from appliance.serve.choose import choose_plan, start_from_profile
-from appliance.serve.gpus import cross_check_gpus
-from appliance.serve.kernels import prove_kernels
-from appliance.serve.listen import open_gateway
-from appliance.serve.load import launch, wait_loaded
-from appliance.serve.served_model import ServedModel, open_model, open_or_await
-from appliance.serve.stop import stoppable
-from appliance.serve.supervise import serve_until_failure
+from appliance.errors import ConfigError, ModelAwayError
+from appliance.serve.background.memory_watch import MemoryWatch
+from appliance.serve.background.other_work import OtherWork
+from appliance.serve.background.tasks import BackgroundTasks
+from appliance.serve.engine.choose_plan import choose_plan, start_from_profile
+from appliance.serve.engine.kernels import check_kernels
+from appliance.serve.engine.load import launch, wait_loaded
+from appliance.serve.gateway.listen import open_gateway
+from appliance.serve.gateway.slot import ModelSlot
+from appliance.serve.gateway.stop import put_to_sleep, stoppable
+from appliance.serve.model.served_model import ServedModel
+from appliance.serve.open.gpus import cross_check_gpus
+from appliance.serve.open.open import find_model, open_slot
+from appliance.serve.supervise import Tasks, serve_until_failure
 from appliance.settings import Settings
+from appliance.start.machine import look_at_machine
 from appliance.supervisor import become_subreaper
 from appliance.system.lack import outlast
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
     from appliance.plan import Plan
-    from appliance.serve.awaited import AwaitedModel
+
+OPEN = (
+    "traffic between the hosts of a group is not encrypted, and anyone who reaches it can run code here: "
+    "keep it on a network of its own"
+)
 
 
 async def serve(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
-    """0 after a stop was asked for and everything is gone; raises FatalError for every other ending."""
-    if settings.nodes > 1:
-        from appliance.serve.hosts.run import serve_with_others  # here: a start that is alone never needs it
-
-        return await serve_with_others(settings, environment, report)
+    """Serve until a stop is asked for; returns 0 once everything is gone. Raises FatalError for any other ending."""
     become_subreaper()
-    model = open_or_await(settings, environment, report)
-    if isinstance(model, ServedModel):
-        start_from_profile(model)  # the engine loads while the gateway is imported
-    async with stoppable(report, model), open_gateway(settings, report, model) as gateway:
-        await serve_model(await weights_of(model), gateway.backends[0])
+    if settings.nodes > 1:
+        return await serve_group(settings, environment, report)
+    slot = open_slot(settings, environment, report.for_slot())
+    if slot.served:
+        start_from_profile(slot.served)  # the engine loads while the gateway is imported
+    async with stoppable(report, slot), open_gateway(settings, report, slot) as gateway:
+        await serve_model(slot, gateway.backends[0])
     return 0
 
 
-async def weights_of(model: ServedModel | AwaitedModel) -> ServedModel:
-    """Fetched first where they are not here; the gateway tells how far that is."""
-    if isinstance(model, ServedModel):
-        return model
-    from appliance.serve.fetch import fetch_model  # here: a start whose model is here never needs it
+async def serve_model(slot: ModelSlot, backend: Backend) -> None:
+    """Bring one of the models up and serve it. Never returns; raises FatalError once its engine is given up."""
+    served = await bring_up(slot)
+    await serve_until_failure(served, tasks_of(served, backend))
 
-    served = await fetch_model(model)
+
+async def bring_up(slot: ModelSlot) -> ServedModel:
+    """Fetch, plan and load the slot's model; returns when its engine answers.
+
+    If this is cancelled or fails, the slot has no engine any more, and may be brought up again.
+    """
+    try:
+        served = await _opened(slot)
+        if not served.host.is_launched:
+            plan = await outlast(partial(_chosen, slot, served), "choosing what to serve")
+            launch(served, plan)
+        await wait_loaded(served)
+    except BaseException:
+        try:
+            await put_to_sleep(slot)
+        except Exception as failure:  # the first error is the one to raise
+            slot.report.error("not_stopped", f"an engine may be left: {type(failure).__name__}: {failure}")
+        raise
+    return served
+
+
+async def _opened(slot: ModelSlot) -> ServedModel:
+    """Return the served model, found and fetched if that was not done yet."""
+    if slot.served:
+        return slot.served
+    if not slot.pending:
+        # In a thread: requests to other models are answered meanwhile.
+        slot.take(await asyncio.to_thread(find_model, slot))
+    served = await _fetched(slot)
     start_from_profile(served)  # the same weights may have been measured here before
     return served
 
 
-async def serve_model(served: ServedModel, backend: Backend) -> None:
-    """One of the models behind a gateway. Never returns; raises FatalError when its engine is given up."""
-    served.upstream = backend.upstream
-    if served.host.plan is None:
-        launch(served, await outlast(partial(_chosen, served), "choosing what to serve"))
-    await wait_loaded(served)
-    await serve_until_failure(served, backend)
+async def _fetched(slot: ModelSlot) -> ServedModel:
+    if slot.served:
+        return slot.served
+    from appliance.serve.open.fetch import fetch_model  # here: a start whose model is here never needs it
+
+    return await fetch_model(slot)
 
 
-async def _chosen(served: ServedModel) -> Plan:
-    await prove_kernels(served)
+async def _chosen(slot: ModelSlot, served: ServedModel) -> Plan:
+    await check_kernels(served)
     await cross_check_gpus(served.hardware, served.environment, served.report)
+    # Anew: the checks took seconds, and other engines may have been loaded or stopped since the model was opened.
+    machine = await asyncio.to_thread(look_at_machine, slot.contents, slot.environment)
+    served.set_start(served.start.on(machine.hardware))
     return await choose_plan(served)
 
 
+def tasks_of(served: ServedModel, backend: Backend) -> Tasks:
+    """Make what goes on beside serving this model."""
+    return {
+        "what goes on beside serving": partial(BackgroundTasks(served).run, backend),
+        "watching memory": partial(MemoryWatch(served).run, backend.traffic),
+        "watching other programs": partial(OtherWork(served).run, backend.traffic),
+    }
+
+
+async def serve_group(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
+    """Serve as one of several hosts; returns and raises as `serve`."""
+    from appliance.serve.hosts.follow import Follower  # here, both: a start on one host never needs them
+    from appliance.serve.hosts.lead import Leader
+
+    report.info("tune_off", "several hosts serve the prediction: only one that is alone is measured")
+    report.warning("open_traffic", OPEN)
+    settings = replace(settings, tune="off")
+    slot = open_slot(settings, environment, report.for_slot())
+    host = Follower(settings) if settings.node_rank else Leader(settings, report)
+    async with stoppable(report, slot), open_gateway(settings, report, slot, part=host.part):
+        served = await _fetched(slot)
+        await cross_check_gpus(served.hardware, environment, served.report)
+        await (host.follow(served) if isinstance(host, Follower) else host.lead(served))
+    return 0
+
+
 async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
-    """The story without serving: always measures, and keeps the profile. 143, as of SIGTERM, when it was stopped."""
+    """Measure without serving, and keep the profile; returns 0, or 143 (as of SIGTERM) if it was stopped."""
     if settings.nodes > 1:
         message = f"several hosts cannot be measured: nodes is {settings.nodes} ({settings.sources['nodes']})"
         raise ConfigError(message, hint="measure one that is alone; a group serves the prediction")
     become_subreaper()
-    served = open_model(settings, environment, report)
-    async with stoppable(report, served) as stop:
-        from appliance.serve.measure import measure_alone  # here: a start from a profile never needs it
+    slot = open_slot(settings, environment, report.for_slot())
+    if slot.served is None:
+        raise ModelAwayError(slot.pending.words if slot.pending else slot.name)
+    async with stoppable(report, slot) as stop:
+        from appliance.serve.engine.measure import measure_alone  # here: a start from a profile never needs it
 
-        await measure_alone(served)
+        await measure_alone(slot.served)
     return 143 if stop.is_set() else 0

@@ -1,34 +1,36 @@
-"""From the first readiness on: the engine that serves, its restarts, and its end."""
+"""The engine that serves, from its first readiness on: its restarts, its replacements and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from appliance.console.progress import Phase
 from appliance.errors import CpuUnsupportedError, FatalError
 from appliance.race import first_of
-from appliance.serve.kernels import plan_without
-from appliance.serve.load import after_kills, on_ready, report_variant
-from appliance.serve.served_model import ServedModel
+from appliance.serve.engine.kernels import plan_without
+from appliance.serve.engine.load import after_kills, doubt_peak, on_ready, report_variant
+from appliance.serve.model.served_model import ServedModel
 from appliance.supervisor import Crash, State
 from appliance.system.lack import outlast
 
-if TYPE_CHECKING:
-    from appliance.gateway.engine.backend import Backend
+Tasks = Mapping[str, Callable[[], Awaitable[None]]]  # what goes on beside serving, by its name in the log
 
 FOLLOW_EVERY_S = 0.05
 
 
-async def serve_until_failure(served: ServedModel, backend: Backend) -> None:
-    """Never returns. Raises the error of the engine's ending, after which nothing is restarted any more."""
+async def serve_until_failure(served: ServedModel, tasks: Tasks) -> None:
+    """Serve, and run `tasks` meanwhile. Never returns.
+
+    Raises the error of an engine that is not restarted any more, or of a task.
+    """
     while True:
         plan = served.host.plan
         variant = plan.cpu_variant if plan else None
         try:
-            killed = await _until_given_up(served, backend)
+            killed = await _until_given_up(served, tasks)
         except FatalError as error:
             await _serve_on(served, variant, error)
         else:
@@ -36,15 +38,17 @@ async def serve_until_failure(served: ServedModel, backend: Backend) -> None:
 
 
 async def _serve_less(served: ServedModel, crash: Crash) -> None:
-    """With a smaller plan, in place of an engine that the kernel's memory killer ended again. Raises the error of its
-    ending where there is none, and of any other ending."""
+    """Load a smaller plan after the kernel's memory killer ended the engine again.
+
+    Raises the engine's error if no smaller plan fits, or if the new engine ends for another reason.
+    """
     while True:
         before, error = served.host.plan, served.start.engine.as_error(crash, served=True)
         if before is None:
             raise error
         plan = after_kills(served, before, error)
         served.report.phase(Phase.RESTARTING, error.message)
-        await served.host.detach()
+        await served.host.stop_current()
         again = await served.host.load(plan)
         if again is None:
             await on_ready(served)
@@ -55,12 +59,12 @@ async def _serve_less(served: ServedModel, crash: Crash) -> None:
 
 
 async def _serve_on(served: ServedModel, variant: str | None, error: FatalError) -> None:
-    """With the next CPU variant, in place of an engine that died of this one. Raises the error of any other ending."""
+    """Load the next CPU variant after the engine died of this one. Raises the error of any other ending."""
     while True:
         plan = await plan_without(served, variant, error)
         report_variant(served, plan)
         served.report.phase(Phase.RESTARTING, error.message)
-        await served.host.detach()
+        await served.host.stop_current()
         crash = await served.host.load(plan)
         if crash is None:
             await on_ready(served)
@@ -68,14 +72,12 @@ async def _serve_on(served: ServedModel, variant: str | None, error: FatalError)
         variant, error = plan.cpu_variant, served.start.engine.as_error(crash)
 
 
-async def _until_given_up(served: ServedModel, backend: Backend) -> Crash:
-    """Returns a kill after which the plan has to be smaller. Raises the error of any other ending."""
-    failing, following, *beside = await first_of(
+async def _until_given_up(served: ServedModel, tasks: Tasks) -> Crash:
+    """Serve until a kill after which the plan has to be smaller. Raises the error of any other ending."""
+    failing, following, *others = await first_of(
         served.host.wait_failed(),
         _follow_state(served),
-        outlast(partial(served.background.run, backend), "what goes on beside serving"),
-        outlast(partial(served.memory_watch.run, backend.traffic), "watching memory"),
-        outlast(partial(served.other_work.run, backend.traffic), "watching other programs"),
+        *(outlast(work, name) for name, work in tasks.items()),
     )
     if not following.cancelled():
         killed: Crash = following.result()
@@ -84,11 +86,11 @@ async def _until_given_up(served: ServedModel, backend: Backend) -> Crash:
         if await served.memory_kills.note(served.start, served.host.plan, failing.result()):
             return failing.result()  # type: ignore[no-any-return]
         error = _ending(served, failing.result())
-        await served.memory_watch.on_death(served.host.plan, error)
+        await doubt_peak(served, served.host.plan, error)
         raise error
-    for task in beside:
+    for task in others:
         if not task.cancelled():
-            task.result()  # none ever ends but by an error, which is the end of serving
+            task.result()  # a task ends only by an error, which ends serving
     message = "nothing that serves has ended"
     raise RuntimeError(message)
 
@@ -102,8 +104,10 @@ def _ending(served: ServedModel, crash: Crash) -> FatalError:
 
 
 async def _follow_state(served: ServedModel) -> Crash:
-    """After a crash clients are told so until the next engine answers. An engine that is away on purpose is the idle
-    tuner's business, who says so itself. Returns a kill after which the plan has to be smaller."""
+    """Show clients each crash until the next engine answers. Returns a kill after which the plan has to be smaller.
+
+    An engine that is away on purpose is left out: the idle tuner sets the phase itself.
+    """
     was_ready, before, is_hung = True, served.host.supervisor, False
     while True:
         supervisor = served.host.supervisor
@@ -114,12 +118,12 @@ async def _follow_state(served: ServedModel) -> Crash:
                 served.report.phase(Phase.RESTARTING, f"hung: {supervisor.hang.words}")
             is_hung = True
             await asyncio.sleep(FOLLOW_EVERY_S)
-            continue  # it has not ended yet, and its last crash is another one's
+            continue  # it has not ended yet: `crash` is an earlier one
         is_hung = False
         if supervisor is before and was_ready and not is_ready and crash is not None:
             served.report.phase(Phase.RESTARTING, crash.describe())
             _report_death(served, crash)
-            await served.memory_watch.on_death(served.host.plan, served.start.engine.as_error(crash, served=True))
+            await doubt_peak(served, served.host.plan, served.start.engine.as_error(crash, served=True))
         if crash is not None and await served.memory_kills.note(served.start, served.host.plan, crash):
             return crash
         if is_ready and (not was_ready or supervisor is not before):

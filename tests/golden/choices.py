@@ -11,11 +11,13 @@ from pathlib import Path
 
 from appliance.engines.engine import Install, load
 from appliance.probe import Hardware
-from appliance.serve.candidates import Chosen, choose_rung
-from appliance.serve.inputs import Contents, Machine
-from appliance.serve.which import FromRecipe, rungs_called
+from appliance.selection.candidates import Chosen, choose_variant
+from appliance.selection.recipe import variants_called
+from appliance.selection.request import FromRecipe
+from appliance.selection.table import as_text
 from appliance.settings import resolve_settings
-from appliance.weights.table import as_text
+from appliance.start.image import ImageContents
+from appliance.start.machine import UsableMachine
 from images.recipes import recipe as recipes
 from images.rows import PROJECT
 from tests.builders import facts_for
@@ -76,16 +78,16 @@ def chosen(case: Case) -> Chosen:
     engine = load(image.engine)
     settings = resolve_settings({**case.flags, "data_dir": "/nonexistent"}, {})
     recipe = recipes.as_recipe(recipes.load(PROJECT, case.recipe))
-    contents = Contents(settings=settings, image=image, facts=facts, engine=engine, recipe=recipe)
-    machine = Machine(
+    contents = ImageContents(settings=settings, image=image, facts=facts, engine=engine, recipe=recipe)
+    machine = UsableMachine(
         hardware=hardware,
         install=Install(engine_dir=Path("/opt/e"), facts=facts, cache_dir=Path("/nonexistent")),
         kernels=engine.choose_kernels(settings, facts, hardware.cpu, None),
         warnings=(),
     )
     ladder = [rung for rung in recipe.rungs if rung.format == engine.model_format]
-    found = FromRecipe(recipe=recipe, rungs=rungs_called(case.wanted, ladder, recipe.name), here=())
-    return choose_rung(contents, found, {}, machine)
+    found = FromRecipe(recipe=recipe, variants=variants_called(case.wanted, ladder, recipe.name), here=())
+    return choose_variant(contents, found, {}, machine)
 
 
 def text(case: Case) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from appliance.engines.vllm.planning.arguments.launch import VllmLaunch
 from appliance.plan import Head, LargerContext, Plan
-from appliance.serve.shown_plan import SCHEMA
+from appliance.preview.text import SCHEMA
 
 PATH = Path(__file__).parents[2] / "docs/plan.schema.json"
 LAUNCHES = (LlamaLaunch, VllmLaunch)  # each engine's

@@ -20,8 +20,9 @@ from pathlib import Path
 from appliance.engines.llama.planning.hardware import assumptions
 from appliance.plan import Plan
 from appliance.probe.load.watch import Watch
-from appliance.serve.inputs import StartInputs, read_inputs
+from appliance.selection.select import read_inputs
 from appliance.settings import Settings, load_settings, process_environment
+from appliance.start.inputs import StartInputs
 from appliance.supervisor import become_subreaper
 from appliance.tune.trials import engine
 from appliance.tune.trials.run_trial import Sampling, Step, measure

@@ -25,8 +25,9 @@ from appliance.plan import Plan
 from appliance.probe import as_document
 from appliance.probe.load.watch import Watch
 from appliance.profile import Profile, ProfileStore
-from appliance.serve.inputs import StartInputs, read_inputs
+from appliance.selection.select import read_inputs
 from appliance.settings import Settings, load_settings, process_environment
+from appliance.start.inputs import StartInputs
 from appliance.supervisor import become_subreaper
 from appliance.tune.figures.curve import Curve
 from appliance.tune.figures.workload import cost_s, parse_mix, scaled_mix

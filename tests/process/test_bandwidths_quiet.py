@@ -20,8 +20,8 @@ from appliance.probe import SPEEDS_FOLDER, GpuProbe, Hardware, probe
 from appliance.probe.bandwidth.speeds import load_speeds
 from appliance.probe.load.load import LoadSample
 from appliance.probe.load.watch import Watch
-from appliance.serve.bandwidths import Bandwidths
-from appliance.serve.served_model import ServedModel
+from appliance.serve.background.bandwidths import Bandwidths
+from appliance.serve.model.served_model import ServedModel
 from appliance.settings import resolve_settings
 
 LIMIT_S = 120.0

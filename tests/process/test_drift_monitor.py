@@ -26,7 +26,7 @@ from appliance.probe.load.load import LoadSample
 from appliance.probe.load.watch import Watch
 from appliance.profile import Profile, parse_profile
 from appliance.profile.drift import OVERDUE_LEAST_S, PROBES_MAX, DriftState
-from appliance.serve.drift_monitor import DriftMonitor
+from appliance.serve.background.drift_monitor import DriftMonitor
 from appliance.tune.trials.engine import running
 from tests.process.stages.boot import Home
 from tests.process.stages.engine import session_with

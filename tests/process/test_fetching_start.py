@@ -349,6 +349,6 @@ def test_a_second_start_of_fetched_weights_imports_no_client(tmp_path: Path, wei
             "aiohttp",
             "appliance.weights.download.fetch",
             "appliance.weights.download.hub",
-            "appliance.serve.from_hub",
+            "appliance.selection.remote",
         )
         assert not [name for name in imported if name.startswith(slow)]

@@ -19,7 +19,7 @@ import pytest
 from appliance.command import Command
 from appliance.console.progress import Phase
 from appliance.errors import EngineError, EngineNotReadyError
-from appliance.serve.idle_policy import LOOKS
+from appliance.serve.background.idle_policy import LOOKS
 from appliance.supervisor import Restart
 from tests.process.stages.idle import GRACE_S, MESSAGES, FakePlan, IdleStage, Measuring, fake_plan, idle_stage, running
 from tests.process.stages.supervisor import eventually, fake_command, is_alive, is_healthy
@@ -181,7 +181,7 @@ async def test_who_waits_for_the_result_waits_for_no_idle_period(
     async with running(tuner) as task:
         await asyncio.sleep(0.3)
         assert measuring.calls == []
-        tuner.begin_now()
+        stage.tuning.wanted_now.set()
         await ended(task)
     assert measuring.calls == [alone]
     assert stage.host.plan == BEST
@@ -288,7 +288,7 @@ async def test_who_waits_for_the_result_waits_for_no_quiet_machine(stage: IdleSt
     others = Neighbours(*[BUSY] * 99)
     measuring = Measuring(stage.folder, [0.1], BEST)
     tuner = stage.tuner(measuring, idle_s=3600, settle_s=3600, **others.told)
-    tuner.begin_now()
+    stage.tuning.wanted_now.set()
     async with running(tuner) as task:
         await ended(task)
     assert (others.seen, measuring.calls) == (0, [False])
@@ -304,7 +304,7 @@ async def test_between_requests_that_come_too_soon_no_engine_is_loaded_for_nothi
     measuring = Measuring(stage.folder, [60.0], BEST)
     tuner = stage.tuner(measuring, need_s=lambda: 20.0)
     if hurries:
-        tuner.begin_now()
+        stage.tuning.wanted_now.set()
     async with running(tuner) as task:
         if hurries:
             await eventually(lambda: len(measuring.pids) == 1)
@@ -365,7 +365,7 @@ async def test_the_worst_wait_is_said_beforehand(stage: IdleStage) -> None:
         await eventually(lambda: bool(measuring.calls))
     said, begun = stage.events("idle_no_room")[0], stage.events("idle_measure")[0]
     assert said["worst_wait_s"] == begun["worst_wait_s"] == pytest.approx(load_s + 1.0, abs=1e-3)
-    assert said["message"].startswith(f"{NO_ROOM}: measuring begins when nobody has asked for 0.5 s")
+    assert said["message"].startswith(f"{NO_ROOM}: measuring begins after 0.5 s without a request")
     assert measuring.calls == [True]
 
 
@@ -501,7 +501,7 @@ async def test_an_engine_that_was_left_to_its_last_requests_goes_with_the_next()
         with pytest.raises(asyncio.CancelledError):
             await changing
         assert is_alive(first)
-        await stage.host.detach(grace_s=0.0)
+        await stage.host.stop_current(grace_s=0.0)
         assert not is_alive(first)
         with pytest.raises(openai.APIError):
             _ = [event async for event in events]

@@ -29,14 +29,15 @@ from appliance.engines.llama.engine import Llama
 from appliance.errors import EngineError
 from appliance.gateway.engine.backend import Backend
 from appliance.plan import Kernels, MemoryKill, Plan
+from appliance.preview.preview import preview_of
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.kills import KEPT_MAX
-from appliance.serve.inputs import StartInputs
-from appliance.serve.load import launch, wait_loaded
-from appliance.serve.preview import preview_of
-from appliance.serve.served_model import ServedModel
+from appliance.serve.engine.load import launch, wait_loaded
+from appliance.serve.model.served_model import ServedModel
+from appliance.serve.run import tasks_of
 from appliance.serve.supervise import serve_until_failure
 from appliance.settings import resolve_settings
+from appliance.start.inputs import StartInputs
 from tests.builders import facts, model, profile
 from tests.golden.machines import MACHINES
 from tests.mounts import fill_up, tmpfs
@@ -102,7 +103,7 @@ class Stage:
         try:
             launch(served, served.space.predicted)
             await wait_loaded(served)
-            task = asyncio.create_task(serve_until_failure(served, backend))
+            task = asyncio.create_task(serve_until_failure(served, tasks_of(served, backend)))
             yield served, task
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

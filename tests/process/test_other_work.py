@@ -18,8 +18,8 @@ from appliance.gateway.clients.traffic import Traffic
 from appliance.probe import GpuProbe, Hardware, probe
 from appliance.probe.load.load import LoadSample
 from appliance.probe.load.watch import Watch
-from appliance.serve.other_work import OtherWork
-from appliance.serve.served_model import ServedModel
+from appliance.serve.background.other_work import OtherWork
+from appliance.serve.model.served_model import ServedModel
 from tests.builders import profile
 from tests.process.stages.supervisor import eventually
 
@@ -33,6 +33,8 @@ class Served:
     hardware: Hardware
     others: float = 0.0
     said: StringIO = field(default_factory=StringIO)
+
+    slow_beside: str | None = None
 
     def __post_init__(self) -> None:
         self.report = Report("json", self.said)
@@ -74,8 +76,8 @@ async def test_it_is_said_once_while_it_is_so_and_not_any_more_when_the_others_a
     served.others = 0.5
     traffic, watched = Traffic(), OtherWork(cast(ServedModel, served), every_s=EVERY_S)
     tasks = [asyncio.create_task(work) for work in (watched.run(traffic), stream(traffic, 2.0))]
-    await eventually(lambda: watched.words is not None)
-    words = watched.words
+    await eventually(lambda: served.slow_beside is not None)
+    words = served.slow_beside
     assert words is not None
     assert words.endswith("by its profile: other programs took 50% of 2 CPUs (1.0 cores)")
     await asyncio.sleep(3 * EVERY_S)
@@ -83,11 +85,11 @@ async def test_it_is_said_once_while_it_is_so_and_not_any_more_when_the_others_a
     assert said.startswith("decodes ")
     assert said.endswith("give the engine CPUs of its own (docker run --cpuset-cpus)")
     served.others = 0.0
-    await eventually(lambda: watched.words is None)
+    await eventually(lambda: served.slow_beside is None)
     served.others = 0.5
     await eventually(lambda: len(served.warnings) == 2)
     tasks[1].cancel()  # nobody asks any more
-    await eventually(lambda: watched.words is None)
+    await eventually(lambda: served.slow_beside is None)
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -98,7 +100,7 @@ async def test_a_fast_engine_beside_others_and_a_slow_one_alone_are_no_reason(se
         traffic, watched = Traffic(), OtherWork(cast(ServedModel, served), every_s=EVERY_S)
         tasks = [asyncio.create_task(work) for work in (watched.run(traffic), stream(traffic, tokens_per_s))]
         await asyncio.sleep(3.5 * EVERY_S)
-        assert (watched.words, served.warnings) == (None, [])
+        assert (served.slow_beside, served.warnings) == (None, [])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,10 +25,10 @@ from appliance.engines.llama.process.server import speculation_arguments
 from appliance.model import Model
 from appliance.plan import Kernels, KvCheck, Plan
 from appliance.profile import Key, Profile, ProfileStore
-from appliance.serve.inputs import StartInputs
-from appliance.serve.measure import measure, measure_more
-from appliance.serve.served_model import ServedModel
+from appliance.serve.engine.measure import measure, measure_more
+from appliance.serve.model.served_model import ServedModel
 from appliance.settings import Settings, resolve_settings
+from appliance.start.inputs import StartInputs
 from appliance.tune.checkpoint import Partial
 from appliance.tune.session import MORE_PLANS
 from tests.builders import facts, model, profile

@@ -18,11 +18,13 @@ import pytest
 
 from appliance.console.report import Report
 from appliance.gateway.server import Gateway
-from appliance.serve.choose import start_from_profile
-from appliance.serve.listen import open_gateway
+from appliance.serve.engine.choose_plan import start_from_profile
+from appliance.serve.gateway.listen import open_gateway
+from appliance.serve.gateway.slot import ModelSlot
+from appliance.serve.gateway.stop import stoppable
+from appliance.serve.model.served_model import ServedModel
+from appliance.serve.open.open import open_slot
 from appliance.serve.run import serve_model
-from appliance.serve.served_model import ServedModel, open_model
-from appliance.serve.stop import stoppable
 from appliance.settings import load_settings
 from tests.ports import free_port
 from tests.process.stages.boot import Home, short_folder
@@ -37,10 +39,18 @@ LIMIT_S = 300.0
 class Front:
     """What a client sees, and the models behind it."""
 
-    def __init__(self, homes: Sequence[Home], models: Sequence[ServedModel], gateway: Gateway) -> None:
-        self.left, self.right = models
+    def __init__(self, homes: Sequence[Home], slots: Sequence[ModelSlot], gateway: Gateway) -> None:
+        self.slots = slots
         self.gateway = gateway
         self.key = homes[0].key
+
+    @property
+    def left(self) -> ServedModel:
+        return served_of(self.slots[0])
+
+    @property
+    def right(self) -> ServedModel:
+        return served_of(self.slots[1])
 
     @property
     def url(self) -> str:
@@ -62,6 +72,11 @@ class Front:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60)
 
 
+def served_of(slot: ModelSlot) -> ServedModel:
+    assert slot.served is not None
+    return slot.served
+
+
 async def engine_saw(served: ServedModel) -> list[dict[str, Any]]:
     """POSTs that the engine of this model was sent."""
     assert served.host.plan is not None
@@ -81,33 +96,33 @@ def pid_of(served: ServedModel) -> int:
 async def one_gateway(homes: Sequence[Home]) -> AsyncIterator[Front]:
     """Both are ready. What went wrong with one of them comes out at the end."""
     with short_folder() as runtime_dir:
-        models = list(_opened(homes, runtime_dir))
+        slots = list(_opened(homes, runtime_dir))
         report = Report("json", StringIO())
         async with (
             asyncio.timeout(LIMIT_S),
-            stoppable(report, *models),
-            open_gateway(models[0].settings, report, *models) as gateway,
-            _served(models, gateway) as tasks,
+            stoppable(report, *slots),
+            open_gateway(slots[0].settings, report, *slots) as gateway,
+            _served(slots, gateway) as tasks,
         ):
-            front = Front(homes, models, gateway)
+            front = Front(homes, slots, gateway)
             await eventually(lambda: _is_ready(front, tasks), timeout_s=90)
             yield front
 
 
-def _opened(homes: Sequence[Home], runtime_dir: Path) -> Iterator[ServedModel]:
+def _opened(homes: Sequence[Home], runtime_dir: Path) -> Iterator[ModelSlot]:
     port = str(free_port())
     for number, (home, name) in enumerate(zip(homes, NAMES, strict=True)):
         environment = home.environment(runtime_dir, alias=name, port=port, drain_s="0.2")
         settings, report = load_settings({}, environment), Report("json", StringIO())
-        served = open_model(settings, environment, report, number=number)
-        start_from_profile(served)
-        yield served
+        slot = open_slot(settings, environment, report, number=number)
+        start_from_profile(served_of(slot))
+        yield slot
 
 
 @asynccontextmanager
-async def _served(models: Sequence[ServedModel], gateway: Gateway) -> AsyncIterator[list[asyncio.Task[None]]]:
-    pairs = zip(models, gateway.backends, strict=True)
-    tasks = [asyncio.create_task(serve_model(served, backend)) for served, backend in pairs]
+async def _served(slots: Sequence[ModelSlot], gateway: Gateway) -> AsyncIterator[list[asyncio.Task[None]]]:
+    pairs = zip(slots, gateway.backends, strict=True)
+    tasks = [asyncio.create_task(serve_model(slot, backend)) for slot, backend in pairs]
     try:
         yield tasks
     finally:

@@ -61,7 +61,12 @@ MAY_IMPORT = {
     "supervisor": set(),
     "gateway": set(),
     "weights": {"volume", "model", "settings"},
+    "start": {"weights", "probe", "model", "settings", "plan", "engines", "profile"},
+    "selection": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start"},
+    "preview": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start", "selection"},
     "serve": {
+        "start",
+        "selection",
         "volume",
         "weights",
         "probe",
@@ -74,9 +79,18 @@ MAY_IMPORT = {
         "supervisor",
         "gateway",
     },
-    "doctor": {"volume", "weights", "probe", "model", "settings", "plan", "engines", "serve"},
+    "doctor": {"volume", "weights", "probe", "model", "settings", "plan", "engines", "start", "selection", "preview"},
     "host": {"run", "settings"},
 }  # fmt: skip
+# Floors of serve/: each imports itself and what stands here. `run.py` and `supervise.py` are above all of them.
+FLOORS = {
+    "model": set(),
+    "engine": {"model"},
+    "background": {"model", "engine"},
+    "gateway": {"model"},
+    "open": {"model", "gateway"},
+    "hosts": {"model", "engine", "gateway"},
+}
 WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every room
 
 STRICT_LEAVES = {
@@ -120,17 +134,17 @@ WITHOUT_IO = (
     "appliance/tune/search/search",
     "appliance/serve/hosts/group",
     "appliance/serve/hosts/member",
-    "appliance/serve/checks",
-    "appliance/serve/idle_policy",
-    "appliance/serve/status",
+    "appliance/start/checks",
+    "appliance/serve/background/idle_policy",
+    "appliance/serve/gateway/documents",
     "appliance/profile/pick",
     "appliance/profile/drift",
     "appliance/profile/from_tuning",
     "appliance/profile/at_start",
     "appliance/probe/load/conditions",
-    "appliance/weights/choose",
-    "appliance/weights/table",
-    "appliance/serve/forecast",
+    "appliance/selection/rank",
+    "appliance/selection/table",
+    "appliance/selection/forecast",
     "appliance/engines/vllm/planning/",
     "appliance/engines/vllm/process/server",
     "appliance/gateway/routes/models",
@@ -365,6 +379,45 @@ def test_no_rule_allows_what_nobody_imports() -> None:
             used[room].update(room_of(module) for module, _ in imports(path) if module.startswith("appliance."))
     unused = {room: allowed - used[room] for room, allowed in MAY_IMPORT.items() if allowed - used[room]}
     assert unused == {}
+
+
+KNOWN = frozenset(FILES)
+
+
+@cache
+def imported_files(path: Path) -> frozenset[Path]:
+    """Return all files of ours that a file imports: inside functions and for types only as well."""
+    found: set[Path] = set()
+    for module, node in imports(path):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        for each in (module, *(f"{module}.{name}" for name in names)):
+            file = ROOT / each.replace(".", "/")
+            found |= {file.with_suffix(".py"), file / "__init__.py"}
+    return KNOWN & found - {path}
+
+
+def floor_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "appliance/serve").parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def test_floors_of_serve_import_downwards_only() -> None:
+    serve = ROOT / "appliance/serve"
+    files = [path for path in FILES if path.is_relative_to(serve)]
+    assert {floor_of(path) for path in files} == FLOORS.keys() | {""}
+    used: dict[str, set[str]] = {floor: set() for floor in FLOORS}
+    for path in files:
+        floor = floor_of(path)
+        others = {floor_of(other) for other in imported_files(path) if other.is_relative_to(serve)} - {floor}
+        if floor:  # those without are run.py and supervise.py
+            used[floor] |= others
+    assert used == FLOORS
+
+
+def test_only_the_command_line_imports_the_story_of_a_start() -> None:
+    story = {ROOT / "appliance/serve/run.py", ROOT / "appliance/serve/supervise.py"}
+    found = {name_of(path) for path in FILES if imported_files(path) & story}
+    assert found == {"appliance/__main__.py", "appliance/serve/run.py"}
 
 
 def test_no_room_for_leftovers() -> None:

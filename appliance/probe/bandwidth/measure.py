@@ -1,5 +1,5 @@
 """The bandwidths that plans are made of, measured within seconds instead of believed: by `appliance probe --measure`,
-and once on a new machine while nobody asks (serve/bandwidths.py).
+and once on a new machine while nobody asks (serve/background/bandwidths.py).
 
 Host memory is read by all threads that this container may run. Each GPU is measured by a child process of its own,
 with a time limit: a driver that hangs or crashes costs its figures and nothing else.

@@ -1,1 +1,1 @@
-"""One model served by several hosts together: the leader plans, is asked, and tells the others what to start."""
+"""One model served by several hosts together: the leader plans, takes requests, and tells the others what to start."""

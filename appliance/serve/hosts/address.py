@@ -1,4 +1,4 @@
-"""Addresses of the hosts of a group, as they reach each other."""
+"""Addresses at which the hosts of a group reach each other."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _Found = tuple[socket.AddressFamily, str]
 
 
 def leader_of(settings: Settings) -> tuple[str, int]:
-    """Host and port. Raises ValueError where the setting is missing."""
+    """Return host and port of the leader. Raises ValueError if the setting is missing."""
     host, port = parse_address(settings.leader or "")
     return host, port or settings.port
 
 
 async def resolve(settings: Settings, report: Report) -> tuple[_Found, ...]:
-    """All addresses of the leader. A name may be minutes behind its host: it is asked again for as long as an engine
-    may stand still. Raises ConfigError (10)."""
+    """Return all addresses of the leader. Raises ConfigError (10) if its name cannot be resolved.
+
+    A name may be published minutes after its host starts, so it is tried again for `stall_timeout_s`.
+    """
     host, port = leader_of(settings)
     until, is_told = time.monotonic() + settings.stall_timeout_s, False
     while True:
@@ -45,8 +47,7 @@ async def resolve(settings: Settings, report: Report) -> tuple[_Found, ...]:
 
 
 def own_address(found: tuple[_Found, ...], settings: Settings) -> str:
-    """That of the leader which is this host's, and which others reach where there is one. Raises ConfigError (10) where
-    none is."""
+    """Return the leader's address that is this host's, preferably not loopback. Raises ConfigError (10) without one."""
     for family, address in sorted(found, key=lambda each: is_loopback(each[1])):
         if _ip(address).is_unspecified:
             continue
@@ -62,6 +63,7 @@ def own_address(found: tuple[_Found, ...], settings: Settings) -> str:
 
 
 def is_loopback(address: str) -> bool:
+    """True for an address that other hosts cannot reach."""
     return _ip(address).is_loopback
 
 
@@ -71,7 +73,7 @@ def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def free_port(address: str, family: socket.AddressFamily | None = None) -> int:
-    """One that nobody listens on now. Raises OSError where the address is not this host's."""
+    """Return a port that is free now. Raises OSError if the address is not this host's."""
     kind = family or (socket.AF_INET6 if ":" in address else socket.AF_INET)
     with socket.socket(kind, socket.SOCK_STREAM) as made:
         made.bind((address, 0))
@@ -79,7 +81,7 @@ def free_port(address: str, family: socket.AddressFamily | None = None) -> int:
 
 
 def address_towards(found: tuple[_Found, ...], settings: Settings) -> str:
-    """Of this host, by the route to one of the leader's; nothing is sent. Raises ConfigError (10) where none is."""
+    """Return this host's address on the route to the leader; sends nothing. Raises ConfigError (10) without a route."""
     why = ""
     for family, address in found:
         with socket.socket(family, socket.SOCK_DGRAM) as made:

@@ -1,4 +1,4 @@
-"""A follower: tells the leader each second how it is, and starts and stops its engine as that says."""
+"""A follower: reports to the leader each second, and starts and stops its engine as the leader says."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from appliance.errors import ConfigError
 from appliance.plan import Plan
 from appliance.profile.record import parse_plan
 from appliance.race import first_of
+from appliance.serve.engine.load import launch, on_ready
+from appliance.serve.gateway.listen import HostPart
 from appliance.serve.hosts.address import address_towards, is_loopback, leader_of, resolve
 from appliance.serve.hosts.group import LOST_S, TICK_S
-from appliance.serve.hosts.member import DOCUMENT, Member, Word, member_of, parse_word, shortened
-from appliance.serve.listen import HostPart
-from appliance.serve.load import launch, on_ready
-from appliance.serve.served_model import ServedModel
+from appliance.serve.hosts.member import DOCUMENT, FollowerStatus, LeaderReply, member_of, parse_word, shortened
+from appliance.serve.model.served_model import ServedModel
 from appliance.settings import Settings
 from appliance.supervisor import Crash
 from appliance.volume import read_or_make_key
 
 ANSWER_S = 5.0
-JUDGED_S = 5.0  # without a word of the leader, once the engine died
-LEAVE_S = 1.0  # for a good-bye: a stop waits no longer
+JUDGED_S = 5.0  # how long a silent leader is waited for, once the engine died
+LEAVE_S = 1.0  # longest time that a stop waits for the good-bye
 SAY_EVERY_S = 10.0
 _ALIKE = "give all hosts the same image, the same model and GPUs of one kind, and each a rank of its own"
 _REMEDIES = {
@@ -42,7 +42,7 @@ _REMEDIES = {
 
 
 class Silence:
-    """Of the leader, by the clock; a pause of this host itself is none."""
+    """The time since the leader was last heard. A pause of this host itself does not count."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -52,31 +52,35 @@ class Silence:
 
     @property
     def is_over(self) -> bool:
+        """True once the leader was silent for too long."""
         return self._silent_s >= self._limit_s
 
     def turn(self, *, is_heard: bool) -> None:
+        """Count the time since the last call as silence, or begin anew."""
         now = self._clock()
         elapsed_s, self._before = min(now - self._before, TICK_S + ANSWER_S), now
         self._silent_s = 0.0 if is_heard else self._silent_s + elapsed_s
 
 
 class Follower:
-    """`part` is its side of the gateway."""
+    """One follower. `part` has its documents and actions for the gateway."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         host, port = leader_of(settings)
         self._leader = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._url = f"http://{self._leader}/appliance/v1/{DOCUMENT}"
-        words = f"this host is number {settings.node_rank} of {settings.nodes} and answers nobody: ask {self._leader}"
+        words = f"this is host {settings.node_rank} of {settings.nodes}, which takes no requests: ask {self._leader}"
         self.part = HostPart(elsewhere=words)
         self._is_group_ready = False
-        self._was_group_ready = False  # in any round
+        self._was_group_ready = False  # True if it was ready in any round
         self._why_silent = ""
 
     async def follow(self, served: ServedModel) -> None:
-        """Never returns. Raises ConfigError (10) where the leader refuses this host, and the error of an engine that
-        never became ready."""
+        """Take part in rounds. Never returns.
+
+        Raises ConfigError (10) if the leader refuses this host, and the error of an engine that never became ready.
+        """
         found = await resolve(self._settings, served.report)
         address = address_towards(found, self._settings)
         me = member_of(served, secrets.token_hex(8))
@@ -96,8 +100,8 @@ class Follower:
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             yield session
 
-    async def _wait_word(self, session: aiohttp.ClientSession, served: ServedModel, me: Member) -> Word:
-        """Which round to start."""
+    async def _wait_word(self, session: aiohttp.ClientSession, served: ServedModel, me: FollowerStatus) -> LeaderReply:
+        """Wait until the leader names a round to start."""
         said = float("-inf")
         while True:
             word = await self.tell(session, me)
@@ -111,9 +115,9 @@ class Follower:
             await asyncio.sleep(TICK_S)
 
     async def _one_round(
-        self, session: aiohttp.ClientSession, served: ServedModel, me: Member, word: Word, address: str
+        self, session: aiohttp.ClientSession, served: ServedModel, me: FollowerStatus, word: LeaderReply, address: str
     ) -> None:
-        """Until the leader says that it is over, is not heard of any more, or the engine died."""
+        """Run one round, until the leader ends it, the leader is silent for too long, or the engine dies."""
         self._is_group_ready = False
         me = replace(me, round=word.round)
         self.check_leader(word, address)
@@ -122,23 +126,23 @@ class Follower:
         ended = (served.host.wait_failed(), self._until_over(session, me), _announce(served))
         died, over, announced = await first_of(*ended)
         if not announced.cancelled():
-            announced.result()  # it ends by an error alone
+            announced.result()  # it ends only by an error
         elif not died.cancelled():
             await self._tell_death(session, served, me, died.result())
         else:
             served.report.warning("round_over", f"this host starts anew: {over.result()}")
         served.report.phase(Phase.RESTARTING)
-        await served.host.detach(grace_s=0.0)  # without one of its hosts an engine finishes nothing
+        await served.host.stop_current(grace_s=0.0)  # without one of its hosts an engine cannot finish a request
         served.host.count_restart()
 
-    def check_leader(self, word: Word, address: str) -> None:
-        """Raises ConfigError (10) where the engines would look for the leader on their own hosts."""
+    def check_leader(self, word: LeaderReply, address: str) -> None:
+        """Raise ConfigError (10) if the leader's name is a loopback address there, and so useless to engines here."""
         if is_loopback(word.leader) and not is_loopback(address):
             message = f"the leader's name is loopback there: {word.leader}, and this host's address is {address} "
             message += f"({self._settings.sources['leader']})"
             raise ConfigError(message, hint="give its address, on all hosts: --leader ADDRESS")
 
-    def _node(self, word: Word, address: str) -> Node:
+    def _node(self, word: LeaderReply, address: str) -> Node:
         return Node(
             nodes=self._settings.nodes,
             rank=self._settings.node_rank,
@@ -152,8 +156,8 @@ class Follower:
     async def _is_ready(self) -> bool:
         return self._is_group_ready
 
-    def _plan(self, served: ServedModel, word: Word) -> Plan:
-        """The leader's, for the files that are here. Raises ConfigError (10) for one of another release."""
+    def _plan(self, served: ServedModel, word: LeaderReply) -> Plan:
+        """Return the leader's plan with the path of the model here. Raises ConfigError (10) for another release's."""
         try:
             plan = parse_plan(word.plan)
         except ValueError as error:
@@ -161,8 +165,8 @@ class Follower:
             raise ConfigError(message, hint=_ALIKE) from error
         return replace(plan, model_path=str(served.inputs.model.path))
 
-    async def _until_over(self, session: aiohttp.ClientSession, me: Member) -> str:
-        """Why, in words."""
+    async def _until_over(self, session: aiohttp.ClientSession, me: FollowerStatus) -> str:
+        """Report each second until the round is over; returns why."""
         silent = Silence(LOST_S)
         while not silent.is_over:
             await asyncio.sleep(TICK_S)
@@ -173,16 +177,21 @@ class Follower:
             self._is_group_ready = self._is_group_ready or bool(word and word.is_ready)
         return f"nothing was heard of the leader, {self._leader}, for {LOST_S:.0f} s: {self._why_silent}"
 
-    async def _tell_death(self, session: aiohttp.ClientSession, served: ServedModel, me: Member, crash: Crash) -> None:
-        """Raises its error where the group never was ready and the leader says that this engine failed first: it would
-        fail the same way again. An engine that died of another host's is no reason to end."""
+    async def _tell_death(
+        self, session: aiohttp.ClientSession, served: ServedModel, me: FollowerStatus, crash: Crash
+    ) -> None:
+        """Report the death of this engine, and raise its error if this host has to end.
+
+        It ends if the group was never ready and the leader says that this engine failed first: it would fail the same
+        way again. An engine that died of another host's is no reason to end.
+        """
         error = served.start.engine.as_error(crash, served=self._is_group_ready)
         if await self._is_blamed(session, replace(me, ended=shortened(error.message))) and not self._was_group_ready:
             raise error
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
 
-    async def _is_blamed(self, session: aiohttp.ClientSession, me: Member) -> bool:
-        """The leader looks at its own engine first."""
+    async def _is_blamed(self, session: aiohttp.ClientSession, me: FollowerStatus) -> bool:
+        """True if the leader says that this host's engine failed first. The leader looks at its own engine before."""
         silent = Silence(JUDGED_S)
         while not silent.is_over:
             word = await self.tell(session, me)
@@ -192,13 +201,16 @@ class Follower:
             await asyncio.sleep(TICK_S)
         return False
 
-    async def _leave(self, session: aiohttp.ClientSession, me: Member) -> None:
-        with contextlib.suppress(TimeoutError, ConfigError):  # nobody waits for it: the leader misses this host anyway
+    async def _leave(self, session: aiohttp.ClientSession, me: FollowerStatus) -> None:
+        with contextlib.suppress(TimeoutError, ConfigError):  # harmless: the leader notices the silence
             async with asyncio.timeout(LEAVE_S):
                 await self.tell(session, replace(me, is_leaving=True))
 
-    async def tell(self, session: aiohttp.ClientSession, me: Member) -> Word | None:
-        """None where no leader answers, with `_why_silent`. Raises ConfigError (10) where it refuses."""
+    async def tell(self, session: aiohttp.ClientSession, me: FollowerStatus) -> LeaderReply | None:
+        """Report to the leader and return its word; None if it does not answer, with `_why_silent`.
+
+        Raises ConfigError (10) if it refuses this host.
+        """
         try:
             async with session.post(self._url, data=json.dumps(asdict(me)), allow_redirects=False) as reply:
                 body = await reply.read()
@@ -216,8 +228,8 @@ class Follower:
             raise ConfigError(message, hint=_REMEDIES[reply.status])
         return None
 
-    def _word_in(self, body: bytes) -> Word:
-        """Raises ConfigError (10) for that of another release."""
+    def _word_in(self, body: bytes) -> LeaderReply:
+        """Parse the leader's word. Raises ConfigError (10) for one of another release."""
         try:
             return parse_word(body)
         except ValueError as error:
@@ -227,7 +239,7 @@ class Follower:
 
 
 async def _announce(served: ServedModel) -> None:
-    """Never returns."""
+    """Log the readiness of this host's engine. Never returns."""
     supervisor = served.host.supervisor
     if supervisor and await supervisor.wait_ready() is None:
         await on_ready(served)
@@ -235,7 +247,7 @@ async def _announce(served: ServedModel) -> None:
 
 
 def _message_of(body: bytes) -> str:
-    """Of an error in the form of the API."""
+    """Return the message of an error in the API's form; else the beginning of the body."""
     try:
         return str(json.loads(body)["error"]["message"])[:300]
     except (ValueError, KeyError, TypeError):

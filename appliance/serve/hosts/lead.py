@@ -1,4 +1,4 @@
-"""The leader of several hosts: waits for the others, plans for all, serves, and starts all anew after a loss."""
+"""The leader of several hosts: waits for the followers, plans for all, serves, and restarts all after a loss."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from appliance.engines.engine import Node, Space
 from appliance.errors import EngineDiedError, EngineError, EngineNotReadyError, FatalError
 from appliance.plan import Plan
 from appliance.race import first_of
+from appliance.serve.engine.load import FALLBACKS_MAX, fallback, launch, on_ready
+from appliance.serve.gateway.listen import HostPart
 from appliance.serve.hosts.address import free_port, own_address, resolve
 from appliance.serve.hosts.group import TICK_S, Failure, Group, RefusedError
 from appliance.serve.hosts.member import DOCUMENT, member_of, parse_member
-from appliance.serve.listen import HostPart
-from appliance.serve.load import FALLBACKS_MAX, fallback, launch, on_ready
-from appliance.serve.served_model import ServedModel
+from appliance.serve.model.served_model import ServedModel
 from appliance.settings import Settings
 from appliance.supervisor import Crash, Restart
 
 SAY_EVERY_S = 10.0
 _RESTART = Restart()
-LAST_WORDS_S = 3 * TICK_S  # for a host to tell why its engine died of which another's did
-LEFT_S = 10.0  # for a follower that is the cause to hear so, and to leave
+LAST_WORDS_S = 3 * TICK_S  # for a follower to report that its engine died first
+LEFT_S = 10.0  # for the follower that is the cause to be told, and to leave
 
 
 class Leader:
-    """`part` is its side of the gateway, from the first second on."""
+    """The leader. `part` has its documents and actions for the gateway, from the first second on."""
 
     def __init__(self, settings: Settings, report: Report) -> None:
         self.group = group = Group(settings.nodes, report)
         self._nodes = settings.nodes
         self._cause = ""  # why the last round is over
-        self._row = 0  # rounds that did not last
+        self._row = 0  # number of rounds in a row that did not last
         self._steps = 0  # to smaller plans, in `_space`
         self._space: Space | None = None
         self._smaller: Plan | None = None
@@ -44,9 +44,7 @@ class Leader:
         self.part = HostPart(documents={DOCUMENT: group.document}, actions={DOCUMENT: self._heard})
 
     def _heard(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        from appliance.gateway.wire.api_error import (
-            ApiError,  # here: a start of the engine does not wait for the gateway
-        )
+        from appliance.gateway.wire.api_error import ApiError  # here: at the top it would delay the engine's start
 
         try:
             return 200, asdict(self.group.heard(parse_member(body)))
@@ -56,7 +54,7 @@ class Leader:
             raise ApiError(409, "host_refused", str(error)) from error
 
     async def lead(self, served: ServedModel) -> None:
-        """Raises the error of an engine that never became ready, or that died too often."""
+        """Lead rounds. Never returns; raises the error of an engine that never became ready, or died too often."""
         address = own_address(await resolve(served.settings, served.report), served.settings)
         self.group.own = member_of(served, "leader")
         ended = await first_of(self._rounds(served, address), self._ticks(served))
@@ -66,7 +64,7 @@ class Leader:
         raise RuntimeError(message)  # neither ends by itself
 
     async def _ticks(self, served: ServedModel) -> None:
-        """Time passes for those that are silent; who is missing is said now and then."""
+        """Count the silence of followers each second, and log every 10 s who is missing."""
         before = said = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
@@ -101,7 +99,7 @@ class Leader:
         return f"{self._cause}; {words}" if self._cause else words
 
     def _begin(self, served: ServedModel, address: str) -> Plan:
-        """The port is another one each time: what is left of an earlier engine may hold the last."""
+        """Begin a round on a new port: a process left of an earlier engine may hold the last one."""
         port = free_port(address)
         node = Node(
             nodes=self._nodes,
@@ -118,7 +116,7 @@ class Leader:
         return plan
 
     async def _loaded(self, served: ServedModel) -> Crash | Failure | None:
-        """None once the group answers."""
+        """Wait until the group answers; returns what failed, None if nothing did."""
         supervisor = served.host.supervisor
         if supervisor is None:
             message = "no engine was launched"
@@ -134,13 +132,13 @@ class Leader:
         return crash
 
     async def _own_crash(self, served: ServedModel) -> Crash | None:
-        """A follower's engine may have died of it, and be noticed before."""
+        """Return a crash of the leader's own engine: a follower's engine may have died of it, and be noticed before."""
         (own,) = await first_of(served.host.wait_failed(), timeout_s=LAST_WORDS_S)
         crash: Crash | None = None if own.cancelled() else own.result()
         return crash
 
     async def _served(self, served: ServedModel) -> str:
-        """From readiness to a loss; why, in words. Raises EngineDiedError (45) after too many of them in a row."""
+        """Serve until a loss; returns why. Raises EngineDiedError (45) after too many losses in a row."""
         began = time.monotonic()
         await on_ready(served)
         self.group.set_ready()
@@ -164,7 +162,7 @@ class Leader:
         return f"the leader's engine {crash.describe()}"
 
     async def _next_words(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
-        """After a round that did not come up. Raises its error, unless the group was ready once: then it is a loss."""
+        """Say why another round follows one that did not come up. Raises its error if the group was never ready."""
         try:
             return self._words_of(served, plan, outcome)
         except FatalError as error:
@@ -177,12 +175,12 @@ class Leader:
     async def _blame(self) -> None:
         failure = self.group.failure
         if failure and failure.by_engine:
-            with contextlib.suppress(TimeoutError):  # then it waits for a leader
+            with contextlib.suppress(TimeoutError):  # a follower that does not leave waits for the next leader
                 async with asyncio.timeout(LEFT_S):
                     await self.group.blame(failure.rank)
 
     def _words_of(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
-        """Why another round is worth it; a smaller plan where memory ran out here. Raises the error where none is."""
+        """Say why another round may come up, with a smaller plan if memory ran out here. Raises the error if not."""
         if isinstance(outcome, Failure):
             if outcome.by_engine:
                 message = f"the group did not become ready: {outcome.words}"
@@ -204,6 +202,6 @@ class Leader:
         self.group.end(words)
         served.report.phase(Phase.RESTARTING, words)
         served.report.error("group_restarts", f"all hosts start anew: {words}")
-        await served.host.detach(grace_s=0.0)  # without one of its hosts an engine finishes nothing
+        await served.host.stop_current(grace_s=0.0)  # without one of its hosts an engine cannot finish a request
         served.host.count_restart()
         await asyncio.sleep(_RESTART.delay_s(max(1, self._row)))

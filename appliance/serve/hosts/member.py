@@ -1,4 +1,4 @@
-"""What the hosts of a group tell each other: one document a second from each follower, and the leader's answer."""
+"""The two documents of a group: the report that each follower sends every second, and the leader's answer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from appliance.documents import load, read
 from appliance.engines.gpus import asked_for, judged
 from appliance.probe import Gpu, Hardware
-from appliance.serve.served_model import ServedModel
+from appliance.serve.model.served_model import ServedModel
 from appliance.values import dataclass
 
-_NAME_MAX = 253  # of a host, in DNS
+_NAME_MAX = 253  # longest name of a host in DNS
 _TOKEN_MAX = 64
 _ENDED_MAX = 4096  # bytes
 _GPUS_MAX = 64
 _NUMBER_MAX = 2**40  # MiB and the like
-DOCUMENT = "group"  # of the gateway: /appliance/v1/group
+DOCUMENT = "group"  # its name at the gateway: /appliance/v1/group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """One host. `token` tells two processes apart that say the same rank."""
+class FollowerStatus:
+    """One host. `token` distinguishes two processes with the same rank."""
 
     rank: int
     nodes: int
@@ -34,37 +34,37 @@ class Member:
     model: str  # digest
     gpus: tuple[Gpu, ...]
     shm_mib: int | None = None
-    round: str = ""  # whose engine it runs; none while it is empty
+    round: str = ""  # the round whose engine it runs; empty: none
     ended: str = ""  # why that engine ended
     is_leaving: bool = False
 
     @property
     def chips(self) -> str:
-        """As in "SM 90", or "no GPU"."""
+        """The chips in words: "SM 90", or "no GPU"."""
         found = sorted({gpu.sm or "unknown" for gpu in self.gpus})
         return f"SM {', '.join(found)}" if found else "no GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Word:
-    """Of the leader. A follower whose round is another stops its engine, and starts that of `round` by `plan`."""
+class LeaderReply:
+    """The leader's answer. A follower in another round stops its engine, then starts `plan` for `round`."""
 
     message: str
     round: str = ""
     is_ready: bool = False  # the whole group answers
-    was_ready: bool = False  # in this round or an earlier one: what fails now may go well the next time
-    blames: int | None = 0  # the rank by whose engine this round is over; 0: no follower's; None: not known yet
-    leader: str = ""  # address and port that the engine's processes meet at
+    was_ready: bool = False  # in this round or an earlier one, so a failure now may be temporary
+    blames: int | None = 0  # rank of the follower whose engine ended this round; 0: none; None: not known yet
+    leader: str = ""  # address and port at which the engine's processes meet
     port: int = 0
     plan: dict[str, Any] | None = None
 
 
-def parse_member(data: bytes) -> Member:
-    """Raises ValueError, also for what no host says: its words are logged, and its numbers planned with."""
-    return read(Member, load(data), rules={Member: _is_host, Gpu: _is_gpu})
+def parse_member(data: bytes) -> FollowerStatus:
+    """Parse a report. Raises ValueError for impossible values too: texts are logged, and numbers planned with."""
+    return read(FollowerStatus, load(data), rules={FollowerStatus: _is_host, Gpu: _is_gpu})
 
 
-def _is_host(member: Member) -> bool:
+def _is_host(member: FollowerStatus) -> bool:
     words = (member.name, member.token, member.build, member.cell, member.model, member.round)
     return (
         all(word.isprintable() and len(word) <= _NAME_MAX for word in words)
@@ -94,7 +94,7 @@ def _is_size(number: float | None) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """No half of a surrogate pair, which no answer could be encoded with."""
+    """True without half of a surrogate pair, which no answer could be encoded with."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -103,18 +103,19 @@ def _is_text(text: str) -> bool:
 
 
 def shortened(words: str) -> str:
-    """As `ended` may be: an engine's last line may be of any length, and of any bytes."""
+    """Shorten a text for `ended`: an engine's last line may have any length and any bytes."""
     return words.encode(errors="replace")[:_ENDED_MAX].decode(errors="ignore")
 
 
-def parse_word(data: bytes) -> Word:
-    """Raises ValueError."""
-    return read(Word, load(data))
+def parse_word(data: bytes) -> LeaderReply:
+    """Parse the leader's answer. Raises ValueError."""
+    return read(LeaderReply, load(data))
 
 
-def member_of(served: ServedModel, token: str) -> Member:
+def member_of(served: ServedModel, token: str) -> FollowerStatus:
+    """Describe this host with its model and its GPUs."""
     settings, image, hardware = served.settings, served.inputs.image, served.hardware
-    return Member(
+    return FollowerStatus(
         rank=settings.node_rank,
         nodes=settings.nodes,
         token=token,
@@ -135,17 +136,17 @@ def _gpus_of(served: ServedModel) -> tuple[Gpu, ...]:
 
 
 def _described(gpu: Gpu, hardware: Hardware) -> Gpu:
-    """As another host can plan with it: memory that is the host's is that host's."""
+    """Describe a GPU for planning on another host: unified memory counts as its own."""
     if not gpu.is_unified:
         return replace(gpu, holders=())
     memory = hardware.memory
     return replace(gpu, vram_total_mib=memory.total_mib, vram_free_mib=memory.usable_mib, is_unified=False, holders=())
 
 
-def why_refused(leader: Member, member: Member) -> str | None:
-    """In words; None for a host that belongs to the leader's group."""
+def why_refused(leader: FollowerStatus, member: FollowerStatus) -> str | None:
+    """Say why a host is refused; None if it belongs to the leader's group."""
     if member.nodes != leader.nodes:
-        return f"it was told of {member.nodes} hosts, and the leader of {leader.nodes}"
+        return f"its number of hosts is {member.nodes}, and the leader's {leader.nodes}"
     if not 0 < member.rank < leader.nodes:
         return f"its node rank is {member.rank}: followers of {leader.nodes} hosts are 1 to {leader.nodes - 1}"
     if member.build != leader.build:

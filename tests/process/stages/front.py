@@ -11,10 +11,11 @@ from typing import Any
 import aiohttp
 
 from appliance.console.report import Report
-from appliance.serve.listen import open_gateway
+from appliance.serve.gateway.listen import open_gateway
+from appliance.serve.gateway.stop import stoppable
+from appliance.serve.model.served_model import ServedModel
+from appliance.serve.open.open import open_slot
 from appliance.serve.run import serve_model
-from appliance.serve.served_model import ServedModel, open_model
-from appliance.serve.stop import stoppable
 from appliance.settings import load_settings
 from tests.ports import free_port
 from tests.process.stages.boot import Home, short_folder
@@ -52,14 +53,16 @@ async def front_of(home: Home, *, stall_timeout_s: float, patience_s: float) -> 
         more = {"port": str(free_port()), "drain_s": "0.1", "stall_timeout_s": str(stall_timeout_s)}
         environment = home.environment(runtime_dir, **more)
         report = Report("json", StringIO())
-        served = open_model(load_settings({}, environment), environment, report)
+        slot = open_slot(load_settings({}, environment), environment, report)
+        served = slot.served
+        assert served is not None
         served.patience_s = patience_s
         async with (
             asyncio.timeout(300),
-            stoppable(report, served),
-            open_gateway(served.settings, report, served) as gateway,
+            stoppable(report, slot),
+            open_gateway(slot.settings, report, slot) as gateway,
         ):
-            serving = asyncio.create_task(serve_model(served, gateway.backends[0]))
+            serving = asyncio.create_task(serve_model(slot, gateway.backends[0]))
             front = Front(f"http://127.0.0.1:{gateway.port}", home.key, served)
             try:
                 while (await front.ask("GET", "/health/ready"))[0] != 200:

@@ -26,8 +26,9 @@ from appliance.gateway.app import create_app
 from appliance.gateway.clients.auth import Keys
 from appliance.gateway.engine.backend import Backend
 from appliance.gateway.server import Gateway
-from appliance.serve.engine_host import EngineHost
-from appliance.serve.idle_tuner import IdleTuner
+from appliance.serve.background.idle_tuner import IdleTuner
+from appliance.serve.model.engine_host import EngineHost
+from appliance.serve.model.tuning_state import TuningState
 from appliance.supervisor import Restart, Supervisor
 from tests.process.stages.gateway import KEY
 from tests.process.stages.supervisor import fake_command
@@ -93,6 +94,7 @@ class IdleStage:
     host: EngineHost[FakePlan]
     gateway: Gateway
     log: StringIO
+    tuning: TuningState = field(default_factory=TuningState)
 
     def tuner(
         self,
@@ -113,6 +115,7 @@ class IdleStage:
             traffic=self.backend.traffic,
             upstream=self.backend.upstream,
             report=self.report,
+            tuning=self.tuning,
             measure=measure,
             why_no_room=why,
             as_error=as_error,

@@ -12,9 +12,9 @@ import pytest
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
 from appliance.model import read_model
 from appliance.reference import refuse_artifact
-from appliance.serve.inputs import read_draft_model
-from appliance.serve.which import Located, which_model
+from appliance.selection.request import which_model
 from appliance.settings import HubSettings, Settings, resolve_settings
+from appliance.start.inputs import Located, read_draft_model
 from appliance.weights.stores.stores import (
     Store,
     StoredModel,

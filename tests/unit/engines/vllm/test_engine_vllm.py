@@ -12,7 +12,7 @@ from appliance.engines.engine import Install
 from appliance.engines.vllm.process import facts as vllm_facts
 from appliance.errors import ConfigError, EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts, dump_facts, parse_engine_facts
-from appliance.serve.inputs import load_engine
+from appliance.start.image import load_engine
 from tests.builders import IMAGE
 
 ROOT = Path(__file__).parents[4]

@@ -16,8 +16,8 @@ from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.model.architecture.facts import CALLS_TOOLS, REASONS
 from appliance.plan import Plan
-from appliance.serve.beside import with_beside
 from appliance.settings import resolve_settings
+from appliance.start.attachments import with_attachments
 from tests.golden.vllm_plans import arguments, engine_facts, hardware, inputs
 from tests.shapes.folders import folder_model
 
@@ -184,7 +184,7 @@ def test_a_template_of_the_user_decides_in_place_of_the_folder_s(tmp_path: Path)
     own = tmp_path / "own.jinja"
     own.write_text(CODER)
     settings = resolve_settings({"chat_template_file": str(own)}, {})
-    model = with_beside(as_given(HERMES, CALL), settings)
+    model = with_attachments(as_given(HERMES, CALL), settings)
     assert parsers_of(model, FACTS, ()).tools == "qwen3_xml"
 
 

@@ -11,8 +11,8 @@ from appliance.errors import FatalError as ApplianceError
 from appliance.image_facts import ImageFacts, parse_image_facts
 from appliance.probe import as_document
 from appliance.probe.machine.described import parse_machine
-from appliance.serve.checks import check_supported
 from appliance.settings import resolve_settings
+from appliance.start.checks import check_supported
 from images import __main__ as command
 from images.choice import described, select
 from images.errors import FatalError, MatrixError

@@ -1,0 +1,1 @@
+"""Preview a start for `appliance plan`: what it would serve, without starting anything."""

@@ -1,0 +1,1 @@
+"""The work beside serving: idle tuning, drift, bandwidths, memory, other programs."""

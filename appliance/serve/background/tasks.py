@@ -1,0 +1,247 @@
+"""Work beside serving: measuring in idle time, and probes that tell whether the profile still holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from appliance.engines.engine import Space
+from appliance.errors import FatalError, VolumeError
+from appliance.plan import Plan
+from appliance.probe import probe
+from appliance.profile import Profile, wants_more
+from appliance.race import first_of
+from appliance.serve.model.needs import is_due, needs_measuring
+from appliance.serve.model.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from appliance.gateway.engine.backend import Backend
+    from appliance.profile.drift import Drift, DriftState
+    from appliance.serve.background.bandwidths import Bandwidths
+    from appliance.tune.session import TuningSession
+
+
+class BackgroundTasks:
+    """The work beside serving of one model. What is found is written to the ServedModel and its `tuning`."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self._session_before: TuningSession | None = None  # when this sitting began
+        self._needs_bandwidths = served.settings.tune != "off" and served.hardware.speeds is None
+        self._bandwidths: Bandwidths | None = None
+        self._alone = asyncio.Lock()  # held by a probe, and while bandwidths are measured: they would slow each other
+        self._more: tuple[Profile, bool] | None = None  # a profile, and True if the mode wants more than it has
+
+    async def run(self, backend: Backend) -> None:
+        """Work beside serving. Never returns. Raises FatalError if an engine does not come back."""
+        for ended in await first_of(self._run(backend), self._served.unkept.write()):
+            if not ended.cancelled():
+                ended.result()  # neither ends but by an error
+
+    async def _run(self, backend: Backend) -> None:
+        served = self._served
+        await first_of(self._know_machine(backend), served.tuning.wanted_now.wait())
+        while True:
+            if served.settings.tune == "idle" and (needs_measuring(served) or await self._wants_more(served.profile)):
+                await self._tune(backend)
+            await self._know_machine(backend)
+            await self._unless_hurried(self._look_at_machine(backend))
+            if served.settings.tune != "idle" or not needs_measuring(served):
+                served.tuning.wanted_now.clear()
+                await self._unless_hurried(self._know_machine_at_last(backend))
+
+    async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, and end it as soon as a client waits for measuring."""
+        working, _ = await first_of(work, self._served.tuning.wanted_now.wait())
+        if not working.cancelled():
+            working.result()
+
+    async def _know_machine(self, backend: Backend, *, waits: bool = False) -> None:
+        """Measure the machine's bandwidths once, for the next start; tuning that a client waits for goes first.
+
+        On a busy machine they stay unknown, unless `waits`.
+        """
+        if not self._needs_bandwidths:
+            return
+        from appliance.serve.background.bandwidths import Bandwidths  # here: needed once on a machine, by no start
+
+        self._bandwidths = found = self._bandwidths or Bandwidths(self._served, alone=self._alone)
+        await (found.until_known if waits else found.measure)(backend.traffic)
+
+    async def _look_at_machine(self, backend: Backend) -> None:
+        """Find out whether the profile holds, which may take hours on a busy machine; and the bandwidths."""
+        for ended in await first_of(self._watch_drift(backend), self._know_machine_at_last(backend)):
+            if not ended.cancelled():
+                ended.result()
+
+    async def _know_machine_at_last(self, backend: Backend) -> None:
+        await self._know_machine(backend, waits=True)
+        await asyncio.Event().wait()
+
+    async def _wants_more(self, profile: Profile | None) -> bool:
+        """True if this mode may need a context length that no measured plan has."""
+        served = self._served
+        mode, budget_s = served.settings.mode, served.settings.budget_s
+        if profile is None or mode == profile.mode or served.store.is_pinned(profile.key.id):
+            return False
+        # Kept: the question makes every plan there is, and is asked again for the same profile.
+        if self._more is None or self._more[0] != profile:
+            space = served.start.space(profile.kv_checks)
+            found = await asyncio.to_thread(wants_more, profile, mode, space, budget_s=budget_s)
+            self._more = profile, found
+        return self._more[1]
+
+    async def _tune(self, backend: Backend) -> None:
+        # here: a start from a profile that holds never needs it
+        from appliance.serve.background.idle_tuner import IdleTuner
+
+        served = self._served
+        tuning = served.tuning
+        tuner: IdleTuner[Plan] = IdleTuner(
+            host=served.host,
+            traffic=backend.traffic,
+            upstream=backend.upstream,
+            report=served.report,
+            tuning=tuning,
+            measure=self._measure,
+            why_no_room=self._why_no_room,
+            as_error=served.start.engine.as_error,
+            idle_s=served.settings.idle_s,
+            need_s=self._need_s,
+            gained=self._gained,
+            what_else_works=served.what_crowds,
+            until_crowded=served.until_crowded,
+        )
+        tuning.is_busy = False
+        before, variants = served.profile, served.inputs.kernels.variants
+        try:
+            await tuner.run()
+        finally:
+            tuning.is_busy = None  # after a lack as well, which begins all of this anew
+        tuning.why_not_best = tuner.why_given_up
+        tuning.wanted_now.clear()
+        # Other kernels have to be measured anew.
+        has_same_kernels = served.inputs.kernels.variants == variants
+        tuning.is_given_up = served.profile is before and has_same_kernels
+        tuning.failure = tuner.failure
+        tuning.was_measured = not tuning.is_given_up and has_same_kernels
+        tuning.drift = None
+
+    def _need_s(self) -> float:
+        """Predict the time for a load and one measurement at the workload's depth, from the plan that serves."""
+        from appliance.tune.figures.workload import parse_mix
+        from appliance.tune.trials.run_trial import DECODE_TOKENS  # here, both: a start from a profile never needs them
+
+        host, settings = self._served.host, self._served.settings
+        speed = host.plan.speed if host.plan else None
+        if host.plan is None or speed is None:
+            return host.load_s
+        depth = min(parse_mix(settings.workload).depth, host.plan.context)
+        return host.load_s + depth / speed.prefill_tokens_per_s + DECODE_TOKENS / speed.decode_tokens_per_s
+
+    def _gained(self) -> int:
+        """How much this sitting has kept."""
+        session = self._served.session
+        return session.gained if session is not None and session is not self._session_before else 0
+
+    async def _measure(self, is_alone: bool) -> Plan | None:
+        """Measure and return the best plan; None while another container measures for the same key.
+
+        Its profile is used later, or by the next start.
+        """
+        # here: a start from a profile that holds never needs it
+        from appliance.serve.engine.choose_plan import use_profile
+        from appliance.serve.engine.kernels import check_runner_up, plan_without
+        from appliance.serve.engine.measure import measure, measure_more
+
+        served = self._served
+        self._session_before = served.session
+        with served.store.tuning(served.key) as is_ours:
+            if not is_ours:
+                return None
+            found = served.store.load(served.key)
+            if found is not None and is_due(served, found):
+                found = None  # it is measured anew
+            if found is not None and not await self._wants_more(found):
+                return use_profile(served, found)
+            await check_runner_up(served)
+            beside = None if is_alone else await self._space_now()
+            try:
+                if found is not None:
+                    return use_profile(served, await measure_more(served, found, beside=beside))
+                served.profile = await measure(served, shows_phase=False, beside=beside)
+            except FatalError as error:
+                return await plan_without(served, served.inputs.kernels.variant, error)
+            return served.profile.plan
+
+    async def _space_now(self) -> Space:
+        """Return the plans for the memory that is free beside the engine that serves."""
+        served = self._served
+        hardware = await asyncio.to_thread(probe, served.settings.data_dir, served.environment)
+        return served.start.on(hardware).space()
+
+    async def _why_no_room(self, plan: Plan | None) -> str:
+        """Say why free memory holds no second engine beside the one that serves; "" if it does."""
+        served = self._served
+        wanted = plan or served.host.plan
+        if wanted is None:
+            return "no plan serves"
+        if plan is None and served.profile is not None and not is_due(served, served.profile):
+            mode = served.settings.mode
+            return f"mode '{mode}' may want a context that fits only in place of the engine that serves"
+        try:
+            found = (await self._space_now()).now(wanted)
+        except FatalError as error:  # a device that is gone: no reason to end serving
+            return error.message
+        return found if isinstance(found, str) else ""
+
+    async def _watch_drift(self, backend: Backend) -> None:
+        """Probe until it is known whether the profile holds. The result is logged; a stale profile is marked."""
+        served = self._served
+        profile, plan = served.profile, served.host.plan
+        if profile is None or plan is None:
+            return
+        # here: a start compares nothing before its engine serves
+        from appliance.serve.background.drift_monitor import PROBE_AFTER_S, DriftMonitor
+
+        def tell(state: DriftState | None) -> None:
+            served.tuning.drift = state
+
+        monitor = DriftMonitor(
+            profile,
+            plan,
+            served.start.engine,
+            served.command(plan, backend.upstream.socket_path),
+            traffic=backend.traffic,
+            report=served.report,
+            watch=served.watch,
+            alone=self._alone,
+            on_state=tell,
+            after_s=min(PROBE_AFTER_S, served.settings.idle_s),
+        )
+        await self._keep_drift(profile, await monitor.run())
+
+    async def _keep_drift(self, profile: Profile, drift: Drift) -> None:
+        from appliance.profile.drift import DriftState  # here: a start compares nothing before its engine serves
+
+        report, tune, id_ = self._served.report, self._served.settings.tune, profile.key.id
+        if drift.note:
+            report.info("profile_faster", f"profile {id_}: {drift.note}")
+        if drift.state is DriftState.UNDECIDED:
+            return
+        if drift.state is DriftState.VALID and not (drift.note and profile.disturbance):
+            report.info("profile_holds", f"profile {id_} is valid: {drift.words}")
+            return
+        then = {
+            "first": "measured again at the next start on a quiet machine",
+            "idle": "measured again in idle time",
+        }
+        # Figures that other programs disturbed may be too slow: without them another plan may be the best.
+        is_stale = drift.state is DriftState.STALE
+        why = drift.words if is_stale else f"{drift.note}; {profile.disturbance} when it was measured"
+        report.warning("profile_stale", f"profile {id_} is stale: {why}; {then.get(tune, 'kept')}")
+        try:
+            await asyncio.to_thread(self._served.store.mark_stale, profile, why)
+        except VolumeError as error:  # serving goes on; the next start finds out again
+            report.warning("profile_not_marked", error.message)

@@ -1,0 +1,157 @@
+"""Measure, and keep the profile. A start from a profile never imports this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.console.report import Report
+from appliance.engines.engine import Space
+from appliance.errors import ConfigError, FatalError, VolumeError
+from appliance.probe import gpu_uuids
+from appliance.profile import Key, Profile, ProfileStore
+from appliance.profile.from_tuning import make_profile, measured_of, with_more
+from appliance.serve.engine.kernels import check_kernels, check_runner_up, plan_without
+from appliance.serve.model.served_model import ServedModel
+from appliance.start.inputs import used_gpus
+from appliance.tune.checkpoint import Partial
+from appliance.tune.session import MORE_PLANS, TuningSession
+from appliance.tune.trials.engine import Bench
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialOf:
+    """A `PartialStore` for one key. Results that the volume cannot take stay in memory for the next session."""
+
+    served: ServedModel
+    key: Key
+
+    def load(self) -> Partial:
+        """Return the results of unfinished sessions."""
+        unkept = self.served.unkept
+        return unkept.partial if unkept.key == self.key and unkept.partial else self.served.store.kept(self.key)
+
+    def save(self, partial: Partial) -> None:
+        """Keep the results. Raises VolumeError if memory is not enough, since nothing is served."""
+        try:
+            self.served.store.keep(self.key, partial)
+        except VolumeError as error:
+            self.served.unkept.hold(self.key, error, partial=partial)
+        else:
+            self.served.unkept.partial = None
+
+
+async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Space | None = None) -> Profile:
+    """Measure and return the profile, saved. It is held in memory if it is served and the volume is full.
+
+    `beside` has the plans that fit the memory beside the engine that serves. Raises the engine's error if nothing could
+    be measured.
+    """
+    session = served.session = _session(served, shows_phase=shows_phase, beside=beside)
+    result = await session.run()
+    before = served.store.peek(served.key) if result.tuned.disturbance else None
+    gpus = gpu_uuids(served.hardware, used_gpus(served.inputs))
+    profile = make_profile(result, key=served.key, settings=served.settings, gpu_uuids=gpus, before=before)
+    is_kept = _keep(served, profile)
+    _tell(served.store, profile, served.report, is_kept=is_kept)
+    served.measured_here = profile
+    return profile
+
+
+async def measure_more(served: ServedModel, profile: Profile, *, beside: Space | None = None) -> Profile:
+    """Measure more for the mode that is set, if it needs a context length that no measured plan has.
+
+    Returns the profile with the additional plans, saved as `measure` does.
+    """
+    report, mode, id_ = served.report, served.settings.mode, profile.key.id
+    session = served.session = _session(served, shows_phase=False, beside=beside)
+    words = f"profile {id_} was measured for mode '{profile.mode}': up to {MORE_PLANS} more for '{mode}'"
+    report.info("tune_more", words, profile=id_)
+    widened = with_more(profile, await session.widen(measured_of(profile)), mode)
+    _keep(served, widened)
+    count = len(widened.plans) - len(profile.plans)
+    report.info("tuned_more", f"measured {count} more for mode '{mode}'", profile=id_)
+    served.measured_here = widened
+    return widened
+
+
+async def measure_alone(served: ServedModel) -> None:
+    """Measure without serving.
+
+    Raises ConfigError (10) for a model that makes no text, for a pinned profile, which would stay as it is, and while
+    another container measures for the same key: each would disturb the other.
+    """
+    model = served.inputs.model
+    served.unkept.is_enough = False
+    if model.is_embedding_model:
+        message = f"nothing can be measured: {model.title} gives {model.gives}, not text"
+        raise ConfigError(message, hint="serve it: its plan is the prediction")
+    _refuse_pinned(served)
+    with served.store.tuning(served.key) as is_ours:
+        if not is_ours:
+            message = "another container on this volume is measuring for the same key"
+            raise ConfigError(message, hint="wait for it; its profile will serve both")
+        await check_kernels(served)
+        while True:
+            await check_runner_up(served)
+            try:
+                await measure(served)
+            except FatalError as error:
+                await plan_without(served, served.inputs.kernels.variant, error)
+            else:
+                return
+
+
+def _session(served: ServedModel, *, shows_phase: bool, beside: Space | None) -> TuningSession:
+    start = served.start
+    return TuningSession(
+        start.inputs,
+        Bench(engine=start.engine, install=start.install, socket_path=served.trial_socket),
+        space=start.space,
+        store=PartialOf(served=served, key=start.key),
+        watch=served.watch,
+        report=served.report,
+        shows_phase=shows_phase,
+        beside=beside,
+    )
+
+
+def _keep(served: ServedModel, profile: Profile) -> bool:
+    """Save the profile. False if another one stays. Raises VolumeError if nothing is served from memory."""
+    try:
+        is_kept = served.store.save(profile)
+    except VolumeError as error:
+        served.unkept.hold(profile.key, error, profile=profile)
+        return True
+    served.unkept.clear()
+    return is_kept
+
+
+def _tell(store: ProfileStore, profile: Profile, report: Report, *, is_kept: bool) -> None:
+    pinned = store.pinned(profile.key)
+    if pinned is not None:
+        words = f"profile {pinned.key.id} is pinned and stays the one used; `appliance profiles unpin` ends that"
+        report.warning("profile_pinned", words, profile=pinned.key.id)
+    if profile.disturbance:
+        stays = "" if is_kept else ", and the profile that is there stays"
+        words = f"something else was at work while this was measured: {profile.disturbance}; provisional{stays}"
+        report.warning("provisional", words)
+    words = f"chose {profile.plan.key} in {profile.seconds:.0f} s: {profile.speed}; stopped: {profile.stopped_by}"
+    report.info("tuned", words, profile=profile.key.id, stopped_by=profile.stopped_by)
+
+
+def _refuse_pinned(served: ServedModel) -> None:
+    """Raise ConfigError (10) for a pinned profile before the budget is spent.
+
+    Another build's pinned profile is only warned of: the new one is kept under its own key.
+    """
+    store, key = served.store, served.key
+    pinned = store.pinned(key)
+    if store.stays(key):
+        message = f"profile is pinned, and what is measured would not be kept: {key.id}"
+        raise ConfigError(message, hint=f"`appliance profiles unpin {key.id}` lets it be measured again")
+    if pinned is not None:
+        words = (
+            f"profile {pinned.key.id} of build {pinned.key.parts.get('build')} is pinned: what is measured is kept "
+            "beside it, and used when `appliance profiles unpin` has ended that"
+        )
+        served.report.warning("profile_pinned", words, profile=pinned.key.id)

@@ -1,0 +1,1 @@
+"""The models as clients see them: slots, their documents, the listening gateway, and the order of a stop."""

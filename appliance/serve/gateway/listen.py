@@ -1,0 +1,110 @@
+"""The gateway in front of the models: opened before any engine is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from appliance.console.report import Report
+from appliance.errors import ConfigError
+from appliance.probe.machine.network import why_unreachable
+from appliance.serve.gateway.slot import ModelSlot
+from appliance.settings import Settings
+from appliance.values import dataclass
+from appliance.volume import read_or_make_key
+
+if TYPE_CHECKING:
+    from appliance.gateway.engine.backend import Backend
+    from appliance.gateway.server import Gateway
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPart:
+    """The additional documents and actions on a host of a group. The fields are those of `Backend`."""
+
+    documents: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    actions: Mapping[str, Callable[[bytes], tuple[int, dict[str, Any]]]] = field(default_factory=dict)
+    elsewhere: str | None = None
+
+
+@asynccontextmanager
+async def open_gateway(
+    settings: Settings, report: Report, *slots: ModelSlot, part: HostPart | None = None
+) -> AsyncIterator[Gateway]:
+    """Listen at once, so that clients are told what a start is doing; drain before any engine is stopped.
+
+    The gateway has one backend a slot, in their order. `settings` give address and key.
+    """
+    key = _key(settings, report)
+    # here: at the top uvicorn would delay the engine's start
+    from appliance.gateway.app import create_app
+    from appliance.gateway.clients.auth import Keys
+    from appliance.gateway.server import Gateway
+
+    app = create_app([_backend(slot, part) for slot in slots], keys=Keys(frozenset({key})) if key else None)
+    gateway = await Gateway.open(app, settings.host, settings.port)
+    for slot, backend in zip(slots, gateway.backends, strict=True):
+        slot.connect(backend.upstream)
+    report.info("listening", f"listening on {settings.host}:{gateway.port}", port=gateway.port)
+    if words := why_unreachable(settings.host):
+        source = settings.sources.get("host", "default")
+        report.warning("only_inside", f"{words}; set host to 0.0.0.0, or leave it out ({source})")
+    address = settings.address_path
+    _write_address(settings, gateway.port)
+    try:
+        yield gateway
+    finally:
+        address.unlink(missing_ok=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(gateway.drain(settings.drain_s))
+
+
+def _write_address(settings: Settings, port: int) -> None:
+    path = settings.address_path
+    try:
+        path.write_text(f"{settings.host} {port}\n", encoding="ascii")
+    except OSError as error:
+        source = settings.sources.get("runtime_dir", "default")
+        why = (error.strerror or str(error)).lower()
+        message = f"setting runtime_dir names a folder that cannot be written: {path.parent} ({source}): {why}"
+        raise ConfigError(message, hint="with a read-only root, start it with --tmpfs /tmp") from error
+
+
+def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
+    from appliance.gateway.engine.backend import Backend  # here: at the top it would delay the engine's start
+
+    engine = slot.contents.engine
+    path = engine.kv_use_path
+    return Backend(
+        name=slot.name,
+        socket_path=slot.socket_path,
+        routes=engine.routes,
+        errors=engine.errors,
+        checks_model_name=engine.checks_model_name,
+        dropped_headers=engine.dropped_headers,
+        progress=lambda: slot.report.progress,
+        documents={**slot.documents(), **(part.documents if part else {})},
+        actions={"tuning": lambda _body: slot.measure_now(), **(part.actions if part else {})},
+        elsewhere=part.elsewhere if part else None,
+        listed=slot.listed,
+        engine_restarts=lambda: slot.restarts,
+        gauges=engine.load_gauges,
+        slots=lambda: slot.plan.parallel if slot.plan else 0,
+        kv_use=(path, partial(_kv_use, slot)) if path else None,
+    )
+
+
+def _kv_use(slot: ModelSlot, answer: bytes) -> float | None:
+    return slot.contents.engine.parse_kv_use(answer, slot.plan) if slot.plan else None
+
+
+def _key(settings: Settings, report: Report) -> str | None:
+    if not settings.auth:
+        report.warning("auth_off", "authentication is off: anyone who reaches the port can use the model")
+        return None
+    return read_or_make_key(settings.key_path)

@@ -1,0 +1,1 @@
+"""One served model as data, with the engine process that serves it."""

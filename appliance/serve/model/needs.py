@@ -1,0 +1,39 @@
+"""The need to measure a served model, judged by its profile, its store and its tuning so far."""
+
+from __future__ import annotations
+
+from appliance.errors import VolumeError
+from appliance.profile import Profile
+from appliance.profile.at_start import TRIES
+from appliance.serve.model.served_model import ServedModel
+
+
+def needs_measuring(served: ServedModel) -> bool:
+    """True if the model makes text, measuring was not given up, and the profile is missing or does not hold."""
+    is_possible = not (served.inputs.model.is_embedding_model or served.tuning.is_given_up)
+    return is_possible and is_due(served, served.profile)
+
+
+def is_due(served: ServedModel, profile: Profile | None) -> bool:
+    """True if there is no profile, or if it is stale or provisional and not pinned."""
+    if profile is None:
+        return True
+    if served.store.is_pinned(profile.key.id):
+        return False
+    # A machine that is always busy must not be measured again and again: once in a process, and at most twice.
+    may_try_again = profile.disturbed_times < TRIES and not served.tuning.was_measured
+    is_provisional = profile.disturbance is not None and may_try_again
+    return is_provisional or served.store.why_stale(profile) is not None
+
+
+def begin_again(served: ServedModel) -> bool:
+    """Begin anew if measuring was given up only for the volume, and the volume can be written again."""
+    if not served.tuning.is_given_up or not isinstance(served.tuning.failure, VolumeError):
+        return False
+    try:
+        with served.store.tuning(served.key):
+            served.tuning.is_given_up = False
+    except VolumeError:
+        return False
+    served.tuning.wanted_now.set()
+    return True

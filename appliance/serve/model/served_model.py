@@ -1,0 +1,195 @@
+"""One served model as data: what it was started with, its engine, and what is known of it now. It owns no task."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.command import Command
+from appliance.console.report import Report
+from appliance.engines.engine import Host, Inputs, Node, Space
+from appliance.model import plain_name
+from appliance.plan import Allocated, KvCheck, MemoryPeak, Plan
+from appliance.probe import Hardware
+from appliance.profile import Key, Profile, ProfileStore
+from appliance.serve.model.demand import PATIENCE_S, EngineDemand
+from appliance.serve.model.engine_host import EngineHost
+from appliance.serve.model.engine_log import EngineLogs
+from appliance.serve.model.memory_kills import MemoryKills
+from appliance.serve.model.tuning_state import TuningState
+from appliance.serve.model.unkept import Unkept
+from appliance.settings import Settings
+from appliance.start.checks import usable_gpus
+from appliance.start.inputs import StartInputs
+from appliance.values import dataclass
+from appliance.volume import hold_files
+
+if TYPE_CHECKING:
+    from appliance.gateway.engine.upstream_pool import UpstreamPool
+    from appliance.probe.load.conditions import Conditions
+    from appliance.probe.load.watch import Watch
+    from appliance.tune.session import TuningSession
+
+WATCHED_S = 1.0  # to see whether other programs work: less than half of it tells nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyEngine:
+    """An engine that became ready. A restart or another engine makes another one."""
+
+    plan: Plan
+    pid: int | None
+    socket_path: Path
+
+
+class ServedModel:
+    """Made inside the running loop and passed to each step. Nothing is global: a process may have several, told apart
+    by `number`."""
+
+    def __init__(
+        self,
+        start: StartInputs,
+        environment: Mapping[str, str],
+        store: ProfileStore,
+        report: Report,
+        *,
+        number: int = 0,
+    ) -> None:
+        first, second, self.trial_socket = socket_paths(start.settings.runtime_dir, number)
+        self.memory_kills = MemoryKills(start, store, report)
+        self.start = start.with_memory_peaks(store).after_memory_kills(self.memory_kills.seen)
+        if (most_mib := self.start.inputs.host_mib_max) < math.inf:
+            report.warning("memory_kills", self.memory_kills.words(most_mib))
+        self._spaces: dict[tuple[KvCheck, ...], Space] = {}  # each is built once for these inputs
+        self.space = self._space_with(())
+        self.environment = environment
+        self.began_s = int(time.time())
+        self.store = store
+        self.report = report
+        self.socket_path = first
+        self.logs = EngineLogs(start.engine, report, restarts=start.settings.nodes == 1)
+        self.host: EngineHost[Plan] = EngineHost(
+            sockets=(first, second), command=self.command, supervise=self.logs.supervise
+        )
+        self.guard = start.engine.guard(start.install, self.inputs.image, self.hardware.cpu, report)
+        self.patience_s = PATIENCE_S  # how long a request waits for an engine that works and sends nothing
+        self.upstream: UpstreamPool | None = None  # of the gateway, once there is one
+        self.unkept = Unkept(store, report)
+        self.tuning = TuningState()
+        self.profile: Profile | None = None  # the plan is from it
+        self.measured_here: Profile | None = None  # the last one that this process measured
+        self.session: TuningSession | None = None  # the last one
+        self.ready: ReadyEngine | None = None  # the engine that became ready last
+        self.ready_changed = asyncio.Event()
+        self.allocated: Allocated | None = None  # by the engine that serves
+        self.gpu_memory: MemoryPeak | None = None  # that engine was seen to hold; None: not looked at, or unknown
+        self.slow_beside: str | None = None  # what slows that engine down; None: nothing does
+        self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
+
+    @property
+    def settings(self) -> Settings:
+        return self.start.settings
+
+    @property
+    def inputs(self) -> Inputs:
+        return self.start.inputs
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.start.inputs.hardware
+
+    @property
+    def key(self) -> Key:
+        return self.start.key
+
+    @property
+    def name(self) -> str:
+        """The name that clients use."""
+        return self.settings.alias or plain_name(self.inputs.model.path)
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names that clients may use."""
+        return (plain_name(self.inputs.model.path), *self.start.names)
+
+    @property
+    def space_of_profile(self) -> Space:
+        """The plans with the KV cache types that the profile has found harmless."""
+        return self._space_with(self.profile.kv_checks if self.profile else ())
+
+    def _space_with(self, kv_checks: tuple[KvCheck, ...]) -> Space:
+        if kv_checks not in self._spaces:
+            self._spaces[kv_checks] = self.start.space(kv_checks)
+        return self._spaces[kv_checks]
+
+    def _begin_with(self, start: StartInputs) -> None:
+        self.start, self._spaces = start, {}
+        self.space = self._space_with(())
+
+    def set_start(self, start: StartInputs) -> None:
+        """Plan with other kernels or other memory from here on. Other kernels have a profile of their own."""
+        has_other_key = start.key != self.start.key
+        self._begin_with(start)
+        if has_other_key:
+            self.profile = self.store.load(start.key)
+
+    def join(self, node: Node, hosts: tuple[Host, ...] = ()) -> None:
+        """Plan as one of several hosts, for one start of all of them; plans use the GPUs of `hosts` as well."""
+        install, inputs = replace(self.start.install, node=node), replace(self.inputs, hosts=hosts)
+        self._begin_with(replace(self.start, install=install, inputs=inputs))
+
+    def watch(self, *, with_gpus: bool = True) -> Watch:
+        """Return a watch for the work of other programs on the CPUs, and on the GPUs that this image can use."""
+        from appliance.probe.load.watch import Watch  # here: a start from a profile that holds never needs it
+
+        gpus = usable_gpus(self.inputs.image, self.hardware) if with_gpus else ()
+        return Watch(self.hardware, self.environment, gpus=gpus)
+
+    async def what_else_works(self) -> str:
+        """Look at the machine while our engine rests; returns what other programs do in words, empty if nothing."""
+        return (await self._look()).disturbance or ""
+
+    async def what_crowds(self) -> str:
+        """Look as `what_else_works`, and count only programs that take a large part of the machine."""
+        return (await self._look()).crowd or ""
+
+    async def until_crowded(self) -> str:
+        """Wait until other programs take a large part of the CPUs; returns the words for it."""
+        return await self.watch(with_gpus=False).until_crowded()
+
+    async def _look(self) -> Conditions:
+        async with self.watch() as watching:
+            await asyncio.sleep(WATCHED_S)
+        return watching.conditions
+
+    def set_ready(self, ready: ReadyEngine) -> None:
+        """Note an engine that became ready; what was seen of an earlier one is forgotten."""
+        self.ready, self.gpu_memory = ready, None
+        self.ready_changed.set()
+
+    def command(self, plan: Plan, socket_path: Path) -> Command:
+        """Return how an engine with this plan is started, with the requests that its supervisor counts."""
+        command = self.start.engine.command(plan, self.start.install, socket_path)
+        return replace(command, demand=EngineDemand(self, plan, socket_path))
+
+
+def files_of(inputs: Inputs) -> tuple[Path, ...]:
+    """Return all files that the engine may be given: weights, projector, adapters, draft model."""
+    model, draft = inputs.model, inputs.draft
+    projector = (model.projector.path,) if model.projector else ()
+    adapters = (adapter.path for adapter in model.adapters)
+    return (*model.parts, *projector, *adapters, *(draft.parts if draft else ()))
+
+
+def socket_paths(runtime_dir: Path, number: int) -> tuple[Path, Path, Path]:
+    """Return two sockets that serving engines use by turns, and one for the engine that is measured."""
+    # Short, since a socket's path has 107 bytes at most.
+    name = f"appliance-{os.getpid()}{f'-{number}' if number else ''}"
+    first, second, third = (runtime_dir / f"{name}{end}.sock" for end in ("", "b", "m"))
+    return first, second, third
