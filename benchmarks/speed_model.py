@@ -7,8 +7,8 @@ not `held_out`; the rest was never used for it, and is what the model is judged 
 the worst at most 40 %. Exit code 1 where one is missed. What this project measured itself, on a virtual machine whose
 bandwidth nobody knows, and rows that are `left_out` are compared as well and judged apart.
 
-`--spreads` prints what planning/intervals.py holds: by group, what 80 % of the fitted errors stay below. A group of few
-rows leans on all of them, as if it had FEW rows more of the whole. Fitted errors are smaller than those of other
+`--spreads` prints what planning/placement/intervals.py holds: by group, what 80 % of the fitted errors stay below. A
+group of few rows leans on all of them, as if it had FEW rows more of the whole. Fitted errors are smaller than those of other
 results, the more so the more constants there are: each group's are widened by the root of its degrees of freedom.
 """
 
@@ -34,7 +34,7 @@ import yaml
 from appliance.engines.llama.planning.hardware import assumptions
 from appliance.engines.llama.planning.hardware.devices import usable_devices
 from appliance.engines.llama.planning.hardware.rates import CpuRates, cpu_rates
-from appliance.engines.llama.planning.intervals import SPREADS, Group, group_of
+from appliance.engines.llama.planning.placement.intervals import SPREADS, Group, group_of
 from appliance.engines.llama.planning.placement.placement import upload_of
 from appliance.engines.llama.planning.placement.roofline import Roofline, costs_of, with_threads
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -315,7 +315,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="*", help="a glob over machine|model|quantization|test|...")
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--spreads", action="store_true", help="print the figures of planning/intervals.py alone")
+    parser.add_argument(
+        "--spreads", action="store_true", help="print the figures of planning/placement/intervals.py alone"
+    )
     options = parser.parse_args(argv)
     rows = compare(load_data(options.data), options.only)
     if options.spreads:

@@ -1,18 +1,20 @@
 """Step 2: what every engine's plan has. How plans are made is each engine's own: engines/<name>/."""
 
-from appliance.plan.allocated import Allocated
-from appliance.plan.choice import Choice
-from appliance.plan.compilation import Compilation
-from appliance.plan.costs import Costs
-from appliance.plan.device import Device
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, summary
 from appliance.plan.head import Head, LargerContext, head_of
-from appliance.plan.kernels import Kernels, RuledOut
-from appliance.plan.kv_check import KvCheck
-from appliance.plan.kv_pair import k_and_v
-from appliance.plan.launch import PREDICTED, KnobEffect, Launch
 from appliance.plan.memory_kill import MemoryKill, held_mib, most_mib, remembered
 from appliance.plan.memory_peak import CardPeak, MemoryPeak
+from appliance.plan.observed.allocated import Allocated
+from appliance.plan.observed.kv_check import KvCheck
+from appliance.plan.observed.shortage import Shortage
+from appliance.plan.parts.choice import Choice
+from appliance.plan.parts.compilation import Compilation
+from appliance.plan.parts.costs import Costs
+from appliance.plan.parts.device import Device
+from appliance.plan.parts.kernels import Kernels, RuledOut
+from appliance.plan.parts.kv_pair import k_and_v
+from appliance.plan.parts.launch import PREDICTED, KnobEffect, Launch
+from appliance.plan.parts.speeds import JobSpeed, SpeedAt, Speeds
 from appliance.plan.plan import (
     AGENT_CONTEXT,
     CHAT_TOKENS_IN,
@@ -44,8 +46,6 @@ from appliance.plan.plan import (
     with_measured,
 )
 from appliance.plan.prompts import LONG_PROMPTS, long_prompt
-from appliance.plan.shortage import Shortage
-from appliance.plan.speeds import JobSpeed, SpeedAt, Speeds
 from appliance.settings import CONTEXT_STEP
 
 __all__ = [

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.errors import printable
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.plan.plan import Plan
 from appliance.settings import SETTINGS, Settings
 

@@ -8,9 +8,9 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import Literal, TypeVar, get_args
 
-from appliance.plan.choice import Choice
-from appliance.plan.device import Device
-from appliance.plan.launch import Launch, Value
+from appliance.plan.parts.choice import Choice
+from appliance.plan.parts.device import Device
+from appliance.plan.parts.launch import Launch, Value
 from appliance.values import dataclass
 
 L = TypeVar("L", bound=Launch)

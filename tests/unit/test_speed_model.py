@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from appliance.engines.llama.planning.hardware.rates import card_rates, class_of, cpu_rates
-from appliance.engines.llama.planning.intervals import SPREADS
 from appliance.engines.llama.planning.memory.memory import layers_of
+from appliance.engines.llama.planning.placement.intervals import SPREADS
 from appliance.engines.llama.planning.placement.roofline import Roofline
 from appliance.model import Model
 from appliance.model.shapes.described import describe_shape

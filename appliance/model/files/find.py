@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from appliance.errors import ConfigError, ModelUnreadableError, printable
 from appliance.image_facts import is_projector
 from appliance.model.architecture.facts import Format
-from appliance.model.files.entries import ENTRIES_LIMIT, unreadable, why_no_target
 from appliance.model.files.leftovers import piece_of, why_empty_folder, why_no_weights, why_nothing
+from appliance.model.formats.entries import ENTRIES_LIMIT, unreadable, why_no_target
 from appliance.model.formats.parts import PART, plain_name
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from appliance.image_facts import is_projector
-from appliance.model.files.entries import ENTRIES_LIMIT, unreadable
+from appliance.model.formats.entries import ENTRIES_LIMIT, unreadable
 from appliance.model.formats.parts import PART, PARTS_LIMIT
 from appliance.system.disk import read_file
 from appliance.values import dataclass

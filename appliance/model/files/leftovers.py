@@ -14,7 +14,7 @@ from pathlib import Path
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
 from appliance.image_facts import is_projector
-from appliance.model.files.entries import ENTRIES_LIMIT
+from appliance.model.formats.entries import ENTRIES_LIMIT
 from appliance.model.formats.parts import PART, PARTS_LIMIT
 from appliance.model.formats.safetensors import missing_weights
 from appliance.system.disk import hint_of_empty

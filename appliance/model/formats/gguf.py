@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from appliance.errors import ModelUnreadableError
-from appliance.model.files.entries import why_no_target
+from appliance.model.formats.entries import why_no_target
 from appliance.model.formats.ggml_types import GGML_TYPES, REMOVED_TYPES, GgmlType
 from appliance.values import dataclass
 

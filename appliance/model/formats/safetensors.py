@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 from appliance.errors import ModelUnreadableError
-from appliance.model.files.entries import why_no_target
+from appliance.model.formats.entries import why_no_target
 from appliance.values import dataclass
 
 HEADER_LIMIT_BYTES = 16 * 1024 * 1024  # 73,000 tensors of one GPTQ file need 10 MiB

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from appliance.plan import PREDICTED, Compilation, Costs, KnobEffect
-from appliance.plan.launch import Phase, Value
+from appliance.plan.parts.launch import Phase, Value
 from appliance.tune.figures.workload import EXCESS_WEIGHT, Mix, Workload
 from appliance.tune.search.refit import Job, Late, Term
 

@@ -14,7 +14,6 @@ from typing import Literal
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
 from appliance.model import Format, list_models, plain_name, why_nothing
-from appliance.model.files.entries import ENTRIES_LIMIT
 from appliance.model.files.find import find_projector
 from appliance.model.files.hub_cache import (
     CachedModel,
@@ -25,6 +24,7 @@ from appliance.model.files.hub_cache import (
     missing_shard,
     read_ref,
 )
+from appliance.model.formats.entries import ENTRIES_LIMIT
 from appliance.model.formats.gguf import read_gguf
 from appliance.model.formats.parts import PART
 from appliance.reference import HUB_HOSTS, Reference

@@ -15,7 +15,7 @@ from appliance.engines.llama.planning.placement.placement import Placed, place
 from appliance.engines.llama.planning.placement.roofline import weight_bytes
 from appliance.model import Model
 from appliance.plan import AGENT_CONTEXT, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 
 SMALLEST_CACHE = "q4_0"
 WORTH_NAMING = 1.2  # times the context, or the speed

@@ -46,7 +46,7 @@ from appliance.engines.llama.planning.threads import threads_of
 from appliance.image_facts import ImageFacts
 from appliance.model import plain_name
 from appliance.plan import Placement, Plan, Speed
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 
 

@@ -22,7 +22,7 @@ from appliance.engines.llama.planning.placement.batch import (
 )
 from appliance.engines.llama.planning.placement.placement import Placed, PlacementJob
 from appliance.plan import Memory, Placement
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.values import dataclass
 
 CACHE_MAX_MIB = 8192.0  # llama-server's own default

@@ -23,7 +23,7 @@ from appliance.engines.llama.planning.placement.tensor_mode import TENSOR
 from appliance.errors import printable
 from appliance.model import Model
 from appliance.plan import READABLE_TOKENS_PER_S, Device, GpuAllocation, KvCheck, Memory, Placement, Speed
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 

@@ -39,7 +39,7 @@ from appliance.plan import (
     with_choice,
     with_launch,
 )
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 
 if TYPE_CHECKING:

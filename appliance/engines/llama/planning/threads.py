@@ -19,7 +19,7 @@ from appliance.engines.llama.planning.placement.roofline import DEPTH, with_thre
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.plan import CHAT_TOKENS_IN, Costs, Placement
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass

@@ -16,10 +16,10 @@ from appliance.engines.llama.planning.inputs import (
     offered_kinds,
     usual_ubatch,
 )
-from appliance.engines.llama.planning.intervals import with_intervals
 from appliance.engines.llama.planning.memory.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement.batch import BATCH, UBATCHES_GPU, predicted_speed
 from appliance.engines.llama.planning.placement.context import TOO_LONG, ContextPlan
+from appliance.engines.llama.planning.placement.intervals import with_intervals
 from appliance.engines.llama.planning.placement.placement import Placed, place
 from appliance.engines.llama.planning.placement.tensor_mode import TENSOR, teams
 from appliance.engines.llama.planning.placement.tensor_placement import cards_of, place_tensors

@@ -14,7 +14,7 @@ from appliance.engines.vllm.planning.model.shape import Shape
 from appliance.engines.vllm.planning.options import choose
 from appliance.engines.vllm.planning.speed import costs_of, speed_of
 from appliance.errors import ModelDoesNotFitError
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.probe import Gpu
 
 WORTH_NAMING = 1.2  # times the context

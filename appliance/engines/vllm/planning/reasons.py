@@ -25,7 +25,7 @@ from appliance.engines.vllm.planning.observed_memory import is_decided
 from appliance.engines.vllm.planning.options import has_shared_memory
 from appliance.engines.vllm.planning.speculation import offers_of
 from appliance.plan import CHAT_TOKENS_OUT, long_prompt
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 
 
 def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:

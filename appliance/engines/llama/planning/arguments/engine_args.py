@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.settings import SETTINGS, Settings, is_flag
 
 # Flags of the plan's own with every other spelling, by the setting that says the same.

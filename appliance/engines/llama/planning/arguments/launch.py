@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from appliance.engines.llama.planning.arguments.passthrough_options import Extras
 from appliance.engines.llama.planning.memory.rope import Rope
 from appliance.plan import PREDICTED, KnobEffect, Launch, Plan, launch_as
-from appliance.plan.launch import Value
+from appliance.plan.parts.launch import Value
 from appliance.values import dataclass
 
 NUMA_MODES = ("distribute", "isolate", "numactl")  # of the engine's flag

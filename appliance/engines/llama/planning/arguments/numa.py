@@ -12,7 +12,7 @@ from appliance.engines.llama.planning.arguments.launch import NODE, NUMA_MODES
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Placement
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.probe import Hardware, NumaNode
 from appliance.settings import Settings
 from appliance.values import dataclass

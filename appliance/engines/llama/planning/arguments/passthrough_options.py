@@ -7,7 +7,7 @@ from appliance.engines.llama.planning.arguments.engine_args import engine_args_c
 from appliance.engines.llama.planning.memory.attachments import adapters_mib, projector_mib
 from appliance.model import Model, Projector
 from appliance.plan import Device
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 from appliance.values import dataclass
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from appliance.errors import ConfigError, CpuUnsupportedError
 from appliance.image_facts import CpuVariant, EngineFacts
 from appliance.plan import Kernels, RuledOut
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.probe import Cpu
 from appliance.settings import Settings
 

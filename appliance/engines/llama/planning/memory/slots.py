@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from appliance.engines.llama.planning.memory.memory import checkpoint_mib, kv_mib, state_mib
 from appliance.model import Model
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 
 NO_ROOM = "memory, which has no room for more"

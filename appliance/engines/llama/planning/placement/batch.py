@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 
 from appliance.engines.llama.planning.hardware import assumptions
-from appliance.engines.llama.planning.intervals import with_intervals
 from appliance.engines.llama.planning.memory.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement.context import (
     GOOD_CONTEXT,
@@ -25,6 +24,7 @@ from appliance.engines.llama.planning.placement.context import (
     choose_context,
     same_context,
 )
+from appliance.engines.llama.planning.placement.intervals import with_intervals
 from appliance.engines.llama.planning.placement.job_time import job_ms, placement_costs, speed_of
 from appliance.engines.llama.planning.placement.placement import Placed, PlacementJob, Resources, is_unbeatable, place
 from appliance.engines.llama.planning.placement.roofline import DEPTH

@@ -29,7 +29,7 @@ from appliance.engines.llama.planning.placement.tensor_mode import (
 from appliance.model import Layer, Model
 from appliance.model.formats.ggml_types import GGML_TYPES
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Device, Placement, Speed, k_and_v
-from appliance.plan.costs import total
+from appliance.plan.parts.costs import total
 from appliance.values import dataclass
 
 DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2

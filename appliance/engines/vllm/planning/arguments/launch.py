@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 
 from appliance.plan import PREDICTED, KnobEffect, Launch, Plan, launch_as
-from appliance.plan.launch import Value
+from appliance.plan.parts.launch import Value
 from appliance.values import dataclass
 
 EAGER = "EAGER"  # neither compiled nor captured

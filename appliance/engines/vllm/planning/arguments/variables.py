@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from appliance.errors import ConfigError
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 
 PREFIX = "VLLM_"

@@ -8,7 +8,7 @@ from appliance.engines.vllm.planning.model.precision import ENGINE_TYPES, OUR_TY
 from appliance.engines.vllm.planning.model.quantization import Quantization
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 from appliance.values import dataclass
 

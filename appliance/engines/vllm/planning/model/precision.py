@@ -13,7 +13,7 @@ from appliance.engines.vllm.planning.model.shape import Shape
 from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
 from appliance.image_facts import AttentionBackend, EngineFacts
 from appliance.model import Model
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 
 # Our words for what the engine calls by its type, and back.
 ENGINE_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.engines.llama.planning.intervals import SPREADS, Group, group_of
+from appliance.engines.llama.planning.placement.intervals import SPREADS, Group, group_of
 from appliance.engines.llama.planning.placement.roofline import Roofline, costs_of
 from appliance.plan import CHAT_TOKENS_IN, Costs, GpuAllocation, Interval, Placement, Plan, Speed
 from appliance.plan.explain import as_document

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from appliance.plan.choice import Choice
+from appliance.plan.parts.choice import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
