@@ -47,6 +47,14 @@ def test_the_only_model_is_served(models: Path) -> None:
     assert resolve_model("", models) == models / "one.gguf"
 
 
+def test_the_only_model_is_a_link_that_leads_nowhere(models: Path) -> None:
+    models.mkdir(exist_ok=True)
+    (models / "one.gguf").symlink_to("/mnt/gone/one.gguf")
+    message, hint = refusal(ModelUnreadableError, None, models)
+    assert message.startswith(f"model cannot be opened: {models}/one.gguf")
+    assert "/mnt/gone/one.gguf" in message + hint
+
+
 def test_what_is_not_here_is_found_nowhere(models: Path) -> None:
     put(models, "one.gguf", "org/two.gguf")
     assert find_model("two", models) == models / "org/two.gguf"
