@@ -117,7 +117,7 @@ def test_a_sound_tar_that_is_no_docker_save_is_refused(tmp_path: Path, files: di
     assert caught.value.exit_code == 61
 
 
-@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("at", [0.1, 0.3, 0.5])
 def test_a_damaged_archive_is_refused(tmp_path: Path, at: float) -> None:
     data = bytearray(gzip.compress(_tar({"manifest.json": json.dumps([{"Layers": []}]).encode()})))
     data[int(at * len(data))] ^= 0xFF

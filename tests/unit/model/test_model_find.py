@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
-from appliance.model import digest, find_model, list_models, plain_name, resolve_model
+from appliance.model import digest, find_model, list_models, plain_name, read_model, resolve_model
 from appliance.model.digest import SAMPLE_BYTES, SAMPLES
 from appliance.model.find import find_projector, is_folder_model
 
@@ -50,9 +50,11 @@ def test_the_only_model_is_served(models: Path) -> None:
 def test_the_only_model_is_a_link_that_leads_nowhere(models: Path) -> None:
     models.mkdir(exist_ok=True)
     (models / "one.gguf").symlink_to("/mnt/gone/one.gguf")
-    message, hint = refusal(ModelUnreadableError, None, models)
-    assert message.startswith(f"model cannot be opened: {models}/one.gguf")
-    assert "/mnt/gone/one.gguf" in message + hint
+    assert resolve_model(None, models) == models / "one.gguf"
+    with pytest.raises(ModelUnreadableError, match=r"cannot be opened: .*/one\.gguf"):
+        read_model(models / "one.gguf")
+    put(models, "two.gguf")
+    assert resolve_model(None, models) == models / "two.gguf"
 
 
 def test_what_is_not_here_is_found_nowhere(models: Path) -> None:
