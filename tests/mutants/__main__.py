@@ -88,7 +88,7 @@ def _type_checked(faults: Iterable[Fault], tree: Path, count: int) -> Iterable[F
     while portion := list(islice(pending, 2 * count)):
         for fault in portion:
             (tree / fault.file).write_text(fault.code, encoding="utf-8")
-        argv = (sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context")
+        argv = (sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", str(KEPT / "mypy"))
         found = subprocess.run(argv, cwd=tree, check=False, capture_output=True, text=True)
         if found.returncode not in (0, 1):
             sys.exit(found.stdout + found.stderr)
