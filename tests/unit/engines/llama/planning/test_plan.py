@@ -38,7 +38,7 @@ def test_types_are_considered_from_the_most_exact_to_the_smallest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "there"), [("q8_O", ENGINE.kv_types), ("fp8", ENGINE.kv_types), ("q6_0", ("f16", "q6_0"))]
+    ("asked", "there"), [("q8_O", ENGINE.kv_types), ("fp8", ENGINE.kv_types), ("q9_9", ("f16", "q9_9"))]
 )
 def test_a_type_that_this_engine_or_the_planner_does_not_know_is_10(asked: str, there: tuple[str, ...]) -> None:
     engine = replace(ENGINE, kv_types=there)
