@@ -14,9 +14,7 @@ from mutmut.mutation.file_mutation import Mutation, MutationVisitor
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
 
-PACKAGES = ("appliance", "images")
-# Dockerfiles that were rendered, and facts about machines, are data: no operator has a use for them.
-NOT_CODE = ("images/rendered",)
+from tests.mutants.reach import sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +27,6 @@ class Fault:
     @property
     def place(self) -> str:
         return f"{self.file}:{self.line}"
-
-
-def sources(root: Path) -> list[Path]:
-    return sorted(
-        path.relative_to(root)
-        for package in PACKAGES
-        for path in (root / package).rglob("*.py")
-        if not path.relative_to(root).as_posix().startswith(NOT_CODE)
-    )
 
 
 def drawn(root: Path, seed: int) -> Iterator[Fault]:

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.mutants.faults import sources
+PACKAGES = ("appliance", "images")
+# Dockerfiles that were rendered, and facts about machines, are data: no operator has a use for them.
+NOT_CODE = ("images/rendered",)
+
 
 PROBE = Path(__file__).with_name("probe.py")
 # Where no module of ours can be imported, a program of an image for instance, nothing is told.
@@ -38,6 +41,15 @@ class Reach:
         inside = [at for at, f in here.items() if f.first <= line <= f.last]
         numbers = [max(inside, key=lambda at: here[at].first)] if inside else list(here)
         return {test for at in numbers for test in self.tests[at]} & set(self.seconds)
+
+
+def sources(root: Path) -> list[Path]:
+    return sorted(
+        path.relative_to(root)
+        for package in PACKAGES
+        for path in (root / package).rglob("*.py")
+        if not path.relative_to(root).as_posix().startswith(NOT_CODE)
+    )
 
 
 def plant(root: Path, seen: Path) -> list[Function]:
