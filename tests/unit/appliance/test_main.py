@@ -185,6 +185,13 @@ def test_a_flag_that_help_leaves_out_is_taken_and_its_near_miss_named(house: Hou
     assert f"perhaps you meant '{word}'" in house.bare("plan", f"{word}x", "much").err
 
 
+def test_several_hosts_are_not_measured(house: House) -> None:
+    said = house.bare("tune", "--nodes", "2")
+    assert said.code == 10
+    assert "error: several hosts cannot be measured: nodes is 2 (flag --nodes)" in said.err
+    assert "hint: measure one that is alone; a group serves the prediction" in said.err
+
+
 def test_people_and_requests_are_told_apart(house: House) -> None:
     with pytest.raises(SystemExit):
         house.bare("serve", "--help")
