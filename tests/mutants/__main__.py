@@ -177,7 +177,8 @@ def _in_order(fault: Fault, tests: reach.Reach) -> list[str]:
         file = Path(test.partition("::")[0])
         return stem not in file.stem, near not in file.parts, tests.seconds[test]
 
-    chosen, sum_s = [], 0.0
+    chosen: list[str] = []
+    sum_s = 0.0
     for test in sorted(tests.tests_of(fault.file, fault.line), key=rank):
         sum_s += tests.seconds[test]
         if chosen and sum_s > MOST_S:

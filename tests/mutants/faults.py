@@ -52,7 +52,9 @@ def _of_file(path: Path, text: str, choose: random.Random) -> Fault | None:
     if not by_node:
         return None
     mutation = choose.choice(choose.choice(list(by_node.values())))
-    code = module.deep_replace(mutation.original_node, mutation.mutated_node).code
+    changed = module.deep_replace(mutation.original_node, mutation.mutated_node)
+    assert isinstance(changed, cst.Module)
+    code = changed.code
     before, after = text.splitlines(), code.splitlines()
     diff = "\n".join(line.rstrip() for line in difflib.unified_diff(before, after, lineterm="", n=1))
     line = next((at for at, (old, new) in enumerate(zip(before, after, strict=False), 1) if old != new), len(before))

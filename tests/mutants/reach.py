@@ -32,14 +32,18 @@ class Function:
 @dataclass(kw_only=True)
 class Reach:
     functions: list[Function]
+    importers: dict[str, list[str]]  # files, by the file that they import
     tests: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # by number of the function
     seconds: dict[str, float] = field(default_factory=dict)  # of the tests that passed
 
     def tests_of(self, file: str, line: int) -> set[str]:
-        """Tests that reach the innermost function there; outside of functions, those that reach any of the file."""
-        here = {at: f for at, f in enumerate(self.functions) if f.file == file}
-        inside = [at for at, f in here.items() if f.first <= line <= f.last]
-        numbers = [max(inside, key=lambda at: here[at].first)] if inside else list(here)
+        """Tests that reach the innermost function there; outside of functions, those that reach any of the file or of
+        one that imports it."""
+        inside = [at for at, f in enumerate(self.functions) if f.file == file and f.first <= line <= f.last]
+        files = {file, *self.importers.get(file, ())}
+        numbers = [at for at, f in enumerate(self.functions) if f.file in files]
+        if inside:
+            numbers = [max(inside, key=lambda at: self.functions[at].first)]
         return {test for at in numbers for test in self.tests[at]} & set(self.seconds)
 
 
@@ -56,12 +60,28 @@ def plant(root: Path, seen: Path) -> list[Function]:
     """Puts a probe into each function below `root`; what they see goes to the folder `seen`."""
     seen.mkdir(parents=True, exist_ok=True)
     functions: list[Function] = []
+    importers = _importers(root)
     for path in sources(root):
         _plant_file(root, path, functions)
     text = PROBE.read_text(encoding="utf-8").replace('SEEN = ""', f"SEEN = {str(seen)!r}")
     (root / "appliance/_probe.py").write_text(text, encoding="utf-8")
-    (seen / "functions.json").write_text(json.dumps([[f.file, f.first, f.last] for f in functions]), encoding="utf-8")
+    rows = [[f.file, f.first, f.last] for f in functions]
+    (seen / "functions.json").write_text(json.dumps({"functions": rows, "importers": importers}), encoding="utf-8")
     return functions
+
+
+def _importers(root: Path) -> dict[str, list[str]]:
+    files = {
+        path.as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources(root)
+    }
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sources(root):
+        for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names)):
+                    if name in files:
+                        found[files[name].as_posix()].append(path.as_posix())
+    return found
 
 
 def _plant_file(root: Path, path: Path, functions: list[Function]) -> None:
@@ -85,7 +105,7 @@ def _plant_file(root: Path, path: Path, functions: list[Function]) -> None:
 
 
 def _line_of(statement: ast.stmt) -> int:
-    decorators = getattr(statement, "decorator_list", [])
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 
 
@@ -101,8 +121,9 @@ def _after_head(tree: ast.Module) -> int:
 
 
 def read(seen: Path) -> Reach:
-    functions = [Function(*row) for row in json.loads((seen / "functions.json").read_text(encoding="utf-8"))]
-    reach = Reach(functions=functions)
+    planted = json.loads((seen / "functions.json").read_text(encoding="utf-8"))
+    functions = [Function(*row) for row in planted["functions"]]
+    reach = Reach(functions=functions, importers=planted["importers"])
     for test, what in _lines(seen):
         if what.startswith("s "):
             reach.seconds[test] = float(what[2:])
@@ -114,7 +135,7 @@ def read(seen: Path) -> Reach:
 def _lines(seen: Path) -> Iterator[tuple[str, str]]:
     """(test, number of a function or `s SECONDS`)"""
     for path in sorted(seen.glob("*.seen")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n"):  # a name may hold other ends of lines
             test, _, told = line.partition("\t")
-            for what in told.split(","):
+            for what in filter(None, told.split(",")):  # of a process that was killed, the last line may be cut
                 yield test, what

@@ -140,6 +140,11 @@ def test_a_list_has_the_model_of_what_somebody_else_started() -> None:
     assert (serving["model"], serving["is_ours"], serving["endpoint"]) == ("m", False, f"http://127.0.0.1:{port}/v1")
     assert re.search(r"^up +m +ready ", shown, re.MULTILINE)
     assert (ended["model"], ended["phase"]) == ("demo", "exited")
+    # Names that scripts read: none of them may be called otherwise.
+    assert tuple(serving) == tuple(ended) == (
+        "name", "container", "model", "phase", "state", "endpoint", "created_s", "image", "cell", "is_ours",
+    )  # fmt: skip
+    assert (serving["name"], serving["container"], serving["image"]) == ("up", "appliance-up", IMAGE)
 
 
 def test_stop_all_stops_all_and_keeps_the_volume() -> None:

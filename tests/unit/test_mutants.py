@@ -35,9 +35,17 @@ def short() -> int: return 5
 '''
 
 
+B = """from appliance.a import outer
+
+
+def f() -> int:
+    return outer()
+"""
+
+
 @pytest.fixture
 def planted(tmp_path: Path) -> list[reach.Function]:
-    for name, text in (("appliance/a.py", SOURCE), ("images/b.py", "def f() -> int:\n    return 1\n")):
+    for name, text in (("appliance/a.py", SOURCE), ("images/b.py", B)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
     return reach.plant(tmp_path, tmp_path / "seen")
@@ -70,4 +78,9 @@ def test_tests_of_a_line_are_those_of_the_innermost_function(tmp_path: Path, pla
     assert found.tests_of("appliance/a.py", 12) == {"t::a"}
     assert found.tests_of("appliance/a.py", 19) == {"t::a", "t::b"}
     assert found.tests_of("appliance/a.py", 5) == {"t::a", "t::b"}  # outside of functions: all of the file
-    assert found.tests_of("images/b.py", 2) == set()
+    assert found.tests_of("images/b.py", 5) == set()
+    f = number_of(planted, "images/b.py", 4)
+    (tmp_path / "seen/3.seen").write_text(f"t::c\ts 0.1,{f}\nt::c\t{f},\n")  # the last line was cut
+    found = reach.read(tmp_path / "seen")
+    assert found.tests_of("appliance/a.py", 5) == {"t::a", "t::b", "t::c"}  # and of one that imports it
+    assert found.tests_of("appliance/a.py", 12) == {"t::a"}
