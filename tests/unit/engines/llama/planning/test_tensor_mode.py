@@ -305,7 +305,7 @@ def test_a_split_whose_card_is_gone_is_placed_nowhere() -> None:
     """Placed on those that are left it would be another split, under the name of the measured one."""
     of, three = model("qwen3-8b", "Q8_0"), (card(0), card(1), card(2))
     resources = Resources(devices=three, spare_mib=64000.0, dram_gb_s=40.0)
-    (before,) = [placed for placed in place_tensors(job(of), resources, MODES, [three])]
+    (before,) = place_tensors(job(of), resources, MODES, [three])
     assert place_same(job(of), resources, before.placement, MODES) == before
     left = replace(resources, devices=three[:2])
     assert place_same(job(of), left, before.placement, MODES) is None
