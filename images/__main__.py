@@ -712,7 +712,7 @@ def _lock(arguments: argparse.Namespace) -> int:
         if value:
             message = f"{flag} belongs to --debian, which is not there: {value}"
             raise UsageError(message, hint=f"lock --debian {flag} {value}")
-    known = matrix.load(ROOT).locks
+    known = matrix.load_locks(ROOT)
     names = [name for name in known if not arguments.names or name in arguments.names]
     unknown = [name for name in arguments.names if name not in known]
     if unknown:

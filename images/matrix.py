@@ -400,6 +400,12 @@ def load(root: Path) -> Matrix:
     return parse_matrix(data, {path.stem: _lock_text(path) for path in sorted((root / LOCKS).glob("*.txt"))})
 
 
+def load_locks(root: Path) -> dict[str, LockForm]:
+    """Return the locks that build_matrix.yaml names. Other rows may already name a release that no lock has yet."""
+    file = rows.check(rows.load(MATRIX_FILE, root=root), _MatrixFile, name=MATRIX_FILE)
+    return {name: row.form for name, row in file.locks.items()}
+
+
 def parse_matrix(data: object, locks: Mapping[str, str], files: Mapping[str, EngineFiles] = ENGINES) -> Matrix:
     """`data` is the YAML as values; `locks` are the texts of the lock files by name, `files` the rows of engines."""
     file = rows.check(data, _MatrixFile, name=MATRIX_FILE)
