@@ -54,7 +54,7 @@ export TESTCONTAINERS_RYUK_DISABLED ?= true
 # Where it is set, each worker compiles every test anew, and each process that a test starts the whole appliance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help devcontainer-verify up down clean venv image model check test lint drift unit properties process container integration verify render lock bench prune reproduce
+.PHONY: help devcontainer-verify up down clean venv image model check test lint drift unit properties mutants process container integration verify render lock bench prune reproduce
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -193,6 +193,13 @@ engine: image
 # Once a week in a workflow: half an hour on four cores.
 properties: venv ## 2,000 machines and models for each property of the planner, of which `make test` takes 60
 	$(PYTEST) -n $(WORKERS) --hypothesis-profile weekly tests/process/test_plan_properties.py
+
+# Every night in a workflow, with another seed: tests/mutants/README.md.
+SEED ?= 1
+COUNT ?= 60
+LEAST ?= 0
+mutants: venv model ## SEED=N COUNT=60: plant faults, run the tests that reach each, print those that none found; 1 if fewer than LEAST % are found
+	$(PY) -m tests.mutants --seed $(SEED) --count $(COUNT) --least $(LEAST)
 
 process: venv model engine ## real processes on this machine, no containers
 	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(THOROUGH) tests/process

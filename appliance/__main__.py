@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from appliance import __version__
 from appliance.console.shown import quoted, shown_streams
 from appliance.errors import FatalError, UsageError
+from appliance.host import verb_table as host
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 from appliance.system.open_files import Spare, raise_limit
 
@@ -36,8 +37,8 @@ EPILOG = (
 
 
 VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "key", "health", "version", "engine-facts")
-# Of appliance.host, which the container has no use for; a test holds the two together.
-HOST_VERBS = ("run", "status", "list", "chat", "logs", "stop", "bench", "inject", "upgrade")
+# Those that the container has no use for; `version` is a verb of both.
+HOST_VERBS = tuple(name for name in host.VERBS if name not in VERBS)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,7 +142,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         verb.set_defaults(run=run)
         if name not in argv:
             continue
-        _add_settings(verb)
+        _add_settings(verb, with_rare="--help-all" in argv)
         if name in _ADDITIONS:
             _ADDITIONS[name](verb)
     if not any(name in argv for name, _, _ in rows):  # only help and a misspelt verb look at them
@@ -150,17 +151,19 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
 
 
 def _add_host_verbs(verbs: argparse._SubParsersAction[_Parser]) -> None:
-    from appliance.host.__main__ import VERBS
-
     for name in HOST_VERBS:
-        verbs.add_parser(name, help=f"host: {VERBS[name][1]}")
+        verbs.add_parser(name, help=f"host: {host.VERBS[name].about}")
 
 
-def _add_settings(verb: argparse.ArgumentParser) -> None:
+def _add_settings(verb: argparse.ArgumentParser, *, with_rare: bool) -> None:
+    rare = sum(setting.is_rare for setting in SETTINGS.values())
+    verb.add_argument("--help-all", action="help", help=f"show this help with the {rare} settings that few people need")
     group = verb.add_argument_group("settings")
     for setting in SETTINGS.values():
         default = "" if setting.default in (None, ()) else f" [{_shown(setting.default)}]"
         words = (setting.help + default).replace("%", "%%")
+        if setting.is_rare and not with_rare:
+            words = argparse.SUPPRESS
         action = "append" if setting.is_list else "store"
         group.add_argument(setting.flag, metavar=setting.metavar, help=words, action=action)
 
@@ -245,6 +248,7 @@ _OTHER_FLAGS = (
     *(
         "--",
         "--help",
+        "--help-all",
         "--json",
         "--explain",
         "--verbose",
@@ -279,9 +283,9 @@ _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
 
 
 def _on_the_host(words: Sequence[str]) -> int:
-    from appliance.host.__main__ import main as host
+    from appliance.host.__main__ import main as on_the_host
 
-    return host(words)
+    return on_the_host(words)
 
 
 def _serve(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:

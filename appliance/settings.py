@@ -109,12 +109,12 @@ def parse_jobs(value: str) -> tuple[tuple[str, float], ...]:
 
 
 def _kv_type(value: str) -> str:
-    """One type, or those of K and V as in "q8_0/q4_0"."""
+    """One type, or those of K and V as in "q8_0/q4_0". Which types there are is for the engine of the image to say."""
+    if not re.fullmatch(r"\w+(/\w+)?", value, re.ASCII) or ("/" in value and "auto" in value.split("/")):
+        message = "is no type, or two as in q8_0/q4_0"
+        raise ValueError(message)
     k, slash, v = value.partition("/")
-    if not slash:
-        return _one_of(*KV_TYPES)(value)
-    of_each = _one_of(*KV_TYPES[1:])
-    return k if of_each(k) == of_each(v) else value
+    return k if slash and k == v else value
 
 
 def _workload(value: str) -> str:
@@ -251,19 +251,13 @@ def _setting(
     metavar: str,
     *,
     is_list: bool = False,
+    is_rare: bool = False,
 ) -> Any:  # noqa: ANN401
-    metadata = {"parse": parse, "help": help_text, "metavar": metavar, "is_list": is_list}
+    metadata = {"parse": parse, "help": help_text, "metavar": metavar, "is_list": is_list, "is_rare": is_rare}
     return field(default=default, metadata=metadata)
 
 
 POOLINGS = ("none", "mean", "cls", "last", "rank")
-# Of all engines: which of them one has is in the facts of its image.
-KV_TYPES = (
-    "auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "fp8", "fp8_e4m3", "fp8_e5m2",
-    "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
-)  # fmt: skip
-
-
 # What an engine may do something with, or nothing: each says which of them it takes.
 ENGINE_SETTINGS = frozenset({
     "allow_disk", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model", "engine_arg",
@@ -296,8 +290,9 @@ class Settings:
         "mounted folders of other tools to read models from, with commas, or none "
         "(default: /mnt/ollama, /mnt/huggingface, /mnt/lmstudio, /mnt/models and the tools' own, where they are there)",
         "LIST",
+        is_rare=True,
     )
-    host: str = _setting(_text, "0.0.0.0", "address to listen on inside the container", "ADDRESS")  # noqa: S104
+    host: str = _setting(_text, "0.0.0.0", "address to listen on inside the container", "ADDRESS", is_rare=True)  # noqa: S104
     port: int = _setting(_integer(1, 65535), 11435, "port to listen on", "PORT")
     auth: bool = _setting(_switch, True, "ask for the API key", "on|off")
     alias: str | None = _setting(_text, None, "name of the model in the API (default: the file's name)", "NAME")
@@ -318,18 +313,29 @@ class Settings:
         "auto",
         "auto: as the model says; yarn: reach a --ctx-size above the model's native length, at some loss",
         "KIND",
+        is_rare=True,
     )
     kv_type: str = _setting(
         _kv_type, "auto", "type of the KV cache: f16, q8_0 and others; of K and V as in q8_0/q4_0", "TYPE"
     )
-    threads: int | None = _setting(_integer(1, 4096), None, "threads of the engine (default: measured)", "N")
-    cpu_variant: str = _setting(
-        _text, "auto", "the engine's build of its CPU kernels, as haswell (default: the fastest that runs here)", "NAME"
+    threads: int | None = _setting(
+        _integer(1, 4096), None, "threads of the engine (default: measured)", "N", is_rare=True
     )
-    ubatch: int | None = _setting(_integer(16, 16384), None, "prompt tokens computed at once (default: measured)", "N")
-    parallel: int = _setting(_integer(1, 256), 4, "requests served at the same time", "N")
+    cpu_variant: str = _setting(
+        _text,
+        "auto",
+        "the engine's build of its CPU kernels, as haswell (default: the fastest that runs here)",
+        "NAME",
+        is_rare=True,
+    )
+    ubatch: int | None = _setting(
+        _integer(16, 16384), None, "prompt tokens computed at once (default: measured)", "N", is_rare=True
+    )
+    parallel: int = _setting(
+        _integer(1, 256), 4, "requests served at the same time: an expert's override of --users", "N"
+    )
     cache_ram_mib: int | None = _setting(
-        _integer(0, 2**22), None, "the engine's cache of prompts, MiB (default: from what is left)", "MIB"
+        _integer(0, 2**22), None, "the engine's cache of prompts, MiB (default: from what is left)", "MIB", is_rare=True
     )
     devices: str = _setting(_device_list, "auto", "GPUs to use: auto, none, or indices or UUIDs with commas", "LIST")
     gpu_layers: int | None = _setting(
@@ -349,13 +355,18 @@ class Settings:
         "TIER",
     )
     load_mode: str = _setting(
-        _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"), "auto", "how weights get into memory", "MODE"
+        _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"),
+        "auto",
+        "how weights get into memory",
+        "MODE",
+        is_rare=True,
     )
     numa: str = _setting(
         _one_of("auto", "off", "distribute", "isolate", "numactl"),
         "auto",
         "threads on a machine with several memory nodes: as the engine's modes of these names do, or wherever they run",
         "MODE",
+        is_rare=True,
     )
     allow_disk: bool = _setting(
         _switch, False, "start even when weights exceed memory, and read them from disk", "on|off"
@@ -371,7 +382,9 @@ class Settings:
     workload: str = _setting(
         _workload, "chat", "what plans are measured for: chat, agent, document, or a mix as in chat:3,agent:1", "JOBS"
     )
-    users: int = _setting(_integer(1, 256), 1, "people who ask at the same time", "N")
+    users: int = _setting(
+        _integer(1, 256), 1, "people who ask at the same time; --parallel sets the number of requests itself", "N"
+    )
     speculation: str = _setting(
         _one_of("auto", "stable", "fast", "off", "ngram", "draft", "mtp"),
         "auto",
@@ -413,6 +426,7 @@ class Settings:
         "where thoughts go in answers. auto: as the engine does; none: left in the text; deepseek: reasoning_content; "
         "deepseek-legacy: both",
         "FORMAT",
+        is_rare=True,
     )
     engine_arg: tuple[str, ...] = _setting(
         _engine_arguments,
@@ -423,13 +437,21 @@ class Settings:
         is_list=True,
     )
     nodes: int = _setting(
-        _integer(1, _GROUP_MAX), 1, "hosts that serve the model together, each with a part of its layers", "N"
+        _integer(1, _GROUP_MAX),
+        1,
+        "hosts that serve the model together, each with a part of its layers",
+        "N",
+        is_rare=True,
     )
     node_rank: int = _setting(
-        _integer(0, _GROUP_MAX), 0, "of this host among them; 0 is the leader, which is asked", "N"
+        _integer(0, _GROUP_MAX), 0, "of this host among them; 0 is the leader, which is asked", "N", is_rare=True
     )
     leader: str | None = _setting(
-        _address, None, "the leader's address for the others; the port where it is not --port", "HOST[:PORT]"
+        _address,
+        None,
+        "the leader's address for the others; the port where it is not --port",
+        "HOST[:PORT]",
+        is_rare=True,
     )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
@@ -450,6 +472,7 @@ class Settings:
         120.0,
         "give the engine up if it does nothing for so long, as it loads or for requests",
         "SECONDS",
+        is_rare=True,
     )
     offline: bool = _setting(
         _switch, False, "fetch nothing: serve what is on the volume, or end (also HF_HUB_OFFLINE=1)", "on|off"
@@ -460,13 +483,14 @@ class Settings:
         "a mounted Hugging Face cache to read models from and never write "
         "(default: HF_HUB_CACHE, or ~/.cache/huggingface/hub where it is mounted)",
         "DIR",
+        is_rare=True,
     )
     log: str = _setting(_one_of("auto", "text", "json"), "auto", "text on a terminal, JSON lines otherwise", "FORMAT")
     engine_dir: Path | None = _setting(
-        _path, None, "where the engine's binaries are (default: the engine's folder in /opt)", "DIR"
+        _path, None, "where the engine's binaries are (default: the engine's folder in /opt)", "DIR", is_rare=True
     )
-    facts_dir: Path = _setting(_path, Path("/opt/appliance"), "where the facts of the image are", "DIR")
-    runtime_dir: Path = _setting(_path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
+    facts_dir: Path = _setting(_path, Path("/opt/appliance"), "where the facts of the image are", "DIR", is_rare=True)
+    runtime_dir: Path = _setting(_path, Path("/tmp"), "where the engine's socket is made", "DIR", is_rare=True)  # noqa: S108
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     usual_model_dirs: tuple[Path, ...] = field(default=(), compare=False)  # for `model_dirs`; most are not there
     # Variables of this process that are not ours: an engine looks among them for its own, and names what it leaves out.
@@ -530,6 +554,7 @@ class Setting:
     default: object
     parse: Callable[[str], Any]
     is_list: bool = False  # may be given several times; `parse` makes a tuple of each
+    is_rare: bool = False  # True for what few people set: `--help-all` shows it, `--help` does not
 
     @property
     def flag(self) -> str:
@@ -549,6 +574,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             default=f.default if f.default is not MISSING else None,
             parse=f.metadata["parse"],
             is_list=f.metadata["is_list"],
+            is_rare=f.metadata["is_rare"],
         )
         for f in fields(Settings)
         if f.metadata

@@ -7,6 +7,7 @@ import json
 import re
 import struct
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -86,8 +87,11 @@ def read_tree(archive: Path, *, kept: re.Pattern[str] = KEPT, extraction: Extrac
                 blob = tar.extractfile(name)
                 if blob:
                     _add_layer(tree, number, blob, kept, extraction)
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, tarfile.TarError, LookupError, ValueError) as error:
         message = f"the saved image cannot be read: {archive}: {error}"
+        raise VerificationError(message) from error
+    except (AttributeError, TypeError) as error:  # whoever wrote it: JSON of another form
+        message = f"the saved image cannot be read: {archive}: its manifest.json has another form: {error}"
         raise VerificationError(message) from error
     tree.extracted = {path: file for path, file in tree.extracted.items() if path in tree.files}
     return tree

@@ -405,6 +405,12 @@ def load(root: Path) -> Matrix:
     return parse_matrix(data, {path.stem: _lock_text(path) for path in sorted((root / LOCKS).glob("*.txt"))})
 
 
+def load_locks(root: Path) -> dict[str, LockForm]:
+    """Return the locks that build_matrix.yaml names. Other rows may already name a release that no lock has yet."""
+    file = rows.check(rows.load(MATRIX_FILE, root=root), _MatrixFile, name=MATRIX_FILE)
+    return {name: row.form for name, row in file.locks.items()}
+
+
 def parse_matrix(data: object, locks: Mapping[str, str], files: Mapping[str, EngineFiles] = ENGINES) -> Matrix:
     """Makes the matrix. `data`: YAML as values; `locks`: texts of lock files by name; `files`: rows of engines."""
     file = rows.check(data, _MatrixFile, name=MATRIX_FILE)

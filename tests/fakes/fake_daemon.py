@@ -87,6 +87,8 @@ class Daemon:
     def phase(self, container: Container) -> dict[str, Any]:
         """The document of readiness. However late somebody asks, no phase is over before it was told."""
         document = self._phase(container, time.time() - container.began_s)
+        if container.config["Image"].startswith(self.knobs.loading_image):
+            document = {"status": "not ready", "phase": "loading", "message": "the model is being loaded: m.gguf"}
         container.told.append(document.get("phase", "ready"))
         return document
 
@@ -445,6 +447,7 @@ def main() -> None:
     parser.add_argument("--wanted-key", default=KEY)
     parser.add_argument("--answer", choices=("whole", "error", "refused", "torn"), default="whole")
     parser.add_argument("--tuning", default="measured")
+    parser.add_argument("--loading-image", default="none", help="it loads for ever")
     parser.add_argument("--slow-image", default="none", help="its decode is 10 %% slower")
     parser.add_argument("--refuse-start", help="what Docker says instead of starting")
     parser.add_argument("--broken", help="what Docker says to everything")

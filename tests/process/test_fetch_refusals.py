@@ -57,6 +57,7 @@ def refusal(hub: RunningHub, data: Path, text: str, token: str, *knobs: str) -> 
 
 SHOULD = [
     Case("org/Tiny-GUF", 10, "no such repository at .*, without a token: org/Tiny-GUF", "meant org/Tiny-GGUF"),
+    Case("org/Tiny-GUF", 10, "no such repository", "check its name", knobs=("--drop-search",)),
     Case("nobody/else", 10, "no such repository", "check its name; of a private one set HF_TOKEN"),
     Case(
         f"{REPO}:Q4_K_S",

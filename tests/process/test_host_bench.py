@@ -299,3 +299,12 @@ def test_ctrl_c_shows_what_was_measured() -> None:
         out, err = program.communicate(timeout=90)
     assert program.returncode == 130, err
     assert [row["prompt"] for row in json.loads(out)["rows"]] == [256]
+
+
+def test_no_answer_is_asked_for_greedily() -> None:
+    """Greedy text of a small model falls into loops, which speculative decoding would get for free."""
+    with endpoint() as url:
+        bench(url, *SHORT)
+        bodies = asked(url)
+    assert {body["temperature"] for body in bodies} == {0.7}
+    assert all(body["stream"] and body["stream_options"] == {"include_usage": True} for body in bodies)

@@ -308,6 +308,14 @@ async def test_a_program_that_fails_without_a_word_is_asked_again(plan: Plan, tm
     assert len(runs.read_text().splitlines()) == SILENT_TRIES
 
 
+async def test_a_program_that_ends_with_words_is_not_asked_again(plan: Plan, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    words = ("--silent", str(runs), "--say", "error: failed to load model")
+    (found,) = await checked(plan, faked({"f16": words}), "q8_0")
+    assert not found.is_accepted
+    assert len(runs.read_text().splitlines()) == 1
+
+
 async def test_the_real_program_reads_a_model_and_its_cut_file_is_unreadable(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", SMALL["moe"], with_data=True)
     plan, start = real(tmp_path)

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         if value:
             message = f"{flag} belongs to --debian, which is not there: {value}"
             raise UsageError(message, hint=f"lock --debian {flag} {value}")
-    known = matrix.load(ROOT).locks
+    known = matrix.load_locks(ROOT)
     names = [name for name in known if not options.names or name in options.names]
     unknown = [name for name in options.names if name not in known]
     if unknown:

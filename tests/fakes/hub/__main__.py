@@ -38,6 +38,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--stall-after", type=int, help="bytes of each body, then silence")
     parser.add_argument("--fail", action="append", default=[], metavar="WHAT=STATUS*TIMES", help="list, file or cdn")
     parser.add_argument("--hang", action="append", default=[], help="list or file: never answered")
+    parser.add_argument("--drop-search", action="store_true", help="the connection is closed without an answer")
     parser.add_argument("--retry-after", help="beside each failure; `+2`: the date that is in so many seconds then")
     parser.add_argument("--gated", action="store_true", help="files answer 403 without a good token")
     parser.add_argument("--private", action="store_true", help="listings answer 401 without a good token")
@@ -108,6 +109,9 @@ class Hub:
         return request.headers.get("Authorization") == f"Bearer {self.knobs.token}"
 
     async def search(self, request: web.Request) -> web.Response:
+        if self.knobs.drop_search:
+            assert request.transport
+            request.transport.abort()
         author, text = request.query.get("author", ""), request.query.get("search", "").lower()
         known = (name for name in names(self.knobs.folder) if text in name.lower())
         found = [name for name in known if not author or name.startswith(f"{author}/")]

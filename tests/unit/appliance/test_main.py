@@ -164,12 +164,40 @@ def test_an_unknown_verb_is_named_with_the_known(house: House) -> None:
 
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "tune", "models"])
-def test_help_shows_every_setting(house: House, verb: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        house.bare(verb, "--help")
-    assert caught.value.code == 0
-    out = house.captured().out
-    assert all(setting.flag in out for setting in SETTINGS.values())
+def test_help_shows_what_people_set_and_help_all_the_rest(house: House, verb: str) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as caught:
+            house.bare(verb, flag)
+        assert caught.value.code == 0
+        shown[flag] = set(re.findall(r"(?m)^  (--[a-z-]+)", house.captured().out))
+    flags = {setting.flag for setting in SETTINGS.values()}
+    assert shown["--help-all"] >= flags
+    assert shown["--help"] & flags == {setting.flag for setting in SETTINGS.values() if not setting.is_rare}
+    assert len(shown["--help"] & flags) == 30
+    assert {"--ctx-size", "--users", "--parallel", "--mode"} <= shown["--help"]
+    assert not {"--engine-dir", "--numa", "--threads", "--hf-cache"} & shown["--help"]
+
+
+@pytest.mark.parametrize("word", ["--numa", "--node-rank"])
+def test_a_flag_that_help_leaves_out_is_taken_and_its_near_miss_named(house: House, word: str) -> None:
+    assert f"setting {word[2:].replace('-', '_')} is" in house.bare("plan", word, "much").err
+    assert f"perhaps you meant '{word}'" in house.bare("plan", f"{word}x", "much").err
+
+
+def test_several_hosts_are_not_measured(house: House) -> None:
+    said = house.bare("tune", "--nodes", "2")
+    assert said.code == 10
+    assert "error: several hosts cannot be measured: nodes is 2 (flag --nodes)" in said.err
+    assert "hint: measure one that is alone; a group serves the prediction" in said.err
+
+
+def test_people_and_requests_are_told_apart(house: House) -> None:
+    with pytest.raises(SystemExit):
+        house.bare("serve", "--help")
+    out = " ".join(house.captured().out.split())
+    assert "--users N people who ask at the same time; --parallel sets the number of requests itself" in out
+    assert "--parallel N requests served at the same time: an expert's override of --users" in out
 
 
 def test_a_context_of_ten_is_refused_with_its_bounds(house: House) -> None:

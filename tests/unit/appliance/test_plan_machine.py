@@ -120,6 +120,7 @@ def test_the_command_line_names_where_the_file_would_be(image: Image) -> None:
     ("words", "code", "message", "hint"),
     [
         (("--model", "qwen3-30b-a3c@Q4_K_M"), 10, "no shape of a published model", "perhaps you meant qwen3-30b-a3b"),
+        (("--model", "QWEN3-30B-A3C@Q4_K_M"), 10, "no shape of a published model", "perhaps you meant qwen3-30b-a3b"),
         (("--model", "x@Q4_K_M"), 10, "no shape of a published model is called that: x@Q4_K_M", "there are llama-3.1"),
         (("--model", "phi-4@Q9_Z"), 10, "model phi-4@Q9_Z: quantization is not known: Q9_Z", "such as phi-4@Q4_K_M"),
         (("--model", "phi-4", "--files"), 10, "--files compares files", "leave out --files"),

@@ -45,7 +45,7 @@ def test_file_is_read_from_the_volume(tmp_path: Path) -> None:
         ({"ctx_size": "10"}, {}, None, "ctx_size is outside 256 to 16777216: '10' (flag --ctx-size)"),
         ({}, {"APPLIANCE_THREADS": "two"}, None, "threads is not a whole number: 'two' (variable APPLIANCE_THREADS)"),
         ({}, {"APPLIANCE_AUTH": "maybe"}, None, "auth is neither on nor off: 'maybe'"),
-        ({}, {}, "kv_type: q8", "perhaps you meant 'q8_0'"),
+        ({}, {}, "kv_type: q8 0", "kv_type is no type, or two as in q8_0/q4_0: 'q8 0'"),
         ({}, {"APPLIANCE_BUDGET_S": "1"}, None, "outside 5 to 86400 seconds"),
         ({"model": " "}, {}, None, "model is empty"),
         ({"devices": ","}, {}, None, "devices names no GPU between its commas: ',' (flag --devices)"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.errors import DriverTooOldError, FatalError, GpuUnusableError, NoKernelError, UsageError
-from appliance.host.docker.gpus import HostGpu, Ways, check_image, parse_smi, request, runs_on, sms_of, ways
+from appliance.host.docker.gpus import HostGpu, Ways, check_image, parse_smi, query_gpus, request, runs_on, sms_of, ways
 from appliance.host.docker.launch import GpuRequest
 from appliance.run import Finished
 
@@ -55,6 +56,29 @@ def test_no_device_is_no_gpu(finished: Finished) -> None:
 def test_a_failure_is_not_the_same_as_none(finished: Finished) -> None:
     with pytest.raises(GpuUnusableError, match="nvidia-smi failed with exit"):
         parse_smi(finished)
+
+
+def program(folder: Path, text: str) -> str:
+    """A folder for PATH with an nvidia-smi in it."""
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_a_driver_that_is_loaded_at_the_first_question_takes_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", program(tmp_path, "sleep 2; echo RTX 4090, 580.95.05, 8.9"))
+    assert query_gpus() == (RTX,)
+
+
+def test_a_driver_that_fails_is_told_from_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", program(tmp_path, "echo NVIDIA-SMI has failed; exit 9"))
+    with pytest.raises(GpuUnusableError, match="nvidia-smi failed with exit 9: NVIDIA-SMI has failed"):
+        query_gpus()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert query_gpus() == ()
 
 
 def none(_: str) -> str | None:
@@ -123,6 +147,9 @@ def test_an_image_that_is_for_this_machine(
     given: dict[str, str], gpus: tuple[HostGpu, ...], asked: GpuRequest | None
 ) -> None:
     check_image("i", given, gpus, asked)
+    # What let it pass is what its labels say: with kernels for no chip here, and for a later driver, it is refused.
+    with pytest.raises(FatalError):
+        check_image("i", labels("12", "700"), gpus or (RTX,), asked)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from appliance.host.docker.endpoint import Endpoint
 from appliance.host.inject.change import edited
 from appliance.host.inject.formats import FORMATS
+from appliance.host.inject.record import hash_of
 from appliance.host.inject.target import Target
 from appliance.host.inject.tools import KEY_NAME, TOOLS, Tool
 
@@ -151,6 +152,17 @@ def test_claude_code_reads_the_key_with_a_command_that_any_shell_understands() -
     _, _, text = files_of(tool, TARGETS["key"])[0]
     assert json.loads(text)["apiKeyHelper"] == "cat '/home/a b/.config/appliance/api_key'"
     assert json.loads(text)["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:11435"
+
+
+def test_a_new_file_of_opencode_names_its_schema_and_one_that_is_there_is_not_told() -> None:
+    tool = next(tool for tool in TOOLS if tool.name == "opencode")
+    new, there = (json.loads(files_of(tool, TARGETS["key"], is_new=is_new)[0][2]) for is_new in (True, False))
+    assert new["$schema"] == "https://opencode.ai/config.json"
+    assert "$schema" not in there
+
+
+def test_a_value_is_the_same_whatever_the_order_of_its_keys() -> None:
+    assert hash_of({"a": 1, "b": [1, 2]}) == hash_of({"b": [1, 2], "a": 1}) != hash_of({"a": 1, "b": [2, 1]})
 
 
 def test_the_context_is_told_where_it_is_known() -> None:

@@ -24,6 +24,16 @@ def test_list_prints_cells_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(capsys.readouterr().out)
     assert "llama-cpu" in [row["id"] for row in rows]
     assert all(row["size_budget_mib"] > 0 for row in rows)
+    # Names that scripts and workflows read: none of them may be called otherwise.
+    assert {tuple(row) for row in rows} == {(
+        "id", "engine", "cuda", "sm", "platforms", "base", "status", "toolkit", "gencode", "cpu_variants",
+        "size_budget_mib", "state", "states", "proofs", "needs",
+    )}  # fmt: skip
+    cpu, cuda = (next(row for row in rows if row["id"].startswith(name)) for name in ("llama-cpu", "llama-cu"))
+    assert (cpu["cuda"], cpu["sm"], cpu["toolkit"], cpu["gencode"]) == (None, None, None, None)
+    assert cuda["id"].startswith(f"llama-cu{cuda['cuda'].replace('.', '')}")
+    assert set(cpu["states"]) == set(cpu["platforms"].split(","))
+    assert ":" in cpu["base"]
 
 
 @pytest.mark.thorough

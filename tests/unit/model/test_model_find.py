@@ -47,6 +47,16 @@ def test_the_only_model_is_served(models: Path) -> None:
     assert resolve_model("", models) == models / "one.gguf"
 
 
+def test_the_only_model_is_a_link_that_leads_nowhere(models: Path) -> None:
+    models.mkdir(exist_ok=True)
+    (models / "one.gguf").symlink_to("/mnt/gone/one.gguf")
+    assert resolve_model(None, models) == models / "one.gguf"
+    with pytest.raises(ModelUnreadableError, match=r"cannot be opened: .*/one\.gguf"):
+        read_model(models / "one.gguf")
+    put(models, "two.gguf")
+    assert resolve_model(None, models) == models / "two.gguf"
+
+
 def test_what_is_not_here_is_found_nowhere(models: Path) -> None:
     put(models, "one.gguf", "org/two.gguf")
     assert find_model("two", models) == models / "org/two.gguf"

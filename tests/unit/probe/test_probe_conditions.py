@@ -74,6 +74,7 @@ def test_counters_that_go_backwards_or_count_other_cpus_say_nothing() -> None:
     seen = conditions(later(busy_s=9, own_s=9, steal_s=9), replace(START, time_s=120))
     assert (seen.own_cpu, seen.foreign_cpu, seen.steal) == (None, None, None)
     assert conditions(START, replace(later(busy_s=30), cpus=3)).foreign_cpu is None
+    assert conditions(START, later(busy_s=4000)).foreign_cpu == 1.0  # clocks that disagree make no more than all
 
 
 def test_of_too_short_a_time_no_shares_are_told() -> None:

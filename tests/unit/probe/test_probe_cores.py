@@ -47,6 +47,10 @@ def groups(root: Path, affinity: Collection[int]) -> tuple[tuple[CoreGroup, ...]
     return query_core_groups(root, cores)
 
 
+def test_of_a_core_that_is_half_allowed_only_that_half_counts(tmp_path: Path) -> None:
+    assert query_cores(hybrid(tmp_path), {1, 2, 3, 6}) == ((1,), (2, 3), (6,))
+
+
 def test_arm_tells_the_capacity_of_each_core(tmp_path: Path) -> None:
     found, problem = groups(of_single_threads(tmp_path, 12, files_of(CAPACITY, CIX)), range(12))
     assert found == (

@@ -195,11 +195,15 @@ def test_a_machine_that_cannot_be_is_10_with_file_and_key(tmp_path: Path, text: 
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b" " * (MAX_BYTES + 1)])
-def test_what_is_no_text_or_too_large_is_refused(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"\xff\xfe\x00", "it is no text"), (SMALLEST.encode().ljust(MAX_BYTES + 1), "it is larger than 4 MiB")],
+    ids=["no text", "too large"],
+)
+def test_what_is_no_text_or_too_large_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "m.json"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match="machine file"):
+    with pytest.raises(ConfigError, match=f"machine file .*: {words}"):
         read_machine(str(path))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.probe import Gpu, GpuHolder, GpuProbe, Hardware, Memory
-from appliance.probe.load.holders import held_mib, own_pids, parse_resident, who_holds
+from appliance.probe.load.holders import held_mib, own_pids, parse_resident, query_residents, who_holds
 from tests.fakes.machines import hardware_of
 from tests.unit.probe.machine import put
 
@@ -37,6 +37,15 @@ def status(name: str, anonymous_mib: int, shared_mib: int = 0) -> str:
 
 
 PYTHON = GpuHolder(pid=4711, name="/usr/bin/python", used_mib=5120)
+
+
+def test_who_holds_host_memory_is_told_without_our_own(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        {f"/proc/{pid}/status": status(name, mib) for pid, name, mib in ((7, "ours", 9000), (8, "game", 8000))},
+    )
+    assert [holder.name for holder in query_residents(tmp_path, frozenset({7}))] == ["game"]
+    assert [holder.name for holder in query_residents(tmp_path, frozenset())] == ["ours", "game"]
 
 
 def test_one_process_on_a_gpu(tmp_path: Path) -> None:

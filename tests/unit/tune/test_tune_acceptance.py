@@ -169,6 +169,7 @@ def test_text_that_people_wrote_does_not_go_round(read: Callable[[str], list[str
     assert not is_looping([numbers[word] for word in read(text)])
 
 
-def test_short_answers_are_no_loops() -> None:
+def test_short_answers_are_no_loops_and_one_of_exactly_a_stretch_may_be_one() -> None:
     assert not is_looping([1] * 47)
+    assert is_looping([1] * 48)
     assert not is_looping([])

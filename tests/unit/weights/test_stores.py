@@ -232,8 +232,10 @@ def test_artifacts_of_registries_are_refused_by_name(data: Path, reference: str)
     "reference",
     ["org/m:Q4_K_M", "m", "qwen3:4b", "hf.co/org/m", "org/m-1.5/a.b.gguf", "a.gguf", "my.models/a.gguf", "Qwen2.5/m"],
 )
-def test_other_names_are_no_artifacts(reference: str) -> None:
+def test_other_names_are_no_artifacts_unless_a_registry_stands_before_them(reference: str) -> None:
     refuse_artifact(reference)
+    with pytest.raises(ConfigError, match="OCI artifacts are not fetched"):
+        refuse_artifact(f"oci://ghcr.io/{reference}")
 
 
 @pytest.fixture

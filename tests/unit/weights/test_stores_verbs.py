@@ -507,6 +507,17 @@ def test_a_model_of_another_tool_is_verified_by_name_and_never_set_aside(run: Ru
     assert names_in(tmp_path / "ollama") == before
 
 
+def test_a_damaged_projector_is_damage(run: Run, tmp_path: Path) -> None:
+    put_ollama(tmp_path / "ollama", "library/qwen3/4b", b"GGUF1", b"GGUF projector")
+    folder = str(tmp_path / "ollama")
+    blob = f"sha256-{sha256(b'GGUF projector')}"
+    assert run("verify", "qwen3:4b", folders=folder).out.count(": sound, ") == 2
+    (tmp_path / "ollama/blobs" / blob).write_bytes(b"GGUF projectoR")
+    said = run("verify", "qwen3:4b", "--json", folders=folder)
+    rows = {Path(row["file"]).name: row["state"] for row in said.document}
+    assert (said.code, rows.pop(blob), set(rows.values())) == (32, "damaged", {"sound"})
+
+
 def test_a_name_that_nothing_has(run: Run) -> None:
     said = run("verify", "nothing")
     assert (said.code, "no such model: nothing" in said.err) == (10, True)

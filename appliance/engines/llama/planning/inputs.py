@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from appliance.engines.llama.planning.memory.attachments import with_adapters
 from appliance.engines.llama.planning.memory.flash import EXACT_TYPES, why_no_kernel
 from appliance.engines.llama.planning.memory.kv_types import kv_candidates
 from appliance.engines.llama.planning.memory.memory import (
+    KV_BYTES,
     UBATCH,
     Copies,
     can_keep,
@@ -132,9 +134,12 @@ def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of a supported architecture")
-    if settings.kv_type != "auto" and not set(k_and_v(settings.kv_type)) <= set(engine.kv_types):
+    offered = [name for name in engine.kv_types if name in KV_BYTES]
+    if settings.kv_type != "auto" and not set(k_and_v(settings.kv_type)) <= set(offered):
         message = f"setting kv_type is not offered by this engine: '{settings.kv_type}' ({settings.sources['kv_type']})"
-        raise ConfigError(message, hint=f"this image offers {', '.join(engine.kv_types)}")
+        near = difflib.get_close_matches(settings.kv_type, offered, 1)
+        meant = f"perhaps you meant '{near[0]}'; " if near else ""
+        raise ConfigError(message, hint=f"{meant}this image offers {', '.join(offered)}")
     if settings.kv_type != "auto" and not can_keep(model, settings.kv_type):
         message = (
             f"setting kv_type does not suit this model: '{settings.kv_type}' ({settings.sources['kv_type']}), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,13 @@ def test_a_gpu_that_is_not_named_tells_no_shortage() -> None:
     found = as_error(crash("0.01.000.000 E CUDA error: out of memory, allocating a buffer of size 1048576"))
     assert (found.exit_code, found.needed_mib if isinstance(found, EngineError) else None) == (41, 1.0)
     assert shortage_of(found, ()) is None
+
+
+@pytest.mark.parametrize("oom_kills", [None, 0])
+def test_one_that_stalled_was_killed_by_us_and_not_by_somebody(oom_kills: int | None) -> None:
+    found = as_error(crash(None, exit_code=None, signal=signal.SIGKILL, stalled=True, oom_kills=oom_kills))
+    assert "--stall-timeout-s" in (found.hint or "")
+    assert "killed" not in (found.hint or "")
+    killed = as_error(crash(None, exit_code=None, signal=signal.SIGKILL, oom_kills=oom_kills))
+    assert "somebody killed it" in (killed.hint or "")
+    assert ("dmesg" in (killed.hint or "")) == (oom_kills is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -53,6 +54,23 @@ def test_a_file_that_is_no_archive_is_named(tmp_path: Path) -> None:
     path.write_text("words")
     with pytest.raises(VerificationError, match=r"not an OCI archive: .*notes\.txt"):
         reproduce.published(str(path), "linux/amd64", cwd=tmp_path)
+
+
+def test_an_archive_that_was_damaged_on_its_way_is_named(tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    path = archive.write([archive.manifest("mine")])
+    packed = bytearray(gzip.compress(path.read_bytes()))
+    refused = 0
+    for at in range(20, len(packed) - 8, 7):
+        damaged = bytearray(packed)
+        damaged[at] ^= 0xFF
+        path.write_bytes(damaged)
+        try:
+            with oci.opened(path) as tar:
+                oci.read(tar)
+        except VerificationError as error:  # and nothing else, wherever the damage lies
+            refused += error.message.startswith(f"not an OCI archive: {path}: ")
+    assert refused > 10
 
 
 def test_an_archive_without_its_blob_is_named(tmp_path: Path) -> None:

@@ -103,6 +103,30 @@ def test_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
         read_tree(archive)
 
 
+@pytest.mark.parametrize(
+    "files",
+    [{"index.json": b"{}"}, {"manifest.json": b"[]"}, {"manifest.json": b"[{}]"}, {"manifest.json": b"{"},
+     {"manifest.json": b'[{"Layers": ["gone"]}]'}, {"manifest.json": b"[1]"}, {"manifest.json": b'{"Layers": []}'}],
+    ids=str,
+)  # fmt: skip
+def test_a_sound_tar_that_is_no_docker_save_is_refused(tmp_path: Path, files: dict[str, bytes]) -> None:
+    archive = tmp_path / "x.tar"
+    archive.write_bytes(_tar(files))
+    with pytest.raises(VerificationError, match=r"the saved image cannot be read: .*/x\.tar: ") as caught:
+        read_tree(archive)
+    assert caught.value.exit_code == 61
+
+
+@pytest.mark.parametrize("at", [0.1, 0.3, 0.5])
+def test_a_damaged_archive_is_refused(tmp_path: Path, at: float) -> None:
+    data = bytearray(gzip.compress(_tar({"manifest.json": json.dumps([{"Layers": []}]).encode()})))
+    data[int(at * len(data))] ^= 0xFF
+    archive = tmp_path / "x.tar"
+    archive.write_bytes(data)
+    with pytest.raises(VerificationError, match="the saved image cannot be read"):
+        read_tree(archive)
+
+
 def read_layers(folder: Path, *layers: dict[str, bytes], extraction: Extraction | None = None) -> Tree:
     names = [f"blobs/{number}" for number in range(len(layers))]
     blobs = {name: gzip.compress(_tar(layer)) for name, layer in zip(names, layers, strict=True)}

@@ -88,6 +88,14 @@ def _driver_below_its_floor(data: dict[str, Any]) -> None:
     data["releases"][-1]["driver"] = "570.26"
 
 
+def _rubbish_behind_a_version(data: dict[str, Any]) -> None:
+    data["releases"][-1]["cuda"] = "13.4x"
+
+
+def _rubbish_behind_a_driver(data: dict[str, Any]) -> None:
+    data["releases"][-1]["driver"] = "615.71.09-open"
+
+
 def _no_driver(data: dict[str, Any]) -> None:
     data["releases"][0]["minor_floor"] = "R525"
 
@@ -117,6 +125,8 @@ def _jit_unsourced(data: dict[str, Any]) -> None:
         (_chip_without_row, "no row under sms: 72"),
         (_driver_below_its_floor, "older than its floor: 570.26"),
         (_no_driver, "minor_floor"),
+        (_rubbish_behind_a_version, "13.4x"),
+        (_rubbish_behind_a_driver, "615.71.09-open"),
         (_tegra_unsourced, "Tegra 87 has no source for: tegra"),
     ],
 )

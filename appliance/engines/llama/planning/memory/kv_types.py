@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from appliance.engines.llama.planning.memory.flash import EXACT_TYPES, why_no_kernel
-from appliance.engines.llama.planning.memory.memory import can_keep
+from appliance.engines.llama.planning.memory.memory import KV_BYTES, can_keep
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.plan import KvCheck, k_and_v
@@ -17,7 +17,7 @@ from appliance.settings import Settings
 
 TRUSTED = ("f16", "q8_0")
 MIXED = "q8_0/q4_0"  # K in the type that rounding hurts more (llama.cpp#7412), V in half of its bytes
-BELOW_Q8 = (MIXED, "q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")  # the most exact first
+BELOW_Q8 = (MIXED, *(kind for kind, size in KV_BYTES.items() if size < KV_BYTES["q8_0"]))  # the most exact first
 WORTH_A_CHECK = 1.2  # times the tokens that a trusted type carries
 
 

@@ -26,11 +26,11 @@ KV_BYTES = MappingProxyType(
         "q5_1": 24 / 32,
         "q5_0": 22 / 32,
         "q4_1": 20 / 32,
-        "q4_0": 18 / 32,
         "iq4_nl": 18 / 32,
+        "q4_0": 18 / 32,
     }
 )
-"""Bytes per value of the KV cache."""
+"""Bytes per value of the KV cache, of each type that can be planned with: the most exact first."""
 
 KV_BLOCK = 32  # values of a quantized type that share their scales; llama.cpp refuses a head that is no multiple
 UBATCH = 512  # llama-server's own default

@@ -17,7 +17,7 @@ from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableE
 from appliance.model import Model
 from appliance.plan import Plan, as_document, explain, k_and_v, with_launch, with_measured
 from appliance.probe import Hardware
-from appliance.settings import KV_TYPES, resolve_settings
+from appliance.settings import resolve_settings
 from tests.builders import ENGINE, IMAGE, LARGE, SMALL, machine
 
 
@@ -29,9 +29,32 @@ def reason(found: Plan, name: str) -> str:
     return next(choice.reason for choice in found.choices if choice.name == name)
 
 
-def test_a_setting_may_ask_for_every_type_of_which_the_size_is_known() -> None:
-    assert ("auto", *KV_BYTES) == KV_TYPES[: len(KV_BYTES) + 1]
-    assert {each for kind in (*TRUSTED, *BELOW_Q8) for each in k_and_v(kind)} <= KV_BYTES.keys()
+def test_types_are_considered_from_the_most_exact_to_the_smallest() -> None:
+    assert BELOW_Q8 == ("q8_0/q4_0", "q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")
+    sizes = [sum(KV_BYTES[each] for each in k_and_v(kind)) for kind in (*TRUSTED, *BELOW_Q8)]
+    assert sorted(sizes[:2] + sizes[3:], reverse=True) == sizes[:2] + sizes[3:]
+    for kind in KV_BYTES:
+        assert resolve_settings({"kv_type": kind}, {}).kv_type == kind
+
+
+@pytest.mark.parametrize(
+    ("asked", "there"), [("q8_O", ENGINE.kv_types), ("fp8", ENGINE.kv_types), ("q9_9", ("f16", "q9_9"))]
+)
+def test_a_type_that_this_engine_or_the_planner_does_not_know_is_10(asked: str, there: tuple[str, ...]) -> None:
+    engine = replace(ENGINE, kv_types=there)
+    with pytest.raises(
+        ConfigError, match=rf"kv_type is not offered by this engine: '{asked}' \(flag --kv-type\)"
+    ) as error:
+        _ = Space(resolve_settings({"kv_type": asked}, {}), IMAGE, engine, machine(), SMALL).best
+    assert "f16" in (error.value.hint or "")
+    assert f" {asked}" not in (error.value.hint or "")
+    assert ("perhaps you meant 'q8_0'; " in (error.value.hint or "")) == (asked == "q8_O")
+
+
+@pytest.mark.parametrize("asked", ["", "q8 0", "q8_0/", "/q4_0", "q8_0/q4_0/q4_0", "auto/q8_0", "q8_0/auto", "q8_0\n"])
+def test_what_is_no_word_is_no_type(asked: str) -> None:
+    with pytest.raises(ConfigError, match="setting kv_type is no type, or two as in q8_0/q4_0"):
+        resolve_settings({"kv_type": asked}, {})
 
 
 def test_kv_bytes_are_the_published_ones() -> None:

@@ -14,7 +14,7 @@ from appliance.engines.llama.planning.memory.memory import MIB, kv_mib, layers_o
 from appliance.engines.llama.planning.placement.context import ContextPlan
 from appliance.engines.llama.planning.placement.placement import PlacementJob, Resources
 from appliance.engines.llama.planning.placement.tensor_mode import exchanged, teams, why_not
-from appliance.engines.llama.planning.placement.tensor_placement import place_tensors
+from appliance.engines.llama.planning.placement.tensor_placement import place_same, place_tensors
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.process.server import placement_arguments
 from appliance.image_facts import EngineFacts
@@ -335,3 +335,13 @@ def test_equal_cards_in_other_slots_give_the_same_split() -> None:
     forth, back = (space(machine(2), of, ctx_size="8192", devices=order).best for order in ("0,1", "1,0"))
     assert forth.placement.summary() == back.placement.summary()
     assert [share.memory for share in forth.placement.shares] == [share.memory for share in back.placement.shares]
+
+
+def test_a_split_whose_card_is_gone_is_placed_nowhere() -> None:
+    """Placed on those that are left it would be another split, under the name of the measured one."""
+    of, three = model("qwen3-8b", "Q8_0"), (card(0), card(1), card(2))
+    resources = Resources(devices=three, spare_mib=64000.0, dram_gb_s=40.0)
+    (before,) = place_tensors(job(of), resources, MODES, [three])
+    assert place_same(job(of), resources, before.placement, MODES) == before
+    left = replace(resources, devices=three[:2])
+    assert place_same(job(of), left, before.placement, MODES) is None

@@ -604,6 +604,21 @@ def test_links_between_ranks_are_said(peers: tuple[tuple[int, ...], ...], said: 
     assert next(choice.value for choice in plan.choices if choice.name == "links") == said
 
 
+def test_tensor_parallel_takes_a_linked_pair_before_the_first_two() -> None:
+    pairs = cards(TURINGS, *({"nvlink_peers": (peer,)} for peer in (3, 2, 1, 0)))
+    plan = best(pairs, "qwen3.6-27b-awq", engine_arg="--tensor-parallel-size 2")
+    assert [share.gpu.index for share in plan.placement.shares] == [0, 3]
+    assert next(choice.value for choice in plan.choices if choice.name == "links") == "NVLink"
+
+
+def test_tensor_parallel_takes_cards_of_one_kind_before_those_with_most_room() -> None:
+    two_kinds = cards(
+        TURINGS, {"name": "odd", "vram_free_mib": 22500}, {}, {"name": "odder", "vram_free_mib": 22400}, {}
+    )
+    plan = best(two_kinds, "qwen3.6-27b-awq", engine_arg="--tensor-parallel-size 2")
+    assert [share.gpu.index for share in plan.placement.shares] == [1, 3]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("machine", [ADA, TURINGS, "4x2080ti-22g", SERVER, "4070+3060", "24+8"])
 def test_all_plans_fit_and_are_different(machine: str) -> None:
