@@ -33,11 +33,21 @@ PYTEST := $(PY) -m pytest
 # Tests share nothing: each worker has folders, sockets and ports of its own. WORKERS=0 runs them one by one.
 WORKERS ?= logical
 AT_ONCE := --maxprocesses 8 --dist worksteal
+TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs 2
+KEPT_BACK ?=
+kept_back = $(if $(filter $@,$(KEPT_BACK)),code=0; $(1) >.make/$@.log 2>&1 || code=$$?; cat .make/$@.log; exit $$code,$(1))
 # Process tests wait half of their time for engines and clocks: twice as many workers as CPUs.
 WAITING ?= $(if $(filter logical,$(WORKERS)),$(shell echo $$((2 * $$(nproc)))),$(WORKERS))
 THOROUGH := --hypothesis-profile thorough
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
 MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
+# What a stage took, test by test; the names of the slowest on the screen, the rest in a file.
+REPORT = --durations=20 --durations-min=1 --junitxml=.make/junit/$@.xml
+# Container tests of the build half are left out, and named, unless ALL=1 or a change since the commit SINCE may concern them.
+ALL ?=
+SINCE ?=
+BUILD_HALF := build_matrix.yaml docker-bake.json images .devcontainer tests/container
+changed = $(if $(ALL),all,$(if $(SINCE),$(shell git diff --name-only '$(SINCE)' -- $(BUILD_HALF) || echo unknown)))
 # The base of the CUDA 12.4 cells, whose compiler the tests try; a test says so when it cannot be had.
 TRIXIE := debian:trixie-slim
 HUB := $(if $(HF_ENDPOINT),--hub $(HF_ENDPOINT))
@@ -153,9 +163,12 @@ check: venv ## under a minute, for every save: ruff, mypy, the fast tests with f
 
 # What needs the real vLLM runs in its image; all the rest drives a fake of it and is `make test`'s.
 ifneq ($(filter vllm-%,$(CELL)),)
-test: vllm verify ## everything that CI runs; CELL=vllm-cpu: what needs the real vLLM, and its image
+test: vllm verify ## everything that CI runs; ALL=1: also the build half's containers; CELL=vllm-cpu: what needs the real vLLM, and its image
 else
-test: lint drift unit process container verify
+# Two stages at a time: one waits while the other computes. What container tests say is shown when they have ended.
+test: venv
+	@$(TWO_AT_ONCE) lint unit drift
+	@$(TWO_AT_ONCE) process container verify KEPT_BACK=container
 endif
 
 lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
@@ -178,7 +191,7 @@ drift: venv ## rendered files are what the matrix says
 	$(PY) -m images render --check
 
 unit: venv ## the fast tests with all examples and cases, and the thorough: no engine, no network, no GPU
-	$(PYTEST) -n $(WORKERS) $(AT_ONCE) $(THOROUGH) tests/unit
+	$(PYTEST) -n $(WORKERS) $(AT_ONCE) $(REPORT) $(THOROUGH) tests/unit
 
 .PHONY: trixie
 trixie: docker
@@ -195,10 +208,10 @@ properties: venv ## 2,000 machines and models for each property of the planner, 
 	$(PYTEST) -n $(WORKERS) --hypothesis-profile weekly tests/process/test_plan_properties.py
 
 process: venv model engine ## real processes on this machine, no containers
-	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(THOROUGH) tests/process
+	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(REPORT) $(THOROUGH) tests/process
 
-container: image model trixie ## real containers of the built image, two files of tests at a time
-	$(PYTEST) -n 2 --dist loadfile tests/container
+container: image model trixie ## real containers of the built image, two tests at a time; ALL=1: the build half's too
+	$(call kept_back,$(PYTEST) -n 2 --dist loadgroup $(REPORT) $(if $(changed),,--leave-out-build-half) tests/container)
 
 .PHONY: vllm
 vllm: image ## real containers of vLLM's image (CELL=vllm-cpu): it serves the demo, and is killed
