@@ -155,10 +155,16 @@ render: venv ## write images/rendered from build_matrix.yaml
 lock: venv ## refresh the hash-locked requirements (Debian packages: images lock --debian)
 	@$(PY) -m images lock $(CA)
 
-check: venv ## under a minute, for every save: ruff, mypy, the fast tests with few examples of each property
+check: venv ## half a minute, for every save: ruff, mypy, the fast tests with few examples of each property
+	@$(TWO_AT_ONCE) static fast
+
+.PHONY: static fast
+static: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+fast: venv
 	$(PYTEST) -n $(WORKERS) $(AT_ONCE) -m fast tests/unit
 
 # What needs the real vLLM runs in its image; all the rest drives a fake of it and is `make test`'s.
@@ -171,10 +177,7 @@ test: venv
 	@$(TWO_AT_ONCE) process container verify KEPT_BACK=container
 endif
 
-lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/mypy
+lint: static ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/hadolint images/rendered/*/Dockerfile .devcontainer/*/Dockerfile images/emulator/Dockerfile images/models/Dockerfile images/scanner/Dockerfile images/router/Dockerfile
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
