@@ -1,7 +1,7 @@
 # Two commands for users, each of which does all its own set-up: `make up` and `make test`. The rest is parts of them.
 # Variables that may be given: MODEL (what `up` serves: a recipe, or a model of one as in MODEL=Qwen3-8B), APPLIANCE_HOST_PORT (of this machine,
 # 11435), APPLIANCE_VOLUME and APPLIANCE_PROJECT (names of volume and compose project: appliance), each setting as compose/appliance.yaml has it, CELL (on which image), WAIT=tuned (`up` measures at once and waits for it), BAKE_WEIGHTS=1 (the model in its image),
-# IMAGE_PREFIX (of names of images), CA_BUNDLE (behind an intercepting proxy), HF_ENDPOINT, BASE (another base image), DEBIAN_MIRROR, WHEELS (a folder with wheels that PyPI does not have), PYTHON.
+# IMAGE_PREFIX (of names of images), LAYERS (a folder with a build's layers), CA_BUNDLE (behind an intercepting proxy), HF_ENDPOINT, BASE (another base image), DEBIAN_MIRROR, WHEELS (a folder with wheels that PyPI does not have), PYTHON.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,6 +9,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 BASE ?= auto
+COMMA := ,
 # Where Debian's packages come from, when not from snapshot.debian.org: ROOT or ROOT@TIMESTAMP, as `images build` takes it.
 DEBIAN_MIRROR ?=
 # What pip, OpenSSL and requests are told on a machine behind such a proxy serves here as well.
@@ -52,7 +53,10 @@ changed = $(if $(ALL),all,$(if $(SINCE),$(shell git diff --name-only '$(SINCE)' 
 TRIXIE := debian:trixie-slim
 HUB := $(if $(HF_ENDPOINT),--hub $(HF_ENDPOINT))
 FETCH := $(PY) -m images fetch demo $(CA)
-BUILD := $(PY) -m images build --base $(BASE) $(MIRROR) $(CA) $(if $(WHEELS),--wheels '$(WHEELS)')
+# A folder with a build's layers, for a machine whose builder has none: read if it is there, else written.
+LAYERS ?=
+CACHE := $(if $(LAYERS),$(if $(wildcard $(LAYERS)/index.json),--cache-from type=local$(COMMA)src=$(LAYERS),--cache-to type=local$(COMMA)dest=$(LAYERS)$(COMMA)mode=max))
+BUILD := $(PY) -m images build --base $(BASE) $(MIRROR) $(CA) $(CACHE) $(if $(WHEELS),--wheels '$(WHEELS)')
 # The tags that `image` and `up` made, one a line.
 BUILT := .make/built
 
@@ -172,9 +176,15 @@ ifneq ($(filter vllm-%,$(CELL)),)
 test: vllm verify ## everything that CI runs; ALL=1: also the build half's containers; CELL=vllm-cpu: what needs the real vLLM, and its image
 else
 # Two stages at a time: one waits while the other computes. What container tests say is shown when they have ended.
+# PARTS are some of these stages, for machines that share them.
+PARTS ?=
 test: venv
+ifeq ($(PARTS),)
 	@$(TWO_AT_ONCE) lint unit drift
 	@$(TWO_AT_ONCE) process container verify KEPT_BACK=container
+else
+	@$(TWO_AT_ONCE) $(PARTS)
+endif
 endif
 
 lint: static ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
