@@ -37,8 +37,8 @@ AT_ONCE := --maxprocesses 8 --dist worksteal
 TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs 2
 KEPT_BACK ?=
 kept_back = $(if $(filter $@,$(KEPT_BACK)),code=0; $(1) >.make/$@.log 2>&1 || code=$$?; cat .make/$@.log; exit $$code,$(1))
-# Process tests wait half of their time for engines and clocks: twice as many workers as CPUs.
-WAITING ?= $(if $(filter logical,$(WORKERS)),$(shell echo $$((2 * $$(nproc)))),$(WORKERS))
+# Process tests wait half of their time for engines and clocks: three times as many workers as CPUs.
+WAITING ?= $(if $(filter logical,$(WORKERS)),$(shell echo $$((3 * $$(nproc)))),$(WORKERS))
 THOROUGH := --hypothesis-profile thorough
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
 MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
