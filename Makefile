@@ -223,8 +223,8 @@ properties: venv ## 2,000 machines and models for each property of the planner, 
 process: venv model engine ## real processes on this machine, no containers
 	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(REPORT) $(THOROUGH) tests/process
 
-container: image model trixie ## real containers of the built image, two tests at a time; ALL=1: the build half's too
-	$(call kept_back,$(PYTEST) -n 2 --dist loadgroup $(REPORT) $(if $(changed),,--leave-out-build-half) tests/container)
+container: image model trixie ## real containers of the built image, two files at a time; ALL=1: the build half's too
+	$(call kept_back,$(PYTEST) -n 2 --dist loadfile $(REPORT) $(if $(changed),,--leave-out-build-half) tests/container)
 
 .PHONY: vllm
 vllm: image ## real containers of vLLM's image (CELL=vllm-cpu): it serves the demo, and is killed

@@ -17,7 +17,6 @@ import requests
 
 from tests.container.stages.containers import ROOT, Stage, started, volume
 
-pytestmark = pytest.mark.xdist_group("api")
 TEMPLATES = ROOT / "tests/data/templates"
 SECRET = "kept-out-of-the-log"
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -12,7 +12,6 @@ import yaml
 
 from tests.container.stages.containers import IMAGE, MODEL, ROOT
 
-pytestmark = pytest.mark.xdist_group("endings")
 INDEX: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "tests/endings/index.yaml").read_text(encoding="utf-8"))
 LIMITED = [name for name, row in INDEX.items() if "memory_limit_mib" in row]
 RUN = [name for name, row in INDEX.items() if "run" in row and name not in LIMITED]

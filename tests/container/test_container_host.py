@@ -20,7 +20,6 @@ import pytest
 
 from tests.container.stages.containers import IMAGE, MODEL, ROOT, volume
 
-pytestmark = pytest.mark.xdist_group("host")
 # Of what docker inspect tells: all that a docker line decides.
 HOST_CONFIG = (
     "Binds", "CapAdd", "CapDrop", "DeviceRequests", "NetworkMode", "PortBindings", "Privileged", "ReadonlyRootfs",

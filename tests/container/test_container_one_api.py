@@ -19,7 +19,6 @@ from appliance.host.provision.secret import make_secrets
 from tests.container.stages.containers import IMAGE, ROOT, volume
 from tests.ports import free_port
 
-pytestmark = pytest.mark.xdist_group("one_api")
 FRONTS = ("one-api", "new-api")
 # As root the secrets are given to somebody else: no service is root.
 USER = os.getuid() or 1000

@@ -22,7 +22,6 @@ def stocked() -> Iterator[str]:
 
 
 Refuse = Callable[..., tuple[int, str]]
-in_one_container = pytest.mark.xdist_group("refusals")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,6 @@ def test_no_model(empty: str) -> None:
     assert "hint: " in words
 
 
-@in_one_container
 def test_model_that_is_not_there_names_the_near_miss(refuse: Refuse) -> None:
     code, words = refuse("serve", "SmolLM2-135M-Instruct.Q4_l.gguf")
     assert code == 10
@@ -100,7 +98,6 @@ def test_flags_without_a_verb_are_those_of_serve(stocked: str) -> None:
     assert ended(stocked, "--version")[0] == 0
 
 
-@in_one_container
 def test_directory_as_model(refuse: Refuse) -> None:
     code, words = refuse("serve", "/data/models")
     assert code == 30
@@ -114,7 +111,6 @@ def test_model_bigger_than_the_memory_limit(stocked: str) -> None:
     assert "memory limit of this container: 200 MiB" in words
 
 
-@in_one_container
 @pytest.mark.parametrize(
     ("argv", "env", "code", "words"),
     [

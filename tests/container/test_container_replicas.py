@@ -22,7 +22,6 @@ from docker.types import Mount
 from tests.container.stages.containers import IMAGE, ROOT, started, volume, wait_for
 from tests.ports import free_port
 
-pytestmark = pytest.mark.xdist_group("replicas")
 CLIENTS, CLIENTS_MAX = 16, 48
 SLOTS = 2
 WAIT_S = 600  # of a machine that does much else

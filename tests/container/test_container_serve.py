@@ -15,7 +15,6 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from tests.container.stages.containers import ROOT, WAIT_S, Stage, started, volume, wait_for
 
-pytestmark = pytest.mark.xdist_group("serve")
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
 
 

@@ -17,10 +17,7 @@ from docker.types import Mount
 
 from tests.container.stages.containers import IMAGE, ended, started, volume
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="these variants are those of x86-64"),
-    pytest.mark.xdist_group("variants"),
-]
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these variants are those of x86-64")
 HERE = Path(__file__).parent
 BASE = "debian:bookworm-slim"
 OFF = {"APPLIANCE_TUNE": "off"}

@@ -18,7 +18,7 @@ from typing import Any
 import docker
 import pytest
 
-pytestmark = [pytest.mark.build_half, pytest.mark.xdist_group("devcontainer")]
+pytestmark = pytest.mark.build_half
 ROOT = Path(__file__).parents[2]
 BASE = "debian:bookworm-slim"
 FOLDERS = (".devcontainer", "appliance", "images")

@@ -19,7 +19,6 @@ from images.errors import BuildError
 from images.model import ModelImage, Weights
 from tests.container.stages.containers import HARDENED, IMAGE, MODEL, PORT, ROOT, Stage, put_model, volume
 
-pytestmark = pytest.mark.xdist_group("model_image")
 EPOCH_S = build.FALLBACK_EPOCH_S
 PREFIX = f"appliance-test/model-{os.getpid()}/"
 TAG = f"{PREFIX}demo:llama-cpu"

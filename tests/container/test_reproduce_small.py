@@ -10,7 +10,7 @@ from images import docker, reproduce
 from images.reproduce import Reproduction
 from tests.container.small_cell import HERE, make_job, make_root
 
-pytestmark = [pytest.mark.build_half, pytest.mark.xdist_group("reproduce_small")]
+pytestmark = pytest.mark.build_half
 CELL = "llama-cu130-sm90"
 STAGES = ("small-compile", "small-wheels", "small-runtime")
 
