@@ -31,6 +31,8 @@ def refuse(stocked: str) -> Iterator[Refuse]:
 
         def start(*words: str, **variables: str) -> tuple[int, str]:
             code, said = stage.container.exec_run(["appliance", *words], environment=variables)
+            assert code is not None
+            assert isinstance(said, bytes)
             return code, said.decode()
 
         yield start
