@@ -159,14 +159,20 @@ def _emulated(
 
 
 def _kept(root: Path, given: Sequence[str], variant: str, cpu: str) -> list[Verdict] | None:
-    """The verdicts on one variant as a layer of the builder's cache has them; None if the check did not pass."""
+    """The verdict on one variant as a layer of the builder's cache has it; None if the check did not pass, or said
+    something else."""
     cases = " ".join(EMULATED_CASES)
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
         words = ("--build-arg", f"CPU={cpu}", "--build-arg", f"VARIANT={variant}", "--build-arg", f"CASES={cases}")
         argv = (*given, *words, "--target", "verdicts", "--output", f"type=local,dest={folder}/out", folder)
         if docker.capture(argv, cwd=root).code != 0:
             return None
-        return parse_verdicts(Path(folder, "out/verdicts").read_text("utf-8").splitlines(), cpu=cpu)
+        lines = Path(folder, "out/verdicts").read_text("utf-8").splitlines()
+    try:
+        found = parse_verdicts(lines, cpu=cpu)
+    except (KeyError, ValueError):
+        return None
+    return found if [each.variant for each in found] == [variant] else None
 
 
 def _run_emulated(engine: docker.Engine, tag: str, cpus: Mapping[str, str], reference: str) -> list[Verdict]:

@@ -149,12 +149,17 @@ def test_checks_that_passed_are_taken_from_the_builder(tmp_path: Path, monkeypat
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    "kept",
+    [{}, {"x64": ""}, {"x64": row("haswell")}, {"x64": '{"variant": "x64"}'}],
+    ids=["fails", "nothing", "another", "torn"],
+)
 def test_where_one_does_not_pass_all_are_run_and_say_how_it_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: dict[str, str]
 ) -> None:
     engine = Machine(row("x64", "died", signal="SIGILL"))
     with pytest.raises(VerificationError, match="before it had judged haswell"):  # this engine speaks of x64 alone
-        emulate(tmp_path, monkeypatch, engine, haswell=row("haswell"))
+        emulate(tmp_path, monkeypatch, engine, **kept, haswell=row("haswell"))
     emulated = [argv for argv in engine.asked if argv[0] == "/usr/bin/qemu-x86_64-static"]
     assert [argv[argv.index("-cpu") + 1] for argv in emulated] == ["Nehalem", "Haswell"]
     assert engine.asked[-1] == ("removed", "emulator:x")
