@@ -213,7 +213,7 @@ trixie: docker
 # Some tests ask the engine itself, on this machine: what a C library here cannot run is left out, and they say so.
 .PHONY: engine
 engine: image
-	@rm -rf .make/engine && id=$$(docker create $(IMAGE)) && docker cp --quiet $$id:/opt/llama .make/engine && docker rm $$id >/dev/null
+	@rm -rf .make/engine && id=$$(docker create $(IMAGE)) && docker cp --quiet $$id:/opt/llama .make/engine && docker rm --volumes $$id >/dev/null
 	@.make/engine/llama-server --version >/dev/null 2>&1 || { echo "skipped: what asks the engine outside of its image, which does not run here" >&2; rm -rf .make/engine; }
 
 # Once a week in a workflow: half an hour on four cores.
