@@ -20,6 +20,7 @@ from images import bake, build, debian, docker, matrix, prune, sbom
 from images.errors import BuildError
 from images.matrix import Cell
 
+pytestmark = pytest.mark.build_half
 MARK = re.compile(r"appliance-test-[0-9a-f]+")
 ROOT = Path(__file__).parents[2]
 BASE = "debian:bookworm-slim"

@@ -11,6 +11,7 @@ import pytest
 from images import build, docker, gate
 from tests.container.small_cell import HERE, make_job, make_root
 
+pytestmark = pytest.mark.build_half
 FolderOf = Callable[[str], Path]
 # Every chip of a release in the forms that a cell may ask for, and a family. The cells are those whose nvcc is asked.
 CUDA_12_4 = ("75", "80", "86", "89", "90", "90a")
