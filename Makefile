@@ -1,7 +1,7 @@
 # Two commands for users, each of which does all its own set-up: `make up` and `make test`. The rest is parts of them.
 # Variables that may be given: MODEL (what `up` serves: a recipe, or a model of one as in MODEL=Qwen3-8B), APPLIANCE_HOST_PORT (of this machine,
 # 11435), APPLIANCE_VOLUME and APPLIANCE_PROJECT (names of volume and compose project: appliance), each setting as compose/appliance.yaml has it, CELL (on which image), WAIT=tuned (`up` measures at once and waits for it), BAKE_WEIGHTS=1 (the model in its image),
-# IMAGE_PREFIX (of names of images), CA_BUNDLE (behind an intercepting proxy), HF_ENDPOINT, BASE (another base image), DEBIAN_MIRROR, WHEELS (a folder with wheels that PyPI does not have), PYTHON.
+# IMAGE_PREFIX (of names of images), LAYERS (a folder with a build's layers), CA_BUNDLE (behind an intercepting proxy), HF_ENDPOINT, BASE (another base image), DEBIAN_MIRROR, WHEELS (a folder with wheels that PyPI does not have), PYTHON.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,6 +9,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 BASE ?= auto
+COMMA := ,
 # Where Debian's packages come from, when not from snapshot.debian.org: ROOT or ROOT@TIMESTAMP, as `images build` takes it.
 DEBIAN_MIRROR ?=
 # What pip, OpenSSL and requests are told on a machine behind such a proxy serves here as well.
@@ -33,16 +34,29 @@ PYTEST := $(PY) -m pytest
 # Tests share nothing: each worker has folders, sockets and ports of its own. WORKERS=0 runs them one by one.
 WORKERS ?= logical
 AT_ONCE := --maxprocesses 8 --dist worksteal
-# Process tests wait half of their time for engines and clocks: twice as many workers as CPUs.
-WAITING ?= $(if $(filter logical,$(WORKERS)),$(shell echo $$((2 * $$(nproc)))),$(WORKERS))
+TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs 2
+KEPT_BACK ?=
+kept_back = $(if $(filter $@,$(KEPT_BACK)),code=0; $(1) >.make/$@.log 2>&1 || code=$$?; cat .make/$@.log; exit $$code,$(1))
+# Process tests wait half of their time for engines and clocks: three times as many workers as CPUs.
+WAITING ?= $(if $(filter logical,$(WORKERS)),$(shell echo $$((3 * $$(nproc)))),$(WORKERS))
 THOROUGH := --hypothesis-profile thorough
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
 MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
+# What a stage took, test by test; the names of the slowest on the screen, the rest in a file.
+REPORT = --durations=20 --durations-min=1 --junitxml=.make/junit/$@.xml
+# Container tests of the build half are left out, and named, unless ALL=1 or a change since the commit SINCE may concern them.
+ALL ?=
+SINCE ?=
+BUILD_HALF := build_matrix.yaml docker-bake.json images .devcontainer tests/container
+changed = $(if $(ALL),all,$(if $(SINCE),$(shell git diff --name-only '$(SINCE)' -- $(BUILD_HALF) || echo unknown)))
 # The base of the CUDA 12.4 cells, whose compiler the tests try; a test says so when it cannot be had.
 TRIXIE := debian:trixie-slim
 HUB := $(if $(HF_ENDPOINT),--hub $(HF_ENDPOINT))
 FETCH := $(PY) -m images fetch demo $(CA)
-BUILD := $(PY) -m images build --base $(BASE) $(MIRROR) $(CA) $(if $(WHEELS),--wheels '$(WHEELS)')
+# A folder with a build's layers, for a machine whose builder has none: read if it is there, else written.
+LAYERS ?=
+CACHE := $(if $(LAYERS),$(if $(wildcard $(LAYERS)/index.json),--cache-from type=local$(COMMA)src=$(LAYERS),--cache-to type=local$(COMMA)dest=$(LAYERS)$(COMMA)mode=max))
+BUILD := $(PY) -m images build --base $(BASE) $(MIRROR) $(CA) $(CACHE) $(if $(WHEELS),--wheels '$(WHEELS)')
 # The tags that `image` and `up` made, one a line.
 BUILT := .make/built
 
@@ -145,23 +159,35 @@ render: venv ## write images/rendered from build_matrix.yaml
 lock: venv ## refresh the hash-locked requirements (Debian packages: images lock --debian)
 	@$(PY) -m images lock $(CA)
 
-check: venv ## under a minute, for every save: ruff, mypy, the fast tests with few examples of each property
+check: venv ## half a minute, for every save: ruff, mypy, the fast tests with few examples of each property
+	@$(TWO_AT_ONCE) static fast
+
+.PHONY: static fast
+static: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+fast: venv
 	$(PYTEST) -n $(WORKERS) $(AT_ONCE) -m fast tests/unit
 
 # What needs the real vLLM runs in its image; all the rest drives a fake of it and is `make test`'s.
 ifneq ($(filter vllm-%,$(CELL)),)
-test: vllm verify ## everything that CI runs; CELL=vllm-cpu: what needs the real vLLM, and its image
+test: vllm verify ## everything that CI runs; ALL=1: also the build half's containers; CELL=vllm-cpu: what needs the real vLLM, and its image
 else
-test: lint drift unit process container verify
+# Two stages at a time: one waits while the other computes. What container tests say is shown when they have ended.
+# PARTS are some of these stages, for machines that share them.
+PARTS ?=
+test: venv
+ifeq ($(PARTS),)
+	@$(TWO_AT_ONCE) lint unit drift
+	@$(TWO_AT_ONCE) process container verify KEPT_BACK=container
+else
+	@$(TWO_AT_ONCE) $(PARTS)
+endif
 endif
 
-lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/mypy
+lint: static ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/hadolint images/rendered/*/Dockerfile .devcontainer/*/Dockerfile images/emulator/Dockerfile images/models/Dockerfile images/scanner/Dockerfile images/router/Dockerfile
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
@@ -178,7 +204,7 @@ drift: venv ## rendered files are what the matrix says
 	$(PY) -m images render --check
 
 unit: venv ## the fast tests with all examples and cases, and the thorough: no engine, no network, no GPU
-	$(PYTEST) -n $(WORKERS) $(AT_ONCE) $(THOROUGH) tests/unit
+	$(PYTEST) -n $(WORKERS) $(AT_ONCE) $(REPORT) $(THOROUGH) tests/unit
 
 .PHONY: trixie
 trixie: docker
@@ -187,7 +213,7 @@ trixie: docker
 # Some tests ask the engine itself, on this machine: what a C library here cannot run is left out, and they say so.
 .PHONY: engine
 engine: image
-	@rm -rf .make/engine && id=$$(docker create $(IMAGE)) && docker cp --quiet $$id:/opt/llama .make/engine && docker rm $$id >/dev/null
+	@rm -rf .make/engine && id=$$(docker create $(IMAGE)) && docker cp --quiet $$id:/opt/llama .make/engine && docker rm --volumes $$id >/dev/null
 	@.make/engine/llama-server --version >/dev/null 2>&1 || { echo "skipped: what asks the engine outside of its image, which does not run here" >&2; rm -rf .make/engine; }
 
 # Once a week in a workflow: half an hour on four cores.
@@ -202,10 +228,10 @@ mutants: venv model ## SEED=N COUNT=60: plant faults, run the tests that reach e
 	$(PY) -m tests.mutants --seed $(SEED) --count $(COUNT) --least $(LEAST)
 
 process: venv model engine ## real processes on this machine, no containers
-	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(THOROUGH) tests/process
+	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(REPORT) $(THOROUGH) tests/process
 
-container: image model trixie ## real containers of the built image, two files of tests at a time
-	$(PYTEST) -n 2 --dist loadfile tests/container
+container: image model trixie ## real containers of the built image, two files at a time; ALL=1: the build half's too
+	$(call kept_back,$(PYTEST) -n 2 --dist loadfile $(REPORT) $(if $(changed),,--leave-out-build-half) tests/container)
 
 .PHONY: vllm
 vllm: image ## real containers of vLLM's image (CELL=vllm-cpu): it serves the demo, and is killed

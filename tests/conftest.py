@@ -16,7 +16,7 @@ MARKS = {"unit": "fast", "process": "process", "container": "container", "gpu": 
 # Settings of the caller: of the product, make, the hub, tools that `inject` knows, compose and terminals.
 # A test sets what it wants. APPLIANCE_TEST_… and APPLIANCE_ENGINE_DIR are for the tests.
 OF_THE_CALLER = re.compile(
-    r"APPLIANCE_(?!TEST_|ENGINE_DIR$)|(?:MODEL|CELL|WAIT|BAKE_WEIGHTS|IMAGE_PREFIX|M(?:AKE)?FLAGS|MAKEOVERRIDES|MAKELEVEL)$"
+    r"APPLIANCE_(?!TEST_|ENGINE_DIR$)|(?:MODEL|CELL|WAIT|BAKE_WEIGHTS|IMAGE_PREFIX|ALL|SINCE|PARTS|LAYERS|KEPT_BACK|M(?:AKE)?FLAGS|MAKEOVERRIDES|MAKELEVEL)$"
     r"|HF_|HUGGING|OPENAI_|ANTHROPIC_|CLAUDE_|OLLAMA_|COMPOSE_"
     r"|(?:NO_COLOR|FORCE_COLOR|COLUMNS|LINES)$"
 )

@@ -105,20 +105,12 @@ class Report:
 
 
 def query(root: Path, engine: docker.Engine, *, image: str, tag: str, base: str, variants: Variants) -> Report:
-    """Runs the check in hardened containers without a network. Raises VerificationError if a variant is missing.
+    """Checks all variants, without a network. Raises VerificationError if nothing is said of a variant.
 
     `tag` names the emulator's image for as long as this takes; `base` is what it is built on.
     """
     here = _run(engine, image, (PROGRAM,), variants.built, variants.built[0])
-    emulated: list[Verdict] = []
-    why_not = None
-    if variants.emulated:
-        why_not = _build_emulator(root, image=image, tag=tag, base=base)
-        if why_not is None:
-            try:
-                emulated = _emulated(engine, tag, variants.emulated, variants.built[0])
-            finally:
-                engine.remove(tag)
+    emulated, why_not = _emulated(root, engine, image=image, tag=tag, base=base, variants=variants)
     return Report(built=variants.built, verdicts=(*here, *emulated), why_not_emulated=why_not)
 
 
@@ -145,7 +137,45 @@ def parse_verdicts(lines: Iterable[str], *, cpu: str | None = None) -> list[Verd
     return found
 
 
-def _emulated(engine: docker.Engine, tag: str, cpus: Mapping[str, str], reference: str) -> list[Verdict]:
+def _emulated(
+    root: Path, engine: docker.Engine, *, image: str, tag: str, base: str, variants: Variants
+) -> tuple[list[Verdict], str | None]:
+    """The verdicts of emulated CPUs, and why there are none.
+
+    A check that passes is kept by the builder. Where one fails, all are run in containers, which tell how it failed.
+    """
+    reference = variants.built[0]
+    given = (*_build_arguments(root, image, base), "--build-arg", f"REFERENCE={reference}")
+    kept = [_kept(root, given, variant, cpu) for variant, cpu in variants.emulated.items()]
+    if None not in kept:
+        return [verdict for verdicts in kept for verdict in verdicts or ()], None
+    why_not = _build_emulator(root, image=image, tag=tag, base=base)
+    if why_not is not None:
+        return [], why_not
+    try:
+        return _run_emulated(engine, tag, variants.emulated, reference), None
+    finally:
+        engine.remove(tag)
+
+
+def _kept(root: Path, given: Sequence[str], variant: str, cpu: str) -> list[Verdict] | None:
+    """The verdict on one variant as a layer of the builder's cache has it; None if the check did not pass, or said
+    something else."""
+    cases = " ".join(EMULATED_CASES)
+    with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
+        words = ("--build-arg", f"CPU={cpu}", "--build-arg", f"VARIANT={variant}", "--build-arg", f"CASES={cases}")
+        argv = (*given, *words, "--target", "verdicts", "--output", f"type=local,dest={folder}/out", folder)
+        if docker.capture(argv, cwd=root).code != 0:
+            return None
+        lines = Path(folder, "out/verdicts").read_text("utf-8").splitlines()
+    try:
+        found = parse_verdicts(lines, cpu=cpu)
+    except (KeyError, ValueError):
+        return None
+    return found if [each.variant for each in found] == [variant] else None
+
+
+def _run_emulated(engine: docker.Engine, tag: str, cpus: Mapping[str, str], reference: str) -> list[Verdict]:
     return [
         verdict
         for variant, cpu in cpus.items()
@@ -179,13 +209,16 @@ def _run(
     return found
 
 
+def _build_arguments(root: Path, image: str, base: str) -> tuple[str, ...]:
+    return (
+        *("docker", "buildx", "build", "--progress", "plain", "--provenance=false", "--sbom=false"),
+        *("--file", str(root / DOCKERFILE), "--build-arg", f"IMAGE={image}", "--build-arg", f"BASE={base}"),
+    )
+
+
 def _build_emulator(root: Path, *, image: str, tag: str, base: str) -> str | None:
     """Builds the emulator's image. Returns None if it is there, else the reason, such as no network."""
     with tempfile.TemporaryDirectory(prefix="emulator-") as context:
-        argv = (
-            *("docker", "buildx", "build", "--progress", "plain", "--provenance=false", "--sbom=false", "--load"),
-            *("--file", str(root / DOCKERFILE), "--build-arg", f"IMAGE={image}", "--build-arg", f"BASE={base}"),
-            *("--tag", tag, context),
-        )
-        done = docker.capture(argv, cwd=root)
+        words = ("--load", "--target", "emulator", "--tag", tag, context)
+        done = docker.capture((*_build_arguments(root, image, base), *words), cwd=root)
     return None if done.code == 0 else " ".join(done.lines[-2:])[:300] or f"exit {done.code}"

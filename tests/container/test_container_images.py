@@ -24,6 +24,7 @@ from images.matrix.matrix import Cell
 from images.pins import debian
 from images.proof import sbom
 
+pytestmark = pytest.mark.build_half
 MARK = re.compile(r"appliance-test-[0-9a-f]+")
 ROOT = Path(__file__).parents[2]
 BASE = "debian:bookworm-slim"

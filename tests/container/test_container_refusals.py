@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import docker
 import pytest
@@ -19,6 +19,23 @@ MEASURING = {"APPLIANCE_TUNE": "first"}
 def stocked() -> Iterator[str]:
     with volume() as name:
         yield name
+
+
+Refuse = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def refuse(stocked: str) -> Iterator[Refuse]:
+    """One container that sleeps: each start in it has words and variables of its own, and is expected to end."""
+    with started(stocked, "infinity", entrypoint="sleep") as stage:
+
+        def start(*words: str, **variables: str) -> tuple[int, str]:
+            code, said = stage.container.exec_run(["appliance", *words], environment=variables)
+            assert code is not None
+            assert isinstance(said, bytes)
+            return code, said.decode()
+
+        yield start
 
 
 @pytest.fixture
@@ -51,8 +68,8 @@ def test_no_model(empty: str) -> None:
     assert "hint: " in words
 
 
-def test_model_that_is_not_there_names_the_near_miss(stocked: str) -> None:
-    code, words = ended(stocked, "serve", "SmolLM2-135M-Instruct.Q4_l.gguf")
+def test_model_that_is_not_there_names_the_near_miss(refuse: Refuse) -> None:
+    code, words = refuse("serve", "SmolLM2-135M-Instruct.Q4_l.gguf")
     assert code == 10
     assert "perhaps you meant SmolLM2-135M-Instruct.Q4_1.gguf" in words
 
@@ -83,8 +100,8 @@ def test_flags_without_a_verb_are_those_of_serve(stocked: str) -> None:
     assert ended(stocked, "--version")[0] == 0
 
 
-def test_directory_as_model(stocked: str) -> None:
-    code, words = ended(stocked, "serve", "/data/models")
+def test_directory_as_model(refuse: Refuse) -> None:
+    code, words = refuse("serve", "/data/models")
     assert code == 30
     assert "model is a folder: /data/models" in words
 
@@ -101,12 +118,12 @@ def test_model_bigger_than_the_memory_limit(stocked: str) -> None:
     [
         (("serve", "--ctx-size", "10"), {}, 10, "ctx_size is outside 256"),
         (("serve", "--ctx-szie", "4096"), {}, 2, "perhaps you meant '--ctx-size'"),
-        ((), {"APPLIANCE_CTX_SZIE": "4096"}, 10, "perhaps you meant 'APPLIANCE_CTX_SIZE'"),
+        (("serve",), {"APPLIANCE_CTX_SZIE": "4096"}, 10, "perhaps you meant 'APPLIANCE_CTX_SIZE'"),
         (("sevre",), {}, 2, "serve"),
     ],
 )
-def test_misspelt_settings(stocked: str, argv: tuple[str, ...], env: dict[str, str], code: int, words: str) -> None:
-    found, said = ended(stocked, *argv, env=env)
+def test_misspelt_settings(refuse: Refuse, argv: tuple[str, ...], env: dict[str, str], code: int, words: str) -> None:
+    found, said = refuse(*argv, **env)
     assert found == code
     assert words in said
 

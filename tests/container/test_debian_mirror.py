@@ -16,6 +16,7 @@ from images.pins import debian
 from tests.container.small_cell import HERE, make_job, make_root, only_runtime
 from tests.container.stages.mirror import PassingOn, debian_mirror
 
+pytestmark = pytest.mark.build_half
 CELL = "llama-cu130-sm90"
 PART = "tini"
 

@@ -25,6 +25,7 @@ from images.proof import reproduce
 from tests.container.small_cell import HERE, ROOT, make_job, make_root, only_runtime
 from tests.container.stages.mirror import BASE, IMPORT, TIMESTAMP, debian_mirror, snapshot_service
 
+pytestmark = pytest.mark.build_half
 CELL = "llama-cu130-sm90"
 PART = "tini"
 NOWHERE = "http://127.0.0.1:9/archive"

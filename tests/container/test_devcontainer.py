@@ -18,6 +18,7 @@ from typing import Any
 import docker
 import pytest
 
+pytestmark = pytest.mark.build_half
 ROOT = Path(__file__).parents[2]
 BASE = "debian:bookworm-slim"
 FOLDERS = (".devcontainer", "appliance", "images")

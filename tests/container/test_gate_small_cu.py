@@ -13,6 +13,7 @@ from images.build import build
 from images.proof import gate
 from tests.container.small_cell import HERE, make_job, make_root
 
+pytestmark = pytest.mark.build_half
 FolderOf = Callable[[str], Path]
 # Every chip of a release in the forms that a cell may ask for, and a family. The cells are those whose nvcc is asked.
 CUDA_12_4 = ("75", "80", "86", "89", "90", "90a")

@@ -18,6 +18,7 @@ from images.pins import bases
 from tests.container.small_cell import ROOT
 from tests.container.stages.registry import manifest, registry
 
+pytestmark = pytest.mark.build_half
 TODAY = date(2026, 11, 21)
 # A port on which nothing listens: the discard service's.
 NOBODY = "127.0.0.1:9"

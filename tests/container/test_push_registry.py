@@ -25,6 +25,7 @@ from images.proof import reproduce, sbom
 from tests.container.small_cell import ca_bundle
 from tests.container.stages.registry import manifest, registry
 
+pytestmark = pytest.mark.build_half
 ROOT = Path(__file__).parents[2]
 BASE = "debian:bookworm-slim"
 STEPS = (

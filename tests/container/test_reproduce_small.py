@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from images import docker
 from images.proof import reproduce
 from images.proof.reproduce import Reproduction
 from tests.container.small_cell import HERE, make_job, make_root
 
+pytestmark = pytest.mark.build_half
 CELL = "llama-cu130-sm90"
 STAGES = ("small-compile", "small-wheels", "small-runtime")
 

@@ -16,6 +16,7 @@ from images.matrix import matrix
 from images.proof import verify
 from tests.container.stages.containers import IMAGE, ROOT
 
+pytestmark = pytest.mark.build_half
 # What a linker leaves behind that was given the toolkit's stub, and what a careless COPY of a whole folder brings.
 PLANT = "RUN cp /opt/llama/libllama.so /opt/llama/libcuda.so.1 && ln -s libcuda.so.1 /usr/lib/libcuda.so && echo {mark}"
 # One that is gone, and one that is there, is not found, and does not find its neighbours.

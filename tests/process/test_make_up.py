@@ -252,6 +252,77 @@ def test_the_tests_look_at_what_building_takes(place: Workplace) -> None:
     assert not place.called("python")
 
 
+@pytest.fixture
+def tested(place: Workplace) -> Workplace:
+    """With the programs that the stages of `make test` run."""
+    for tool in ("nproc", "make", "rm", "tee", "git"):
+        if not (place.folder / "bin" / tool).exists():
+            (place.folder / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    for tool in ("ruff", "mypy", "hadolint", "zizmor"):
+        (place.folder / ".venv/bin" / tool).symlink_to(FAKE)
+    return place
+
+
+def stages(place: Workplace) -> list[str]:
+    """What pytest was started on, in its order."""
+    return [line.split()[-1].removeprefix("tests/") for line in place.called("-m pytest")]
+
+
+def test_all_stages_run_and_containers_of_the_build_half_are_left_out(tested: Workplace) -> None:
+    done = tested.make("test")
+    assert done.returncode == 0, done.stderr
+    assert (stages(tested)[0], sorted(stages(tested)[1:])) == ("unit", ["container", "process"])
+    for part in ("ruff check", "mypy", "hadolint", "zizmor", "images render --check", "images verify --only llama-cpu"):
+        assert tested.called(part), part
+    (containers,) = tested.called("tests/container")
+    assert " --leave-out-build-half " in containers
+    assert " --junitxml=.make/junit/container.xml " in containers
+    assert len(tested.called("images build")) == 1, "two stages that need the image build it once"
+
+
+@pytest.mark.parametrize("word", ["ALL=1", "SINCE=nowhere"])
+def test_nothing_is_left_out_where_all_is_asked_for_or_what_changed_is_unknown(tested: Workplace, word: str) -> None:
+    assert tested.make("container", word).returncode == 0
+    assert not tested.called("--leave-out-build-half")
+
+
+@pytest.mark.parametrize(("changed", "is_left_out"), [("appliance/a.py", True), ("images/a.py", False)])
+def test_a_change_of_the_build_half_tests_it(tested: Workplace, changed: str, is_left_out: bool) -> None:
+    git = ("git", "-C", str(tested.folder), "-c", "user.name=a", "-c", "user.email=a@b")
+    (tested.folder / "appliance").unlink()
+    for name in ("appliance/a.py", "images/a.py"):
+        (tested.folder / name).parent.mkdir(exist_ok=True)
+        (tested.folder / name).write_text("before")
+    for words in (("init", "--quiet"), ("add", "appliance", "images/a.py"), ("commit", "--quiet", "--message", "a")):
+        subprocess.run([*git, *words], check=True, timeout=60)
+    (tested.folder / changed).write_text("after")
+    assert tested.make("container", "SINCE=HEAD", "-o", "preflight").returncode == 0
+    assert bool(tested.called("--leave-out-build-half")) == is_left_out
+
+
+def test_parts_are_those_stages_alone(tested: Workplace) -> None:
+    done = tested.make("test", "PARTS=unit drift")
+    assert done.returncode == 0, done.stderr
+    assert stages(tested) == ["unit"]
+    assert tested.called("images render --check")
+
+
+def test_a_stage_that_fails_is_shown_and_ends_it(tested: Workplace) -> None:
+    tested.say("images-verify.err", "error: FAIL llama-cpu")
+    done = tested.make("test")
+    assert done.returncode != 0
+    assert "error: FAIL llama-cpu" in done.stderr
+
+
+def test_what_the_containers_say_is_kept_back_and_shown(tested: Workplace) -> None:
+    tested.say("python.out", "2 failed\n")
+    done = tested.make("container", "KEPT_BACK=container")
+    assert "2 failed\n" in done.stdout
+    assert "2 failed\n" in (tested.folder / ".make/container.log").read_text()
+    tested.say("python.err", "broken")
+    assert tested.make("container", "KEPT_BACK=container", "-o", "image", "-o", "model").returncode != 0
+
+
 @pytest.mark.parametrize(
     ("fails", "asked"),
     [

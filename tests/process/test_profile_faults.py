@@ -9,9 +9,9 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -284,15 +284,23 @@ def test_a_write_that_takes_less_than_it_was_given_goes_on(tmp_path: Path) -> No
     assert ProfileStore(tmp_path, pytest.fail).load(NEW.key) == NEW
 
 
+# A child for each line that it is told, which saves until it is killed: what they import is imported once.
 SAVER = """
-import sys
+import os, sys
 sys.path[:0] = sys.argv[1:2]
 from dataclasses import replace
 from pathlib import Path
 from tests.builders import PARTIAL, key, profile
 from appliance.profile import ProfileStore
 store, number, found, other = ProfileStore(Path(sys.argv[2]), print), 0, profile(), profile(key("b2"))
-print("ready", flush=True)
+for _ in sys.stdin:
+    if not (child := os.fork()):
+        break
+    os.waitpid(child, 0)
+    print("gone", flush=True)
+else:
+    sys.exit()
+print(os.getpid(), flush=True)
 while True:
     number += 1
     store.keep(key(), replace(PARTIAL, measurements=found.measurements * (number * 7 % 40)))
@@ -308,22 +316,41 @@ while True:
 """
 
 
+@dataclass(frozen=True)
+class Saver:
+    """A process that saves; its parent says when it is gone."""
+
+    pid: int
+    parent: subprocess.Popen[str]
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.parent.stdout
+        assert self.parent.stdout.readline() == "gone\n"
+
+
+def savers(folder: Path, count: int) -> Iterator[Saver]:
+    """One after the other, each of which has to be killed."""
+    argv = [sys.executable, "-B", "-c", SAVER, str(ROOT), str(folder)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin
+        assert parent.stdout
+        for _ in range(count):
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            yield Saver(int(parent.stdout.readline()), parent)
+
+
 def test_twenty_kills_of_a_process_that_saves_leave_a_whole_profile(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
     folder.mkdir()
     store = ProfileStore(folder, pytest.fail)  # a reader that sets nothing aside
     store.save(OLD)
     rounds = random.Random(7)
-    for _ in range(20):
-        argv = [sys.executable, "-B", "-c", SAVER, str(ROOT), str(folder)]
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
+    for saver in savers(folder, 20):
         for _ in range(rounds.randrange(1, 120)):
             assert store.load(key()) is not None
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
-        process.stdout.close()
+        saver.kill()
         found = store.load(key())
         assert found is not None
         assert replace(found, speed="") == replace(OLD, speed="")

@@ -285,7 +285,7 @@ def real(folder: Path) -> tuple[Plan, Start]:
     """Of the model at `folder`/model.gguf with the real engine."""
     binary = find_engine(BINARY)
     engine = query_facts(find_engine("llama-server"))
-    plan = planned_for(engine, folder / "model.gguf", {"ctx_size": "4096"})
+    plan = planned_for(engine, folder / "model.gguf", {"ctx_size": "4096", "threads": "1"})
     install = Install(engine_dir=binary.parent, facts=engine, cache_dir=folder)
 
     def start(plan: Plan, chunk_spec: ChunkSpec, text: Path) -> TextReader:

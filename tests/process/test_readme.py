@@ -1,11 +1,13 @@
 """What the pages print works as it stands there, on a machine without an activated environment.
 
 Commands that change nothing are run, with `--dry-run` where they have it; of the others every word is checked by the
-parser that would read it. What is not run is listed with the reason, as a skipped test.
+parser that would read it. What is not run is listed with the reason, as a skipped test. A command that stands on
+several pages is tried once, and is called by the first of them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -86,7 +88,9 @@ ALL = list(commands())
 
 
 def those(*begin: str) -> list[Command]:
-    return [command for command in ALL if tuple(command.words[: len(begin)]) == begin]
+    """Each distinct command that begins with these words, with the first place that prints it."""
+    found = (command for command in ALL if tuple(command.words[: len(begin)]) == begin)
+    return list({tuple(command.words): command for command in reversed(list(found))}.values())[::-1]
 
 
 def test_there_are_commands_of_each_kind() -> None:
@@ -95,13 +99,13 @@ def test_there_are_commands_of_each_kind() -> None:
     )
 
 
-@pytest.mark.parametrize("command", ALL, ids=str)
-def test_one_way_everywhere(command: Command) -> None:
+def test_one_way_everywhere() -> None:
     """`python` is not there on Debian, `pip` and `uv` would need an environment."""
-    assert command.words[0] in ("make", "python3", "docker", "appliance"), f"{command}: another way to start it"
-    if command.words[0] == "python3":
-        assert command.words[1] == "-m"
-        assert command.words[2] == "images" or command.words[2].startswith("benchmarks."), command
+    for command in ALL:
+        assert command.words[0] in ("make", "python3", "docker", "appliance"), f"{command}: another way to start it"
+        if command.words[0] == "python3":
+            assert command.words[1] == "-m", command
+            assert command.words[2] == "images" or command.words[2].startswith("benchmarks."), command
 
 
 @pytest.mark.parametrize("command", those("make"), ids=str)
@@ -112,42 +116,84 @@ def test_make_knows_it(command: Command) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", those("python3", "-m", "images"), ids=str)
-def test_images_understands_it_and_does_it(command: Command) -> None:
+# Programs by their own command lines, one after the other in one process: they import the same things.
+RUN_ALL = """
+import contextlib, io, json, runpy, sys
+told = []
+for module, *words in json.load(sys.stdin):
+    sys.argv = [module, *words]
+    said, wrong = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(wrong):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code or 0
+    told.append([code, said.getvalue(), wrong.getvalue()])
+json.dump(told, sys.stdout)
+"""
+
+
+def run_all(asked: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each program and its words."""
+    argv = [sys.executable, "-c", RUN_ALL]
+    done = subprocess.run(
+        argv, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = [tuple(each) for each in json.loads(done.stdout.rpartition("\n")[2])]  # what they start may write as well
+    assert len(told) == len(asked)
+    return told
+
+
+OF_IMAGES = those("python3", "-m", "images")
+
+
+def why_not_run(words: list[str]) -> str | None:
+    """Why a command of `images` is only read by its parser; None if it is run."""
+    if "|" in words[0]:
+        return "it is the list of verbs"
+    if PLACEHOLDERS.search(" ".join(words)):
+        return "it has a placeholder"
+    if words[0] in NOT_RUN and "--driver" not in words:
+        return NOT_RUN[words[0]]
+    return "it builds twice" if "--reproduce" in words else None
+
+
+@pytest.mark.parametrize("command", OF_IMAGES, ids=str)
+def test_images_understands_it(command: Command) -> None:
     words = command.words[3:]
     if "|" in words[0]:  # the list of verbs
         assert set(words[0].split("|")) <= set(re.findall(r"[a-z-]+", parser().format_help()))
-        return
-    options = parser().parse_args(words)
-    verb = words[0]
-    if PLACEHOLDERS.search(" ".join(words)):
-        pytest.skip(f"not run: it has a placeholder: {command.text}")
-    if verb in NOT_RUN and "--driver" not in words:
-        pytest.skip(f"not run: {NOT_RUN[verb]}: {command.text}")
-    if "--reproduce" in words:
-        pytest.skip(f"not run: it builds twice: {command.text}")
-    if not options.dry_run and verb not in ("list", "explain", "select"):
-        words = [*words, "--dry-run"]
-    done = images(*words)
-    # 10: `explain` of a cell that cannot exist, which is what the page shows.
-    assert done.returncode in ((0, 10) if verb == "explain" else (0,)), done.stderr
-    assert "Traceback" not in done.stderr
+    else:
+        parser().parse_args(words)
+    if why := why_not_run(words):
+        pytest.skip(f"not run: {why}: {command.text}")
 
 
-def images(*words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "images", *words]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+def test_images_does_it() -> None:
+    """Where a command has changes to make, with --dry-run."""
+    asked = []
+    for command in OF_IMAGES:
+        words = command.words[3:]
+        if not why_not_run(words):
+            changes = not parser().parse_args(words).dry_run and words[0] not in ("list", "explain", "select")
+            asked.append(["images", *words, *(["--dry-run"] if changes else [])])
+    for (_, verb, *words), (code, _, wrong) in zip(asked, run_all(asked), strict=True):
+        # 10: `explain` of a cell that cannot exist, which is what the page shows.
+        assert code in ((0, 10) if verb == "explain" else (0,)), f"{verb} {words}: {wrong}"
+        assert "Traceback" not in wrong
 
 
-@pytest.mark.parametrize(
-    "command", [command for command in those("python3", "-m") if command.words[2] != "images"], ids=str
-)
-def test_a_benchmark_takes_these_words(command: Command) -> None:
-    argv = [sys.executable, *command.words[1:], "--help"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert set(words_with_dashes(command.words)) <= set(re.findall(r"--[a-z-]+", done.stdout))
-    pytest.skip(f"not run: it measures for minutes: {command.text}")
+def test_a_benchmark_takes_these_words() -> None:
+    """None is run, for each measures for minutes."""
+    found = [command for command in those("python3", "-m") if command.words[2] != "images"]
+    modules = sorted({command.words[2] for command in found})
+    helps = dict(zip(modules, run_all([[module, "--help"] for module in modules]), strict=True))
+    for command in found:
+        code, said, wrong = helps[command.words[2]]
+        assert code == 0, f"{command}: {wrong}"
+        assert set(words_with_dashes(command.words)) <= set(re.findall(r"--[a-z-]+", said)), command
 
 
 def words_with_dashes(words: list[str]) -> list[str]:

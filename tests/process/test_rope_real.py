@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
+from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from tests.process.stages.engine import find_model
 from tests.process.stages.slots import RefusedError, serving, words
 from tests.shapes import SMALL, write_gguf
 
-NATIVE = 8192  # of SmolLM2
-LONG = words(7_600)  # some 8,600 tokens
+NATIVE = 1024  # as the file says, so that the prompt is read in seconds; SmolLM2's own is 8192
+LONG = words(1_100)  # some 1,250 tokens
 
 
-async def test_a_prompt_longer_than_native_is_answered() -> None:
-    async with serving(find_model(), ctx_size=str(2 * NATIVE), rope_scaling="yarn", parallel="1") as server:
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """The demo's weights in a file that names a shorter native length."""
+    path = shutil.copyfile(find_model(), tmp_path / "short.gguf")
+    length = gguf.GGUFReader(path, "r+").get_field("llama.context_length")
+    assert length
+    assert length.contents() == 8192
+    length.parts[-1][0] = NATIVE
+    return path
+
+
+async def test_a_prompt_longer_than_native_is_answered(short: Path) -> None:
+    async with serving(short, ctx_size=str(2 * NATIVE), rope_scaling="yarn", parallel="1") as server:
+        launch = server.plan.launch
+        assert isinstance(launch, LlamaLaunch)
+        assert launch.rope is not None, "the native length is the file's"
         turn = await server.talk().say(LONG, tokens=16)
     assert turn.prompt > NATIVE
     assert len(turn.text.split()) > 3

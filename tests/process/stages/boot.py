@@ -222,6 +222,8 @@ class Serving:
         self.port = port
         self.runtime_dir = runtime_dir
         self._log = log
+        self._read_bytes = 0  # of the log: whoever waits for an event looks 50 times a second
+        self._events: list[dict[str, Any]] = []
         self._socket = runtime_dir / f"appliance-{process.pid}.sock"
 
     @property
@@ -231,7 +233,13 @@ class Serving:
     @property
     def events(self) -> list[dict[str, Any]]:
         """The JSON lines so far; the last one may be half written."""
-        return [json.loads(line) for line in self.text.splitlines() if line.startswith("{") and line.endswith("}")]
+        with self._log.open("rb") as file:
+            file.seek(self._read_bytes)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._read_bytes += len(whole + end)
+        lines = whole.decode(errors="replace").splitlines()
+        self._events += [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return list(self._events)
 
     def names(self) -> list[str]:
         return [event["event"] for event in self.events]

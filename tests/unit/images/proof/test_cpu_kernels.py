@@ -85,6 +85,10 @@ class Machine(docker.Engine):
         self.asked.append((*(entrypoint or ()), *argv))
         return self._said
 
+    def remove(self, image_id: str) -> bool:
+        self.asked.append(("removed", image_id))
+        return True
+
 
 def ask(engine: docker.Engine) -> Report:
     variants = Variants(offered=("x64", "haswell"), built=("x64", "haswell"))
@@ -113,3 +117,56 @@ def test_all_variants_are_asked_in_one_run_against_the_baseline() -> None:
 def test_a_check_that_says_nothing_of_a_variant_is_an_error(engine: Machine, words: str) -> None:
     with pytest.raises(VerificationError, match=words):
         ask(engine)
+
+
+# A `docker` that builds nothing: it gives the verdicts of a check that the test put beside it, and fails without them.
+BUILDX = """#!/bin/sh
+for word; do
+  case "$word" in
+  VARIANT=*) kept="$0-${word#VARIANT=}" ;;
+  type=local,dest=*) mkdir "${word#type=local,dest=}" && exec cp "$kept" "${word#type=local,dest=}/verdicts" ;;
+  esac
+done
+"""
+EMULATED = Variants(offered=("x64", "haswell"), built=("x64",), emulated={"x64": "Nehalem", "haswell": "Haswell"})
+
+
+def emulate(folder: Path, patch: pytest.MonkeyPatch, engine: docker.Engine, **kept: str) -> Report:
+    for name, text in {"docker": BUILDX, **{f"docker-{variant}": row for variant, row in kept.items()}}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    patch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return cpu_kernels.query(folder, engine, image="appliance:x", tag="emulator:x", base="debian", variants=EMULATED)
+
+
+@pytest.mark.thorough
+def test_checks_that_passed_are_taken_from_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Machine(row("x64"))
+    found = emulate(tmp_path, monkeypatch, engine, x64=row("x64"), haswell=row("haswell"))
+    assert [(each.variant, each.cpu) for each in found.verdicts] == [
+        ("x64", None), ("x64", "Nehalem"), ("haswell", "Haswell"),
+    ]  # fmt: skip
+    assert [argv[0] for argv in engine.asked] == ["/opt/llama/kernel-check"], "of this machine's own CPU alone"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "kept",
+    [{}, {"x64": ""}, {"x64": row("haswell")}, {"x64": '{"variant": "x64"}'}],
+    ids=["fails", "nothing", "another", "torn"],
+)
+def test_where_one_does_not_pass_all_are_run_and_say_how_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: dict[str, str]
+) -> None:
+    engine = Machine(row("x64", "died", signal="SIGILL"))
+    with pytest.raises(VerificationError, match="before it had judged haswell"):  # this engine speaks of x64 alone
+        emulate(tmp_path, monkeypatch, engine, **kept, haswell=row("haswell"))
+    emulated = [argv for argv in engine.asked if argv[0] == "/usr/bin/qemu-x86_64-static"]
+    assert [argv[argv.index("-cpu") + 1] for argv in emulated] == ["Nehalem", "Haswell"]
+    assert engine.asked[-1] == ("removed", "emulator:x")
+
+
+@pytest.mark.thorough
+def test_a_kept_check_that_compared_nothing_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"x64": row("x64"), "haswell": row("haswell", compared=False)}
+    assert emulate(tmp_path, monkeypatch, Machine(row("x64")), **kept).faults == ["haswell: compared with nothing"]
