@@ -8,8 +8,9 @@ the worst at most 40 %. Exit code 1 where one is missed. What this project measu
 bandwidth nobody knows, and rows that are `left_out` are compared as well and judged apart.
 
 `--spreads` prints what planning/placement/intervals.py holds: by group, what 80 % of the fitted errors stay below. A
-group of few rows leans on all of them, as if it had FEW rows more of the whole. Fitted errors are smaller than those of other
-results, the more so the more constants there are: each group's are widened by the root of its degrees of freedom.
+group of few rows leans on all of them, as if it had FEW rows more of the whole.
+Fitted errors are smaller than those of other results, the more so the more constants there are: each group's are
+widened by the root of its degrees of freedom.
 """
 
 from __future__ import annotations
