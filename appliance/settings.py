@@ -307,6 +307,7 @@ class Settings:
         10,
         "minutes that reading a full context may take, unless --ctx-size or mode context asks for more; 0: no limit",
         "N",
+        is_rare=True,
     )
     rope_scaling: str = _setting(
         _one_of("auto", "yarn"),

@@ -142,7 +142,7 @@ def test_a_file_comes_before_a_shape_of_its_name(tmp_path: Path) -> None:
             "perhaps you meant",
         ),
         ("qwen3-33b", "llama-cpu", "no model of that name can be planned here: qwen3-33b", "qwen3-32b"),
-        ("phi-4", "vllm-cpu", "shapes are of GGUF files, and this image serves safetensors: phi-4", "--cell"),
+        ("phi-4", "vllm-cpu", "shapes describe GGUF files, and this image serves safetensors: phi-4", "--cell"),
     ],
 )
 def test_what_cannot_be_planned_is_10(tmp_path: Path, model: str, cell: str, message: str, hint: str) -> None:
