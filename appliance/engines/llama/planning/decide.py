@@ -49,6 +49,9 @@ from appliance.plan import Placement, Plan, Speed
 from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 
+# Of the context without a limit in time: a cut of less than a tenth would be read hardly sooner.
+CUT_WORTH = 0.9
+
 
 def aim_of(settings: Settings) -> Aim:
     aims: dict[str, Aim] = {"speed": "speed", "balanced": "balanced", "context": "context"}
@@ -67,6 +70,8 @@ def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
         context_plan = _not_less(context_plan, inputs, aim)
     if context_plan.bound == TOO_LONG:
         unhurried = context_for(replace(inputs, settings=replace(inputs.settings, fill_minutes=0)), aim)
+        if CUT_WORTH * unhurried.context < context_plan.context:
+            return unhurried
         context_plan = replace(context_plan, unhurried=unhurried)
     if request.is_explicit:
         return replace(context_plan, context=served_context(inputs.settings, inputs.model, context_plan.context))
