@@ -34,7 +34,7 @@ def find_engine(name: str) -> Path:
 def plain_environment(binary: Path) -> dict[str, str]:
     """Of an engine whose kernels are the same on every CPU: those of the plainest variant that is there."""
     names = [path.name for path in binary.parent.glob("libggml-cpu-*.so")]
-    table = files("appliance.engines.llama").joinpath("cpu_variants.yaml").read_text(encoding="utf-8")
+    table = files("appliance.engines.llama.process").joinpath("cpu_variants.yaml").read_text(encoding="utf-8")
     variants = parse_variants(names, table)
     return {**os.environ, **({"GGML_CPU_VARIANT": variants[0].name} if variants else {})}
 
