@@ -120,7 +120,7 @@ class Seen:
     quiet: Speeds
 
     def kept(self, what: str) -> float:
-        """Of the quiet speed times the share that is left."""
+        """Speed as a share of the quiet speed times the CPU share that is left."""
         return float(getattr(self.speeds, what) / (getattr(self.quiet, what) * self.share))
 
 

@@ -121,8 +121,10 @@ class Wrong:
 
 
 def read_trace(path: Path, workers: int = 1) -> Trace:
-    """By blocks where it is regular; else line by line, each cut off where it is longer than a line of a trace can be.
-    Raises TraceError, OSError."""
+    """Read a trace: in blocks if the file is regular, else line by line, cutting lines that are too long for a trace.
+
+    Raises TraceError, OSError.
+    """
     with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
         mapped = hybrid_read.ahead(pool, workers) if pool else map
         trace = hybrid_read.read_regular(lambda: _opened(path), mapped)
@@ -318,7 +320,7 @@ def _timed(caches: Sequence[LayerCache], trace: Trace) -> tuple[list[int], list[
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """Of all rows that were not refused. `over …`: ours to that rule, geometric mean."""
+    """Summary of the rows that were not refused. `over …` is the geometric mean of our speed to that rule's."""
     kept = [row for row in rows if not row.refused]
     found = {
         "cells": float(len(kept)),

@@ -166,7 +166,7 @@ def _expect(is_regular: bool) -> None:
 
 
 def _numbers(text: NDArray[np.uint8], starts: Ints, lengths: Ints) -> Ints:
-    """Of digits alone."""
+    """Parse fields of digits alone."""
     least, most = int(lengths.min()), int(lengths.max())
     _expect(most <= _DIGITS)
     found = (text[starts] - np.uint8(_ZERO)).astype(np.int64)

@@ -139,7 +139,7 @@ def _argv(folder: Path, name: str, hardware: Hardware, model: Path) -> list[str]
 
 
 def _timed(argv: Sequence[str]) -> tuple[Run, int]:
-    """Of a child that is waited for by itself: its own peak, and not the largest of all children."""
+    """Time and peak memory of one child. The child is waited for by itself, so that the peak is its own."""
     began = time.perf_counter()
     with subprocess.Popen(
         (sys.executable, *argv), cwd=ROOT, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

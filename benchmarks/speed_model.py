@@ -263,7 +263,7 @@ def _group(result: Result, data: Data) -> Group:
 
 
 def spreads(rows: Sequence[Compared]) -> dict[Group, tuple[float, float]]:
-    """By group, for decode and prefill: what 80 % of such predictions are off by at most, from the fitted rows."""
+    """Error that 80 % of the fitted predictions stay below, by group, for decode and prefill."""
     fitted = [row for row in rows if row.is_judged and not row.result.held_out]
     whole = _most([row.off for row in fitted])
 

@@ -156,7 +156,7 @@ def simulated(task: tuple[int, bool]) -> list[Outcome]:
 
 
 def summary(outcomes: Iterable[Outcome]) -> dict[str, dict[str, dict[str, float]]]:
-    """By tuner and number of measurements: median and worst regret as fractions, mean seconds."""
+    """Median and worst regret as fractions, and mean seconds, by tuner and number of measurements."""
     outcomes = list(outcomes)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in dict.fromkeys(outcome.name for outcome in outcomes):

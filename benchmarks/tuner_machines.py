@@ -90,7 +90,7 @@ class Case:
 
     @cached_property
     def costs(self) -> Mapping[str, Costs]:
-        """As the product predicts them, by plan."""
+        """Costs that the product predicts, by plan."""
         return {plan.key: self.space.costs(plan) for plan in self.plans}
 
     @cached_property
@@ -112,7 +112,7 @@ CASES = (
 
 
 def mistaken(costs: Mapping[str, Costs], draw: random.Random) -> dict[str, Costs]:
-    """Of a planner that is wrong about its rates."""
+    """Costs as a planner predicts them that is wrong about its rates."""
     off = {name: draw.choice((0.5, 2.0)) for name in ("gpu", "cpu", "pcie", "prefill")}
     return {
         key: replace(
@@ -129,7 +129,7 @@ def mistaken(costs: Mapping[str, Costs], draw: random.Random) -> dict[str, Costs
 
 
 def candidate_of(space: Space, plan: Plan, work: Costs) -> Candidate:
-    """As the rivals see it, whose knobs are numbers and words of their own."""
+    """Candidate as the rivals see it: their knobs are numbers and words of their own."""
     launch, placement = launch_of(plan), plan.placement
     knobs: tuple[tuple[str, Value], ...] = (
         ("cpu_layers", on_host(plan)),
@@ -227,7 +227,9 @@ class Machine:
         return self._rate["pcie"] * shared * (1.0 if launch_of(plan).load_mode in PINNED else self._mapped)
 
     def _slowed(self, plan: Plan) -> float:
-        """By threads beyond the cliff, and a little by each pair of threads and placement: no model has it all."""
+        """Slow a cell down by threads beyond the cliff and, a little, by each pair of threads and placement.
+
+        No model of costs has all of it."""
         threads = launch_of(plan).threads
         past = max(0.0, math.log2(threads / self._cliff))
         pair = f"{self._seed} {threads} {plan.placement.summary()}"

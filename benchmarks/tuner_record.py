@@ -140,7 +140,7 @@ async def _measure(binary: Path, model: Path, cell: dict[str, Any]) -> dict[str,
 
 
 def _command(binary: Path, model: Path, cell: dict[str, Any], folder: Path) -> Command:
-    """As the product starts the plan that a cell is."""
+    """Command with which the product starts the plan of a cell."""
     install = Install(engine_dir=binary.parent, facts=query_facts(binary), cache_dir=folder)
     return LLAMA.command(tuner_table.plan_of(cell, str(model)), install, folder / "s.sock")
 

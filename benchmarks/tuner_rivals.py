@@ -40,8 +40,10 @@ def by_chance(candidates: Sequence[Candidate], measure: Measures, count: int, dr
 
 
 def tpe(candidates: Sequence[Candidate], measure: Measures, count: int, draw: random.Random) -> None:
-    """As llama-optimus: a sampler with its defaults, every knob a categorical, a failure the worst there is. What it
-    asks for that is no candidate becomes the nearest."""
+    """Search as llama-optimus does: a sampler with its defaults, every knob a categorical, a failure the worst result.
+
+    A request that is no candidate becomes the nearest one.
+    """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=draw.randrange(2**31)))
     grid = Grid(candidates)
@@ -55,8 +57,10 @@ def tpe(candidates: Sequence[Candidate], measure: Measures, count: int, draw: ra
 
 
 def hill(candidates: Sequence[Candidate], measure: Measures, count: int, draw: random.Random) -> None:
-    """As llama-dyno: a coarse sweep of how much is on the GPU, then from the best one knob at a time, up or down, for
-    as long as it gains 2 %."""
+    """Search as llama-dyno does: a coarse sweep of how much is on the GPU, then hill climbing.
+
+    From the best it moves one knob at a time, up or down, as long as a step gains 2 %.
+    """
     grid = Grid(candidates)
     start = grid.default()
     layers = grid.values["cpu_layers"]
@@ -84,9 +88,11 @@ def hill(candidates: Sequence[Candidate], measure: Measures, count: int, draw: r
 
 
 def walk_down(candidates: Sequence[Candidate], measure: Measures, count: int, draw: random.Random) -> None:
-    """As Kaiwu: windows from the longest, halving when one fails, up to 8, bisecting towards the last that failed; then
-    ubatch 128 against 512. It knows the fewest layers on the CPU that are predicted to fit, and measures an empty
-    context."""
+    """Search as Kaiwu does: windows from the longest, halved after a failure, up to 8; then ubatch 128 against 512.
+
+    It bisects towards the last window that failed, knows the fewest layers on the CPU that are predicted to fit, and
+    measures an empty context.
+    """
     del draw
     grid = Grid(candidates)
     contexts = sorted((int(w) for w in grid.values["context"]), reverse=True)
@@ -128,7 +134,7 @@ class Grid:
         return self._candidates[at]
 
     def next_to(self, name: str, value: int) -> Value:
-        """Of a knob of numbers, the nearest that there is: the product tries no small ubatch beside copied weights."""
+        """Return the nearest value of a numeric knob: the product tries no small ubatch beside copied weights."""
         return min(self.values[name], key=lambda there: abs(math.log2(int(there) / value)))
 
     def default(self) -> Candidate:

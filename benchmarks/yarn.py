@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def perplexity(plan: Plan, facts: EngineFacts, engine_dir: Path, tokens: int) -> float:
-    """Of one chunk of so many tokens, its second half scored, as the program does it."""
+    """Perplexity of one chunk of so many tokens; its second half is scored, as the program does it."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text(TEXT.read_text(encoding="utf-8") * (2 + 2 * tokens // 1000), encoding="utf-8")
