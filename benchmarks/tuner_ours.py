@@ -118,7 +118,7 @@ class Planned:
 
 
 async def take(engine: Engine, plan: Plan, look: Sampling | FirstSampling) -> Measurement:
-    """As `appliance.tune.trials.run_trial.measure` does, of an engine that was not started."""
+    """Measure a plan as `appliance.tune.trials.run_trial.measure` does, on an engine that was not started."""
     began = now()
     await engine.load()
     load_s = now() - began
@@ -158,9 +158,10 @@ async def tune(
     budget_s: float,
     picked: Callable[[Candidate | None], None],
 ) -> None:
-    """As `appliance.tune.session` does, up to the plan that is chosen: a part of the budget is kept for speculative
-    decoding. Tells after each measurement which candidate would serve if it were the last, and in the end which one
-    does."""
+    """Tune as `appliance.tune.session` does, up to the chosen plan; part of the budget is kept for speculative decoding.
+
+    Tells after each measurement which candidate would serve if it were the last, and in the end which one does.
+    """
     possible = await _refined(planned, world, budget_s)
     plans = {plan.key: plan for plan in possible}
     goal = Goal(mix=mix, mode=MODE, native=max(plan.context for plan in planned.plans))
