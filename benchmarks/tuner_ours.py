@@ -158,7 +158,7 @@ async def tune(
     budget_s: float,
     picked: Callable[[Candidate | None], None],
 ) -> None:
-    """Tune as `appliance.tune.session` does, up to the chosen plan; part of the budget is kept for speculative decoding.
+    """Tune as `appliance.tune.session` does, up to the chosen plan. Part of the budget is for speculative decoding.
 
     Tells after each measurement which candidate would serve if it were the last, and in the end which one does.
     """
