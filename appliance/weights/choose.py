@@ -1,6 +1,6 @@
-"""Which of several files is served on this machine: by what fits, how fast it would be, and what it is worth.
+"""Choose which of several files is served on this machine, by fit, predicted speed and quality.
 
-Pure. What the engine's planner says of each is passed in. README.md has the rule with its reasons.
+Pure; the planner's forecasts are passed in. README.md has the rule and its reasons.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Verdict = Literal[
 ]
 
 FLOOR_TOKENS_PER_S = 8.0  # decode; slower than people read
-FLUENT_TOKENS_PER_S = 15.0  # from here on a larger model is worth more than speed
+FLUENT_TOKENS_PER_S = 15.0  # decode; above this a larger model is worth more than speed
 GOOD_ENOUGH = 0.7  # of the best worth: about half of the parameters
-# What a request is given room for where nobody says: a chat, a chat with documents, an agent.
+# Context length per request if the user sets none: a chat, a chat with documents, an agent.
 USUAL_CONTEXT: Mapping[str, int] = MappingProxyType({"speed": 8192, "balanced": 16384, "context": 32768})
 TIER_WORTH: Mapping[Tier, float] = MappingProxyType({"quality": 1.0, "balanced": 0.97, "compact": 0.85})
-# Where a part lies in host memory each further bit costs speed and room that others need.
+# If a part is in host memory, each further bit costs speed, and memory that others need.
 QUALITY_ON_THE_HOST = 0.95
 
 
@@ -37,11 +37,11 @@ class Candidate:
     tier: Tier
     quantization: str
     parameters_b: float  # 10⁹
-    active_b: float  # 10⁹, for one token
+    active_b: float  # 10⁹, per token
     bytes: int
-    missing_bytes: int  # of it, to be fetched; 0: it is here
-    generation: float = 1.0  # of the model, by that of the oldest beside it: 3.5 / 3
-    problem: str | None = None  # of what is here: why it cannot be read
+    missing_bytes: int  # still to be fetched; 0 if the file is on the volume
+    generation: float = 1.0  # of the model, relative to the oldest candidate: 3.5 / 3
+    problem: str | None = None  # why the file on the volume cannot be read
 
     @property
     def is_here(self) -> bool:
@@ -49,24 +49,25 @@ class Candidate:
 
     @property
     def effective_b(self) -> float:
-        """A mixture is worth less than a dense model of its size: the geometric mean of all and active parameters."""
+        """Geometric mean of all and active parameters: a mixture of experts is worth less than a dense model of its
+        size."""
         return math.sqrt(self.parameters_b * self.active_b)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What the planner says of one candidate. Speeds are those with half of the context wanted in the cache."""
+    """The planner's forecast for one candidate. Speeds are for a KV cache filled to half of the wanted context."""
 
     where: str
     context: int
-    is_on_gpus: bool  # all of it
-    decode_tokens_per_s: float | None  # None: the planner does not tell
+    is_on_gpus: bool  # True if all of it is on GPUs
+    decode_tokens_per_s: float | None  # None: the planner does not predict it
     prefill_tokens_per_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wants:
-    """What the user asked for, and what the volume has room for."""
+    """The user's wishes, and the free space on the volume."""
 
     context: int
     free_bytes: int | None = None  # None: unknown
@@ -85,7 +86,7 @@ class Row:
 
     @property
     def worth(self) -> float:
-        """0 where it cannot be served."""
+        """Value used to compare candidates; 0 if it cannot be served."""
         if self.forecast is None:
             return 0.0
         decode = self.forecast.decode_tokens_per_s
@@ -98,7 +99,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`rows` are all candidates in their order. `better` would be fetched if the chosen one were not here already."""
+    """All candidates as `rows`, in their order. `better` would be fetched if the chosen file were not on the volume
+    already."""
 
     rows: tuple[Row, ...]
     chosen: Row | None
@@ -108,7 +110,10 @@ class Choice:
 def choose(
     candidates: Sequence[Candidate], forecasts: Mapping[str, Forecast | str], wants: Wants, *, default: str = ""
 ) -> Choice:
-    """`forecasts` by name: a text says why there is none. Where nothing is known of any, `default` is taken."""
+    """Choose a candidate. `forecasts` are by name; a text says why there is none.
+
+    `default` is taken if nothing is known about any candidate.
+    """
     rows = [_judged(candidate, forecasts.get(candidate.name, ""), wants) for candidate in candidates]
     chosen, better, why = _picked(rows, default)
     if chosen is None:
@@ -118,14 +123,16 @@ def choose(
 
 
 def keep(choice: Choice, name: str) -> Choice:
-    """With what an earlier start chose, where that still fits: a better one is named, and not taken by itself."""
+    """Keep an earlier start's choice if it still fits and is on the volume; a better one is only named."""
     chosen = choice.chosen
     kept = next((row for row in choice.rows if row.candidate.name == name), None)
     if chosen is None or kept is None or kept.verdict != "fits" or not kept.candidate.is_here:
         return choice
     other = replace(chosen, verdict="fits", reason="")
     better = choice.better or other
-    told = replace(kept, verdict="chosen", reason=f"an earlier start chose it; {better.candidate.name} would be better")
+    told = replace(
+        kept, verdict="chosen", reason=f"chosen by an earlier start; {better.candidate.name} would be better"
+    )
     now = {name: told, other.candidate.name: other}
     rows = tuple(now.get(row.candidate.name, row) for row in choice.rows)
     return Choice(rows=rows, chosen=told, better=better)
@@ -143,17 +150,17 @@ def _judged(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> Row
 
 def _verdict(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> tuple[Verdict, str]:
     if wants.tier and candidate.tier != wants.tier:
-        return "other tier", f"tier '{wants.tier}' is asked for"
+        return "other tier", f"tier '{wants.tier}' was requested"
     if candidate.problem:
         return "damaged", candidate.problem
     if not candidate.is_here and wants.is_offline:
-        return "offline", "not on the volume, and nothing is fetched"
+        return "offline", "not on the volume, and offline"
     if wants.free_bytes is not None and candidate.missing_bytes > wants.free_bytes:
         return "no room", f"the volume has {in_column(wants.free_bytes)} free"
     if isinstance(forecast, str):
-        return ("does not fit", forecast) if forecast else ("unknown", "nothing tells its layers before it is here")
+        return ("does not fit", forecast) if forecast else ("unknown", "its layers are unknown until it is fetched")
     if forecast.context < wants.context:
-        return "short context", f"{wants.context:,} tokens are wanted"
+        return "short context", f"{wants.context:,} tokens were requested"
     decode = forecast.decode_tokens_per_s
     if decode is not None and decode < FLOOR_TOKENS_PER_S:
         return "slow", f"below {FLOOR_TOKENS_PER_S:g} tok/s"
@@ -161,26 +168,26 @@ def _verdict(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> tu
 
 
 def _picked(rows: Sequence[Row], default: str) -> tuple[Row | None, Row | None, str]:
-    """The chosen row, a better one that would have to be fetched, and why."""
+    """Return the chosen row, a better one that would have to be fetched, and the reason."""
     fitting = [row for row in rows if row.verdict == "fits"]
     if fitting:
         best = max(fitting, key=lambda row: row.worth)
         here = max((row for row in fitting if row.candidate.is_here), key=lambda row: row.worth, default=None)
         if here is None or here.worth < GOOD_ENOUGH * best.worth:
-            return best, None, "the largest that is useful here"
+            return best, None, "the largest useful model on this machine"
         if here.worth >= best.worth:
-            return here, None, "the largest that is useful here, and it is on the volume"
+            return here, None, "the largest useful model on this machine, already on the volume"
         return here, best, f"on the volume and good enough; {best.candidate.name} would be better"
     served = [row for row in rows if row.verdict in ("slow", "short context")]
     if served:
-        return max(served, key=_least_bad), None, "nothing here is both fast enough and long enough: the fastest"
+        return max(served, key=_least_bad), None, "no model is both fast enough and long enough: the fastest"
     unknown = [row for row in rows if row.verdict == "unknown"]
     found = next((row for row in unknown if row.candidate.name == default), unknown[0] if unknown else None)
-    return found, None, "nothing is known of its speed here"
+    return found, None, "its speed on this machine is unknown"
 
 
 def _least_bad(row: Row) -> tuple[bool, float, float]:
-    """The context wanted first, then speed; on a tie the one that is here."""
+    """Sort key: the wanted context first, then speed, then worth."""
     forecast = row.forecast
     decode = (forecast.decode_tokens_per_s if forecast else None) or 0.0
     return row.verdict == "slow", decode, row.worth

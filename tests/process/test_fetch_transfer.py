@@ -142,7 +142,7 @@ async def test_without_ranges_and_always_cut_it_ends(volume: Volume, shelf: Path
         wanted = await resolve(REPO, hub.settings())
         with pytest.raises(DownloadError, match=f"download failed: {NAME}: .* after \\d+ attempts") as caught:
             await volume.fetch(wanted, hub.settings(patience_s=1.0))
-    assert "what was fetched is kept" in str(caught.value.hint)
+    assert "the bytes fetched so far are kept" in str(caught.value.hint)
 
 
 async def test_nothing_that_answers_is_told_from_what_breaks(shelf: Path) -> None:
@@ -200,7 +200,7 @@ async def test_a_server_is_left_alone_for_as_long_as_it_asks(volume: Volume, she
 
 async def test_a_server_that_asks_for_an_hour_is_not_waited_for(volume: Volume, shelf: Path) -> None:
     with running_hub(shelf, "--fail", "file=429*9", "--retry-after", "3600") as hub:
-        with pytest.raises(DownloadError, match="answers 429, and asks to wait 3,600 s"):
+        with pytest.raises(DownloadError, match="answers 429, asks to wait 3,600 s"):
             await volume.pull(hub)
         assert len(hub.requests()) == 2
 
@@ -214,7 +214,7 @@ async def test_another_hash_than_announced(volume: Volume, shelf: Path) -> None:
     wrong[3000000] ^= 0xFF
     assert caught.value.exit_code == 32
     assert caught.value.message == (
-        f"file is not what was announced: {NAME}: expected sha256 {SHA256}, "
+        f"file has another hash than announced: {NAME}: expected sha256 {SHA256}, "
         f"got {hashlib.sha256(wrong).hexdigest()} of {len(DATA):,} bytes"
     )
     assert not volume.partial().exists()
@@ -228,7 +228,7 @@ async def test_what_an_earlier_run_left_damaged_is_fetched_anew(volume: Volume, 
         (path,) = await volume.pull(hub)
         assert [row["range"] for row in hub.requests(host="cdn")] == [f"bytes={MIB}-", None]
     assert path.read_bytes() == DATA
-    assert volume.notes == [f"what an earlier run left of {NAME} is damaged: it is fetched anew"]
+    assert volume.notes == [f"partial file of an earlier run is damaged, fetching it again: {NAME}"]
 
 
 @pytest.mark.parametrize("left", [len(DATA) + 5, len(DATA)])

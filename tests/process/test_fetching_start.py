@@ -161,7 +161,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_start_and_gets_its_room_back(tm
                 )
                 fill_up(home.data / "filler", shutil.disk_usage(home.data).free - 2**20)
                 assert serving.wait_exit() == 50, serving.text
-                assert "became full while Tiny-large-q8_0.gguf was fetched" in serving.text
+                assert "became full while fetching Tiny-large-q8_0.gguf" in serving.text
             assert cached(home) == []
             assert home.command("models", "list").stdout.startswith("no models in")
             assert shutil.disk_usage(home.data).free > 2**20

@@ -68,7 +68,7 @@ def test_threads_read_what_they_say_and_end() -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error_and_no_hang() -> None:
-    with pytest.raises(MemoryError, match="no memory to read"), Stream(2, 2**34).running():
+    with pytest.raises(MemoryError, match="memory for the measurement cannot be allocated"), Stream(2, 2**34).running():
         pytest.fail("there is no such memory")
 
 
@@ -211,7 +211,7 @@ def test_a_child_that_prints_no_figure_costs_the_figure_alone(machine: Hardware,
         found = measure_beside(alone, engine_dir, os.environ, is_wanted=lambda: True, dram_child=child)
         assert found is not None
         assert found.speeds.dram_gb_s is None
-        assert found.problems == ("host memory is not measured: the child that reads it printed no figure",)
+        assert found.problems == ("host memory is not measured: the measuring child process printed no figure",)
     missing = measure_beside(alone, engine_dir, os.environ, is_wanted=lambda: True, dram_child=("/no/such",))
     assert missing is not None
     assert missing.speeds.dram_gb_s is None

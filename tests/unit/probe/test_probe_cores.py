@@ -121,7 +121,7 @@ def test_a_machine_that_says_no_clock_has_equal_cores_where_they_are_of_one_kind
         CAPACITY, {0: "1024", 1: "1024"}
     )
     found, problem = groups(of_single_threads(tmp_path / "b", 2, two), range(2))
-    assert (found, problem) == ((), "cores are of 2 kinds by midr_el1, and nothing says how fast each is")
+    assert (found, problem) == ((), "cores are of 2 kinds by midr_el1, and their speeds are unknown")
     assert groups(of_single_threads(tmp_path / "c", 2), range(2)) == ((), None)
 
 
@@ -134,7 +134,7 @@ def test_a_machine_that_says_no_clock_has_equal_cores_where_they_are_of_one_kind
         ("fast\x1b[31m", r"cpu_capacity of CPU 1 is 'fast\x1b[31m'"),
         ("٣", "cpu_capacity of CPU 1 is '٣'"),
         ("9" * 5000, "cpu_capacity of CPU 1 is '99"),
-        ("", "CPU 1 has no cpu_capacity, and others have"),
+        ("", "CPU 1 has no cpu_capacity, but others have"),
     ],
 )
 def test_a_file_that_cannot_be_leaves_the_kinds_unknown_and_says_why(tmp_path: Path, value: str, words: str) -> None:
@@ -148,5 +148,5 @@ def test_a_file_that_cannot_be_leaves_the_kinds_unknown_and_says_why(tmp_path: P
 
 def test_a_core_that_is_missing_from_the_files_of_the_machine(tmp_path: Path) -> None:
     root = of_single_threads(tmp_path, 3, files_of(CAPACITY, {0: "1024", 2: "512"}))
-    assert groups(root, range(3)) == ((), "CPU 1 has no cpu_capacity, and others have")
+    assert groups(root, range(3)) == ((), "CPU 1 has no cpu_capacity, but others have")
     assert query_cores(root, [0, 7]) is None

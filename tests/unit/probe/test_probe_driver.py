@@ -71,10 +71,10 @@ def test_neither_the_volume_nor_what_depends_on_a_working_directory(
     refused = {
         str(tmp_path / "data/lib"): "it is on the volume",
         str(tmp_path / "link"): "it is on the volume",
-        str(tmp_path / "open"): "everybody may write there",
+        str(tmp_path / "open"): "everyone may write there",
         str(tmp_path / "with;two"): "another one",
         str(tmp_path / "x$LIB"): "another one",
-        "here": "it is relative",
+        "here": "it is a relative path",
     }
     for folder, why in refused.items():
         found = find(CUDA, tmp_path / "root", {"LD_LIBRARY_PATH": folder}, tmp_path / "data")

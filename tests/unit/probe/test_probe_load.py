@@ -122,7 +122,7 @@ def test_a_driver_in_trouble_is_a_problem_in_words() -> None:
     assert parse_gpu_loads(report).problem == "NVML: Driver Not Loaded"
     dead = parse_answer(Finished(returncode=-11, stdout="", stderr="first\nlast\n")).problem
     assert dead == "the child that watches GPUs ended with -11: last"
-    assert (parse_gpu_loads("hello").problem or "").endswith("printed another thing than its report: 'hello'")
+    assert (parse_gpu_loads("hello").problem or "").endswith("is not a report: 'hello'")
 
 
 JSON = st.recursive(

@@ -49,7 +49,7 @@ def test_what_is_there_is_not_needed_again(folder: RepoFolder) -> None:
 
 def test_a_set_without_room_is_refused_with_figures(folder: RepoFolder) -> None:
     check_room([file_of(KEYS[0], 1)], folder, "org/repo")
-    with pytest.raises(VolumeError, match=r"no room for org/repo: .* (?:MB|GB) are free, 1,125.90 TB are needed"):
+    with pytest.raises(VolumeError, match=r"no room for org/repo: .* (?:MB|GB) free, 1,125.90 TB needed"):
         check_room([file_of(KEYS[0], 2**50)], folder, "org/repo")
 
 
