@@ -1,4 +1,4 @@
-"""The table of a choice, for people and for scripts."""
+"""The table of a model choice, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RIGHT = frozenset({"size", "context", "decode", "prefill"})
 
 
 def as_text(choice: Choice) -> str:
-    """One line a candidate; `*` is what a start serves, `+` what is on the volume. Speeds are tok/s."""
+    """Format one line per candidate: `*` is what a start serves, `+` is on the volume. Speeds are tok/s."""
     rows = [_HEAD, *(_cells(row) for row in choice.rows)]
     widths = [max(len(cells[at]) for cells in rows) for at in range(len(_HEAD))]
     return "\n".join(_line(cells, widths) for cells in rows)

@@ -422,7 +422,7 @@ async def test_nothing_is_written_through_a_link_or_over_a_file(shelf: Path, mod
     (models / FOLDER).symlink_to(theirs)
     with running_hub(shelf) as hub:
         wanted = await resolve(REPO, hub.settings())
-        with pytest.raises(VolumeError, match="folder of the cache is a link"):
+        with pytest.raises(VolumeError, match="cache folder is a link"):
             await fetch(wanted, models, hub.settings(), lambda _: None)
         assert list(theirs.iterdir()) == []
         (models / FOLDER).unlink()

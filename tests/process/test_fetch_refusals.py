@@ -56,8 +56,18 @@ def refusal(hub: RunningHub, data: Path, text: str, token: str, *knobs: str) -> 
 
 
 SHOULD = [
-    Case("org/Tiny-GUF", 10, "repository is private or does not exist at .*, without a token: org/Tiny-GUF", "meant org/Tiny-GGUF"),
-    Case("nobody/else", 10, "repository is private or does not exist", "check its name; for a private repository set HF_TOKEN"),
+    Case(
+        "org/Tiny-GUF",
+        10,
+        "repository is private or does not exist at .*, without a token: org/Tiny-GUF",
+        "meant org/Tiny-GGUF",
+    ),
+    Case(
+        "nobody/else",
+        10,
+        "repository is private or does not exist",
+        "check its name; for a private repository set HF_TOKEN",
+    ),
     Case(
         f"{REPO}:Q4_K_S",
         10,
@@ -80,9 +90,9 @@ SHOULD = [
     ),
     Case(REPO, 32, "answers 403", "it is gated", knobs=("--gated",), token="hf_other"),
     Case(REPO, 10, "repository is private or does not exist at .*, without a token", "meant", knobs=("--private",)),
-    Case(REPO, 32, "may not be read: org/Tiny-GGUF: .* answers 403", "it is gated", knobs=("--fail", "list=403*1")),
+    Case(REPO, 32, "cannot be read: org/Tiny-GGUF: .* answers 403", "it is gated", knobs=("--fail", "list=403*1")),
     Case(REPO, 32, "cannot be listed: org/Tiny-GGUF: .* answers 418", "try again", knobs=("--fail", "list=418*1")),
-    Case(REPO, 32, f"download failed: {NAME}: .* answers 404", "not there any more", knobs=("--fail", "cdn=404*1")),
+    Case(REPO, 32, f"download failed: {NAME}: .* answers 404", "the file was removed", knobs=("--fail", "cdn=404*1")),
     Case(
         REPO,
         32,
@@ -161,7 +171,7 @@ def test_an_update_fetches_what_is_newer(tmp_path: Path, shelf: Path) -> None:
         assert dry.files[0].read_bytes() == gguf_bytes(MIB)  # stays until it is removed
         (shelf / REPO / NAME).unlink()
         (gone,) = update(REPO, place, is_dry=False)
-        assert gone.describe().startswith(f"{REPO}: kept: its repository offers it no more, 3.1 MB, revision ")
+        assert gone.describe().startswith(f"{REPO}: kept: its repository no longer has it, 3.1 MB, revision ")
         with pytest.raises(ConfigError, match="no such repository on the volume: org/Other"):
             update("org/Other", place, is_dry=False)
         with pytest.raises(ConfigError, match="a plain URL has no newer revision"):
@@ -176,7 +186,7 @@ def test_an_update_of_a_ref_that_is_garbage(tmp_path: Path, shelf: Path) -> None
         ref.write_bytes(b"\0\xff")
         code, _, err = ended(hub, data, "update")
         assert code == 30
-        assert f"cache does not say which revision is there: {ref}" in err
+        assert f"cache has no valid revision: {ref}" in err
         assert ended(hub, data, "pull", REPO)[0] == 0
         assert ended(hub, data, "update")[0] == 0
 
@@ -190,7 +200,7 @@ def test_an_update_of_all_goes_on_after_one_that_fails(tmp_path: Path, shelf: Pa
         put(shelf, NAME, gguf_bytes(3 * MIB, seed=5))
         code, out, err = ended(hub, data, "update")
     assert code == 10
-    assert out.startswith(f"aaa/Gone: cannot be asked for\n{REPO}: fetched and checked, 3.1 MB")
+    assert out.startswith(f"aaa/Gone: update check failed\n{REPO}: fetched and checked, 3.1 MB")
     assert "aaa/Gone: no such repository" in err
 
 

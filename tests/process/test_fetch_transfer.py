@@ -256,7 +256,7 @@ async def test_a_listing_that_is_of_another_file(volume: Volume, shelf: Path, kn
         with pytest.raises(DownloadError, match=f"not the one that was listed: {NAME}: expected .*, got ") as caught:
             await volume.pull(hub)
         assert hub.bytes_sent == 0
-    assert "run the same again" in str(caught.value.hint)
+    assert "repeat the command" in str(caught.value.hint)
 
 
 async def test_a_mirror_that_tells_nothing_is_caught_by_the_size(volume: Volume, shelf: Path) -> None:
@@ -280,7 +280,7 @@ async def test_a_listing_that_changes_between_two_calls(volume: Volume, shelf: P
 async def test_a_proxys_page_is_no_model(volume: Volume, shelf: Path) -> None:
     with running_hub(shelf, "--page") as hub, refused(f"expected {len(DATA):,} bytes, got 35") as caught:
         await volume.pull(hub)
-    assert "a proxy's page, perhaps" in str(caught.value.hint)
+    assert "perhaps a proxy's page" in str(caught.value.hint)
 
 
 async def test_redirects_are_followed_to_an_end(volume: Volume, shelf: Path) -> None:

@@ -136,7 +136,7 @@ def begins(hub: RunningHub) -> set[int]:
     [
         (("--gated",), "it is gated"),
         (("--flip-byte=1000",), "expected sha256"),
-        (("--page",), "another file answers at this address"),
+        (("--page",), "the address returns another file"),
     ],
 )
 def test_a_download_that_fails_ends_the_start_with_32(

@@ -18,9 +18,7 @@ class _Plain(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value in seen:
-                message = (
-                    f"line {key.start_mark.line + 1}: a key is listed twice or is no text: {key.value!s:.40}"
-                )
+                message = f"line {key.start_mark.line + 1}: a key is listed twice or is no text: {key.value!s:.40}"
                 raise ValueError(message)
             seen.add(key.value)
         return super().construct_mapping(node, deep)

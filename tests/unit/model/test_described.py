@@ -116,11 +116,11 @@ def test_the_usual_mixture_that_is_nearest(name: str, near: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization": "WX9"}, "quantization is not known: WX9"),
+        ({"quantization": "WX9"}, "quantization is unknown: WX9"),
         ({"architecture": "nobody"}, "nobody"),
         ({"metadata": {"block_count": 2}}, "the shape of q has no attention.head_count, or it is 0"),
         ({"metadata": {}}, "the shape of q has no block_count"),
-        ({"architecture": "glm4moe"}, "no table tells the tensors of this architecture: glm4moe, only of cohere2, "),
+        ({"architecture": "glm4moe"}, "tensors of this architecture are unknown: glm4moe; known are cohere2, "),
         ({"vocabulary": None}, "the shape of q does not describe a model"),
     ],
 )
@@ -145,5 +145,5 @@ def test_the_same_tensors_in_another_quantization(tmp_path: Path, name: str) -> 
     scaled = requantized(header, "Q4_K_M", file_bytes=other.file_bytes + 10**9)
     assert scaled.file_bytes == other.file_bytes + 10**9
     assert scaled.weights_bytes > other.weights_bytes
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="is unknown"):
         requantized(header, "my-own")

@@ -126,7 +126,7 @@ def test_draft_layers_come_last(tmp_path: Path) -> None:
 def test_recurrent_layers_may_be_listed(tmp_path: Path) -> None:
     given = [1, 1, 0, 0, 0, 0, 0, 0, 0]
     assert kinds(small(tmp_path, "delta-net", attention__recurrent_layers=given)) == "rrFFFFFFF"
-    with pytest.raises(ModelUnreadableError, match="must hold 9 truths"):
+    with pytest.raises(ModelUnreadableError, match="must hold 9 booleans"):
         read_model(write_gguf(tmp_path / "m.gguf", SMALL["delta-net"].changed(attention__recurrent_layers=[1, 0])))
 
 
@@ -216,7 +216,7 @@ def test_what_is_not_known_is_not_reckoned(tmp_path: Path, name: str, words: str
 
 def test_draft_layers_of_a_hybrid_that_keeps_their_cache(tmp_path: Path) -> None:
     model = small(tmp_path, "granite-hybrid", nextn_predict_layers=1)
-    assert "is kept even when nothing is drafted" in (model.cache_reason or "")
+    assert "of its draft layers even without speculative decoding" in (model.cache_reason or "")
 
 
 def test_models_that_embed_keep_no_cache(tmp_path: Path) -> None:
@@ -230,11 +230,11 @@ def test_models_that_embed_keep_no_cache(tmp_path: Path) -> None:
     [
         ("sliding-sinks", {"attention__sliding_window": None}, "no key gpt-oss.attention.sliding_window"),
         ("sliding", {"attention__sliding_window_pattern": 1.5}, "sliding_window_pattern"),
-        ("mla", {"attention__value_length_mla": None}, "go together: 96 and 0"),
+        ("mla", {"attention__value_length_mla": None}, "must both be set: 96, 0"),
         ("mla", {"nextn_predict_layers": 5}, "nextn_predict_layers must be a whole number from 0 to 4: 5"),
         ("mamba2", {"ssm__inner_size": None}, "no key mamba2.ssm.inner_size"),
         ("delta-net", {"full_attention_interval": 0}, "full_attention_interval must be a whole number from 1"),
-        ("gqa", {"block_count": 2}, "it holds tensors of layer 2, and its header tells of 2 layers"),
+        ("gqa", {"block_count": 2}, "it has tensors of layer 2, but its header says 2 layers"),
     ],
 )
 def test_headers_that_contradict_themselves(tmp_path: Path, name: str, change: dict[str, Any], words: str) -> None:

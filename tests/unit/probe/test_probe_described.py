@@ -174,7 +174,10 @@ REFUSED: list[tuple[str, str]] = [
     (SMALLEST + "a: " + "b" * 2**17, "as YAML it is larger than 64 KiB"),
     (with_groups(LARGE), "cpu.groups: they have 4 cores, and the CPU has 8"),
     (with_groups(SMALL, LARGE), "cpu.groups[1].capacity: groups must be in order, the fastest first"),
-    (with_groups("{capacity: 1024, cores: 8}"), "cpu.groups[0].capacity: 1024 is more than 1, the capacity of the fastest core"),
+    (
+        with_groups("{capacity: 1024, cores: 8}"),
+        "cpu.groups[0].capacity: 1024 is more than 1, the capacity of the fastest core",
+    ),
     (with_groups("{capacity: 0, cores: 8}"), "cpu.groups[0].capacity: it is 0"),
     (with_groups(LARGE, "{capacity: -1, cores: 4}"), "cpu.groups[1].capacity: it is negative"),
     (with_groups(LARGE, "{cores: 4}"), "cpu.groups[1].capacity: it is missing"),

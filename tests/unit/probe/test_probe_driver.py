@@ -72,8 +72,8 @@ def test_neither_the_volume_nor_what_depends_on_a_working_directory(
         str(tmp_path / "data/lib"): "it is on the volume",
         str(tmp_path / "link"): "it is on the volume",
         str(tmp_path / "open"): "everyone may write there",
-        str(tmp_path / "with;two"): "another one",
-        str(tmp_path / "x$LIB"): "another one",
+        str(tmp_path / "with;two"): "a separator",
+        str(tmp_path / "x$LIB"): "a separator",
         "here": "it is a relative path",
     }
     for folder, why in refused.items():
