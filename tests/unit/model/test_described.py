@@ -1,4 +1,4 @@
-"""A model that is only described: as long as the published file, and the same as one that is read."""
+"""Models described by shape only: same size as the published file, same facts as a real file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shape_of(name: str) -> Shape:
 
 
 def row_of(shape: Shape, quantization: str) -> dict[str, Any]:
-    """As a recipe's rung has it."""
+    """Return the shape as a recipe has it."""
     return {
         "architecture": shape.architecture, "vocabulary": shape.vocabulary, "is_tied": shape.is_tied,
         "metadata": dict(shape.metadata), "quantization": quantization,

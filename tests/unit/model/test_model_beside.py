@@ -1,4 +1,4 @@
-"""Projectors and adapters beside a model, and what a model gives: from headers alone."""
+"""Projectors and adapters of a model, and its kind of output, from headers alone."""
 
 from __future__ import annotations
 

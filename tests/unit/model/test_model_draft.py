@@ -1,4 +1,4 @@
-"""Whether a small model speaks the tokens of a large one, by their headers."""
+"""Comparison of a draft model's tokens with the large model's, from their headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From metadata to facts, with llama.cpp's defaults."""
+"""Facts from metadata, with llama.cpp's defaults."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ BANK = ("blk.0.ffn_up_exps.weight", (64, 32, 4), Q8_0)
     ],
 )
 def test_a_header_that_lies_about_its_tensors(tmp_path: Path, more: dict[str, Any], words: str) -> None:
-    """Each of them is a file that the engine refuses, or one that no memory would hold."""
+    """Each file is one that the engine refuses, or whose buffers fit into no memory."""
     tensors = [*LLAMA_TENSORS, K_PROJECTION, *([BANK] if not more or "llama__expert_count" in more else [])]
     with pytest.raises(ModelUnreadableError, match=re.escape(words)):
         facts(tmp_path, tensors=tensors, tokens=0, **more)

@@ -1,4 +1,4 @@
-"""Which file is served, and its digest."""
+"""Choice of the served file, and its digest."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_missing_path(models: Path) -> None:
 
 
 def test_a_link_whose_target_was_not_mounted(models: Path) -> None:
-    """A snapshot of a hub's cache without its blobs, as the only model, by its name and by its path."""
+    """A snapshot of a hub cache without its blobs: as the only model, by name, and by path."""
     link = models / "m-Q4_K_M.gguf"
     link.symlink_to("../../blobs/deadbeef")
     for name in (str(link), link.name, link.stem, None):
@@ -201,7 +201,7 @@ def test_a_digest_of_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_kind_may_not_be_asked_for_is_passed_over() -> None:
-    """As mounts of somebody else are, and links of other processes."""
+    """Such folders are mounts of other users and links of other processes."""
     assert not is_folder_model(Path("/proc/1/cwd/nothing"))
     with pytest.raises(ModelUnreadableError, match=r"model is a folder: /$"):
         resolve_model("/", Path("/nowhere"))

@@ -1,4 +1,4 @@
-"""From config.json and safetensors headers to facts."""
+"""Facts from config.json and safetensors headers."""
 
 from __future__ import annotations
 

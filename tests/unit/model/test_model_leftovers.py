@@ -1,4 +1,4 @@
-"""Files that cannot be served as they are: what is said, and what leads on."""
+"""Files that cannot be served as they are: their messages and hints."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_pieces_cut_by_bytes_are_to_be_joined(tmp_path: Path, names: tuple[str, 
         assert joined in (error.hint or "")
     (tmp_path / names[0]).unlink()
     if "of2" in names[0]:
-        assert refused(None, tmp_path).message.endswith("here are 1 of 2")
+        assert refused(None, tmp_path).message.endswith("found 1 of 2")
 
 
 @pytest.mark.parametrize(

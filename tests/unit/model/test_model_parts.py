@@ -1,4 +1,4 @@
-"""Models that are split over several files, written by the `gguf` package as llama-gguf-split names them."""
+"""Models split into several files, written by the `gguf` package and named as by llama-gguf-split."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What each layer keeps and weighs, for every kind of cache. The figures of the small shapes are the real engine's:
-`tests/process/test_model_engine.py` compares them with what it allocates."""
+"""Cache and weights of each layer, for every kind of cache.
+
+The figures of the small shapes are the real engine's: `tests/process/test_model_engine.py` compares them with its
+allocations.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def small(folder: Path, name: str, **changes: Any) -> Model:
 
 
 def kinds(model: Model) -> str:
-    """A letter a layer: full, sliding, mla, recurrent, none; capital where it keeps a cache of its own."""
+    """Return one letter per layer: full, sliding, mla, recurrent, none; a capital letter if it has its own cache."""
     return "".join(layer.kind[0].upper() if layer.k_elements else layer.kind[0] for layer in model.stack)
 
 
@@ -142,7 +145,7 @@ def test_every_byte_is_in_one_place(tmp_path: Path, shape: Any) -> None:
 
 
 def tied_bytes(model: Model, shape: Any) -> int:
-    """Of token_embd: what is looked up, without the embedding of each layer that gemma3n has beside it."""
+    """Bytes of token_embd; without the per-layer embedding that gemma3n has."""
     if shape.architecture != "gemma3n":
         return model.embedding_bytes
     return int(shape.vocabulary * shape.get("embedding_length") // 256 * 210)
@@ -295,7 +298,7 @@ def fitted(value: Any) -> Any:
 
 
 def write_lying(path: Path, shape: Any, change: dict[str, Any]) -> Path:
-    """The tensors of the shape under metadata that tell of another."""
+    """Write the tensors of the shape with metadata that contradict them."""
     metadata = {f"{shape.architecture}.{key}": value for key, value in shape.metadata.items()}
     for key, value in change.items():
         name = f"{shape.architecture}.{key.replace('__', '.')}"
@@ -305,6 +308,6 @@ def write_lying(path: Path, shape: Any, change: dict[str, Any]) -> Path:
 
 
 def test_every_architecture_of_the_engine_is_known() -> None:
-    """152 names of LLM_ARCH_NAMES, without the projector's and the unknown one."""
+    """152 names of LLM_ARCH_NAMES; the projector's and the unknown one are left out."""
     assert len(ARCHITECTURES) == 152
     assert "clip" not in ARCHITECTURES

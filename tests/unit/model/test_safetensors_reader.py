@@ -1,4 +1,4 @@
-"""The safetensors reader against files that lie, and folders that are no whole model."""
+"""The safetensors reader with invalid files and incomplete folders."""
 
 from __future__ import annotations
 

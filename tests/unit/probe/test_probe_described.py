@@ -1,4 +1,4 @@
-"""A machine that is read from a file: the same as the one that was probed, or refused with file and key."""
+"""A machine read from a file: equal to the probed one, or refused with file and key."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_kinds_of_cores_are_read_and_a_file_of_an_older_probe_has_none() -> None
 
 
 def test_a_doctors_bundle_is_the_machine_without_what_it_hides(tmp_path: Path) -> None:
-    """What is hidden of a GPU is told apart again, and settings that somebody gave are named."""
+    """GPUs get distinct names again, and the user's settings are reported."""
     settings = resolve_settings({"data_dir": str(tmp_path), "ctx_size": "8192", "facts_dir": str(tmp_path)}, {})
     told = examine(settings, {})
     gpus = MACHINES["a100-mig"].gpus

@@ -1,4 +1,4 @@
-"""What becomes of NVML's answers, good and bad, without a GPU."""
+"""Parsing of NVML's answers, good and bad, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `nvidia-smi -q -x` printed on real machines, and what it might print on ill ones."""
+"""`nvidia-smi -q -x` output of real machines, and invalid output."""
 
 from __future__ import annotations
 

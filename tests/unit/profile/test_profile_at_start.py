@@ -1,4 +1,4 @@
-"""What a start does with what it finds."""
+"""What a start does with a profile."""
 
 from __future__ import annotations
 

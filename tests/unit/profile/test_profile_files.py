@@ -1,4 +1,4 @@
-"""The parts of the store, each alone: files and locks, marks, what an unfinished tuning has measured."""
+"""The parts of the store: files and locks, marks, results of unfinished tunings."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ DATA = TEXT.encode()
 
 
 class Shelf:
-    """A store and what it warned of."""
+    """A store and its warnings."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -54,7 +54,7 @@ def shelf(tmp_path: Path) -> Shelf:
 
 @pytest.fixture(scope="module")
 def long_shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    """One for many examples."""
+    """One store for many examples."""
     return Shelf(tmp_path_factory.mktemp("profiles"))
 
 
@@ -190,7 +190,7 @@ def test_a_file_that_was_cut_anywhere_is_set_aside_with_a_warning(shelf: Shelf) 
 
 
 def types_of(found: Any) -> Any:
-    """The shape of a value: dataclasses with the types of their fields, all the way down."""
+    """The shape of a value: dataclasses and the types of their fields, recursively."""
     if isinstance(found, tuple):
         return {repr(types_of(item)) for item in found}
     if hasattr(found, "__dataclass_fields__"):

@@ -27,7 +27,7 @@ IDS = (OLD.key.id, NEW.key.id)
 
 
 class Desk(House):
-    """The house of the other verbs, with a store beside it."""
+    """The fixture of the other verbs, with a store."""
 
     def __init__(self, root: Path, capture: pytest.CaptureFixture[str]) -> None:
         super().__init__(root, capture)

@@ -1,4 +1,4 @@
-"""Which of several files is served: small cases, and tables of described machines as files."""
+"""Choice among several files: small cases, and golden tables of described machines."""
 
 from __future__ import annotations
 

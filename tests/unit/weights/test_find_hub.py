@@ -125,7 +125,7 @@ def test_a_link_out_of_the_cache_is_no_model(models: Path) -> None:
 
 
 def test_a_blob_of_the_store_that_repositories_share_is_one(models: Path) -> None:
-    """huggingface_hub 2.4 keeps `blobs/<2 hex>/<hash>` beside the repositories, and links their blobs to it."""
+    """huggingface_hub 2.4 keeps `blobs/<2 hex>/<hash>` for all repositories and links their blobs to it."""
     link = put_cached(models, "org/m", "m.gguf")
     blob = link.resolve()
     shared = models / "blobs/ab" / ("ab" * 32)

@@ -1,4 +1,4 @@
-"""Ollama's folder, as it leaves it, and as somebody else might."""
+"""Ollama's folder, as Ollama writes it and as an attacker could."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a repository are one model."""
+"""Selection of a repository's files that form one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a failure is tried again, and when it is the end."""
+"""Errors that are retried, and errors that end a download."""
 
 from __future__ import annotations
 

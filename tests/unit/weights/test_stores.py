@@ -1,4 +1,4 @@
-"""Folders of other tools: told apart, listed, and served from."""
+"""Folders of other tools: recognised, listed, and served from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def names(store: Store) -> list[str]:
 
 
 def served(settings: Settings) -> Located:
-    """What a start would serve."""
+    """Return the path that a start would serve."""
     found = which_model(settings, None, "gguf", HubSettings)
     assert isinstance(found, Located)
     return found

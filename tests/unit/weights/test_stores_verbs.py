@@ -1,4 +1,4 @@
-"""`appliance models list | rm | verify | import`: what they print, change, and refuse."""
+"""`appliance models list | rm | verify | import`: output, changes, and refusals."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_damage_is_said_and_set_aside_only_when_asked(run: Run, models: Path, we
 
 
 def test_what_is_no_file_or_leads_nowhere_is_no_model(run: Run, models: Path, weights: bytes) -> None:
-    """Nothing waits for a pipe, and nothing of these is called complete."""
+    """Reading does not block on a pipe, and none of these entries is complete."""
     os.mkfifo(models / "pipe.gguf")
     (models / "link.gguf").symlink_to("gone.gguf")
     (models / "m-00001-of-00003.gguf").write_bytes(weights)
@@ -658,7 +658,7 @@ def test_an_action_without_its_name(run: Run, action: str) -> None:
 
 
 class Terminal:
-    """A stream of a given kind."""
+    """A stream that is, or is not, a terminal."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         self.text = ""
@@ -672,7 +672,7 @@ class Terminal:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Nothing is buffered."""
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
