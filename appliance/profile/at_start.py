@@ -64,7 +64,7 @@ def at_start(found: ProfileState | None, *, tune: str, may_measure: bool) -> Sta
         return StartDecision(action=StartAction.USE, event="profile_stale", words=words, is_warning=True)
     then = {
         "first": "another container on this volume is measuring again, used until the next start",
-        "idle": "used until it is measured again while nobody asks",
+        "idle": "used until it is measured again while idle",
     }
     words = f"{says}; {then.get(tune, 'measuring is off, so it is still used')}"
     return StartDecision(action=StartAction.USE, event="profile_stale", words=words, is_warning=tune == "off")
@@ -115,6 +115,6 @@ def _without(tune: str, *, may_measure: bool) -> StartDecision:
         words = "another container on this volume is measuring: serving the prediction, its profile at the next start"
         return StartDecision(action=StartAction.PREDICT, event="tune_elsewhere", words=words)
     if tune == "idle":
-        words = "serving the prediction until it is measured while nobody asks"
+        words = "serving the prediction until it is measured while idle"
         return StartDecision(action=StartAction.PREDICT, event="tune_later", words=words)
     return StartDecision(action=StartAction.MEASURE)

@@ -1,4 +1,4 @@
-"""Kills by the kernel's memory killer: `<id>.kills` beside the profile of the same key; it may exist without a profile."""
+"""Kills by the kernel's memory killer: `<id>.kills`, under the key of a profile; it may exist without a profile."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class MemoryPeaks:
         return True
 
     def _believed(self, peaks: Sequence[MemoryPeak], gpus: Sequence[Gpu]) -> tuple[MemoryPeak, ...]:
-        """Return the peaks that fit into these GPUs' memory. A peak of a GPU that is absent is kept: no plan uses it."""
+        """Return the peaks that fit into these GPUs' memory. A peak of an absent GPU is kept: no plan uses it."""
         total_mib = {device_id(gpu): gpu.vram_total_mib for gpu in gpus if gpu.vram_total_mib is not None}
         found = []
         for peak in peaks:

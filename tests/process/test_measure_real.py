@@ -145,7 +145,7 @@ def test_a_gpu_that_cannot_be_named_or_has_no_runtime_is_said(
 ) -> None:
     nameless = replace(machine, gpus=GpuProbe(gpus=(replace(machine.gpus.gpus[0], uuid=None, name=None),)))
     assert measured(nameless, engine_dir).problems == ("GPU 0 is not measured: its uuid is unknown",)
-    assert "no libcudart beside the engine" in measured(machine, tmp_path).problems[0]
+    assert "no libcudart in the engine folder" in measured(machine, tmp_path).problems[0]
 
 
 def test_a_library_that_is_none(machine: Hardware, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_gpu_that_an_engine_has_filled_is_left_alone(machine: Hardware, engine
     found = measure_beside(with_free(machine, LEAST_FREE_MIB - 1), engine_dir, os.environ, is_wanted=lambda: True)
     assert found is not None
     assert found.speeds.gpus == ()
-    assert found.problems == ("GPU 0 (Fake) is not measured: 639 MiB of its memory are free beside the engine",)
+    assert found.problems == ("GPU 0 (Fake) is not measured: only 639 MiB are free while the engine is loaded",)
 
 
 @pytest.mark.parametrize("hangs", ["dram", "gpu"])

@@ -30,7 +30,7 @@ TEMPLATE = "tokenizer.chat_template"
 TEMPLATE_KEPT_BYTES = 256 * 1024  # the template shows the model's abilities; the longest known one has 30 KiB
 ARRAY_KEPT = 1024  # llama.cpp allows 512 layers, and only arrays over layers are used
 ARRAYS_KEPT = 65536  # total number of entries in kept arrays
-CONVERT_ANEW = "convert the original model anew with a current GGUF converter"
+CONVERT_ANEW = "convert the original model again with a current GGUF converter"
 _NAME_LIMIT_BYTES = 63  # GGML_MAX_NAME - 1
 _DIMENSIONS_LIMIT = 4  # GGML_MAX_DIMS
 _INT64_MAX = (1 << 63) - 1
@@ -45,7 +45,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _DAMAGED_HINT = "the file is damaged or was not downloaded whole: fetch it again and compare its size and checksum"
 _GIVE_ONE = "this image serves GGUF files: give it one"
-_FETCH_ANEW = "fetch the file anew, from its address for downloads (…/resolve/main/…), with a token if it is gated"
+_FETCH_ANEW = "fetch the file again, from its download address (…/resolve/main/…), with a token if it is gated"
 # First bytes of other file types, what they are, and what to do.
 _FOREIGN = (
     (b"\x89PNG", "a PNG image", _GIVE_ONE),

@@ -41,7 +41,7 @@ class PublishedShape:
 
 @cache
 def published() -> Mapping[str, Shape]:
-    import yaml  # here: importing yaml takes 20 ms, and only a plan for a model without a file needs it
+    import yaml  # here: importing yaml costs 20 ms, and only a plan for a model without a file needs it
 
     rows = yaml.safe_load((HERE / "shapes.yaml").read_text(encoding="utf-8"))
     return {name: as_shape(name, row) for name, row in rows.items()}

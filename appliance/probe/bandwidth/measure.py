@@ -114,12 +114,12 @@ def _with_gpus(
     for gpu in hardware.gpus.gpus:
         name = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
         if gpu.uuid is None or library is None:
-            why = "its uuid is unknown" if gpu.uuid is None else f"no libcudart beside the engine: {engine_dir}"
+            why = "its uuid is unknown" if gpu.uuid is None else f"no libcudart in the engine folder: {engine_dir}"
             problems.append(f"{name} is not measured: {why}")
             continue
         if ask.beside and not gpu.is_unified and (gpu.vram_free_mib or 0) < LEAST_FREE_MIB:
             free_mib = gpu.vram_free_mib or 0
-            problems.append(f"{name} is not measured: {free_mib:,} MiB of its memory are free beside the engine")
+            problems.append(f"{name} is not measured: only {free_mib:,} MiB are free while the engine is loaded")
             continue
         tell(f"copying to, from and within {name}")
         argv = (*ask.child, str(library), *_options(gpu, threads, ask.usable_mib))

@@ -168,7 +168,7 @@ class _Reader:
 
     def _yaml(self, text: str) -> object:
         from appliance.probe.machine.plain_yaml import (
-            load_plain,  # here: importing it takes 20 ms, and output of a program is JSON
+            load_plain,  # here: importing it costs 20 ms, and output of a program is JSON
         )
 
         if len(text.encode()) > MAX_YAML_BYTES:

@@ -183,7 +183,7 @@ def test_other_programs_files_are_told_by_their_architecture(tmp_path: Path, arc
     [
         (b"<!DOCTYPE html>", "a web page", "resolve/main"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer", "git lfs pull"),
-        (b"Entry not found", "text, as an answer of a server that was kept: 'Entry not found'", "fetch the file anew"),
+        (b"Entry not found", "text, as an answer of a server that was kept: 'Entry not found'", "fetch the file again"),
         (
             b'{"error": "Invalid username or password."}',
             "JSON, as an answer of a server",

@@ -28,13 +28,13 @@ def test_one_that_holds_is_used_without_a_word(tune: str, may_measure: bool, is_
     [
         (None, "first", True, StartAction.MEASURE, "", ""),
         (None, "first", False, StartAction.PREDICT, "tune_elsewhere", "its profile at the next start"),
-        (None, "idle", True, StartAction.PREDICT, "tune_later", "while nobody asks"),
+        (None, "idle", True, StartAction.PREDICT, "tune_later", "until it is measured while idle"),
         (None, "idle", False, StartAction.PREDICT, "tune_elsewhere", "its profile at the next start"),
         (None, "off", True, StartAction.PREDICT, "tune_off", "measuring is off"),
         (None, "off", False, StartAction.PREDICT, "tune_off", "measuring is off"),
         (STALE, "first", True, StartAction.WATCH, "", ""),
         (STALE, "first", False, StartAction.USE, "profile_stale", "used until the next start"),
-        (STALE, "idle", True, StartAction.USE, "profile_stale", "used until it is measured again while nobody asks"),
+        (STALE, "idle", True, StartAction.USE, "profile_stale", "used until it is measured again while idle"),
         (STALE, "off", True, StartAction.USE, "profile_stale", "measuring is off, so it is still used"),
         (PINNED, "first", True, StartAction.USE, "profile_stale", "it is pinned, so it is still used"),
         (PINNED, "idle", True, StartAction.USE, "profile_stale", "it is pinned, so it is still used"),
@@ -103,7 +103,7 @@ def test_a_profile_is_never_measured_again_on_a_busy_machine_or_before_anybody_l
 @pytest.mark.parametrize(
     ("found", "tune", "may_measure"),
     [
-        (AGAIN, "idle", True),  # then it is measured while nobody asks
+        (AGAIN, "idle", True),  # then it is measured while idle
         (AGAIN, "off", True),
         (AGAIN, "first", False),
         (replace(AGAIN, is_pinned=True), "first", True),
