@@ -76,8 +76,8 @@ SHOULD = [
     ),
     Case(f"{REPO}/Tiny-Q4_K.gguf", 10, "no such file in org/Tiny-GGUF", "meant org/Tiny-GGUF/Tiny-Q4_K_M.gguf"),
     Case(f"{REPO}@v2", 10, "no such revision of org/Tiny-GGUF: v2", "/org/Tiny-GGUF/commits/main lists them"),
-    Case("org/Plain", 10, "whole GGUF model: org/Plain; it has weights of another format", "of GGUF files"),
-    Case("org/Words", 10, "whole GGUF model: org/Words; it has 1 files, no weights", "repository of GGUF files"),
+    Case("org/Plain", 10, "whole GGUF model\\): org/Plain; it has weights of another format", "of GGUF files"),
+    Case("org/Words", 10, "whole GGUF model\\): org/Words; it has 1 files, no weights", "repository of GGUF files"),
     Case(REPO, 10, "--sha256 is only for plain URLs", "remove --sha256", flags=(f"sha256={'0' * 64}",)),
     Case("http://127.0.0.1:1/a.gguf", 10, "not a sha256: '12'", "64 digits", flags=("sha256=12",)),
     Case("oci://ghcr.io/org/model", 10, "OCI artifacts are not fetched: oci://ghcr.io/org/model", "on Hugging Face"),
@@ -201,7 +201,7 @@ def test_an_update_of_all_goes_on_after_one_that_fails(tmp_path: Path, shelf: Pa
         code, out, err = ended(hub, data, "update")
     assert code == 10
     assert out.startswith(f"aaa/Gone: update check failed\n{REPO}: fetched and checked, 3.1 MB")
-    assert "aaa/Gone: no such repository" in err
+    assert "aaa/Gone: repository is private or does not exist" in err
 
 
 def test_offline_what_is_there_is_named(tmp_path: Path, shelf: Path) -> None:
