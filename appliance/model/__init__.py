@@ -1,4 +1,4 @@
-"""Step 1: what model this is, from its header alone."""
+"""Step 1: which model this is, read from its header alone."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ __all__ = [
 
 
 def read_model(path: Path, *, serves: Format = "gguf") -> Model:
-    """Raises ModelUnreadableError for whatever is not a whole language model of the format that this image `serves`."""
+    """Read a model. Raises ModelUnreadableError unless it is a whole language model in the format that this image
+    `serves`."""
     if not is_folder_model(path):
         if serves == "safetensors":
             raise _no_folder(path)
         return _with_projector(_parse_file(path))
     model = read_folder(path)
     if serves != "safetensors":
-        message = f"model is of another format than this image serves: {path}: safetensors ({model.quantization})"
+        message = f"model format is not served by this image: {path}: safetensors ({model.quantization})"
         hint = "give the model as a GGUF file; folders of safetensors are served by the images whose name begins vllm-"
         raise ModelUnreadableError(message, hint=hint)
     return model
@@ -78,22 +79,24 @@ def _parse_file(path: Path) -> Model:
 def _no_folder(path: Path) -> ModelUnreadableError:
     message = f"model is a file, and this image serves folders of safetensors: {printable(str(path))}"
     if path.suffix.lower() == ".safetensors":
-        hint = f"give the folder that it is in: {printable(str(path.parent))}"
+        hint = f"give its folder: {printable(str(path.parent))}"
     else:
         hint = "give a folder with config.json and safetensors files; GGUF files are served by images of other names"
     return ModelUnreadableError(message, hint=hint)
 
 
 def _with_projector(model: Model) -> Model:
-    """The nearest by name whose vectors the model takes, or else the nearest. One that cannot be read is as none, since
-    the model can do without."""
+    """Add the projector with the most similar name, preferring those whose vectors fit the model.
+
+    Unreadable projectors are ignored, because the model can work without one.
+    """
     found = [projector for path in find_projectors(model.path) if (projector := _readable(path))]
     fitting = [each for each in found if fits(each, model)]
     return replace(model, projector=next(iter([*fitting, *found]), None))
 
 
 def with_projector(model: Model, path: Path | None) -> Model:
-    """With this one, whatever lies beside it."""
+    """Replace the model's projector with the one at `path`; None removes it."""
     return replace(model, projector=_readable(path) if path else None)
 
 

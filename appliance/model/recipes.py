@@ -16,7 +16,8 @@ DATA = Path(__file__).with_name("recipes.json")
 
 
 def find_recipe(called: str) -> tuple[Recipe, str] | None:
-    """Return the recipe that has a model of this name, and its name there: `qwen:8b`. None for a name of no recipe."""
+    """Return the recipe that has a model of this name, and the model's name there: `qwen:8b`. None if no recipe has
+    it."""
     found = _recipes()
     meant = resolve(called, tuple(found))
     if meant is None:
@@ -25,7 +26,7 @@ def find_recipe(called: str) -> tuple[Recipe, str] | None:
 
 
 def near_models(called: str) -> tuple[str, ...]:
-    """Return the names of models of recipes that are closest to an unknown one."""
+    """Return the names of recipe models that are closest to an unknown name."""
     return nearest(called, tuple(_recipes()))
 
 

@@ -1,4 +1,4 @@
-"""Step 1: what machine this is, as far as this process may use it."""
+"""Step 1: this machine's hardware, as far as this process may use it."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ __all__ = [
     "probe",
 ]
 
-SPEEDS_FOLDER = "profiles"  # on the volume
+SPEEDS_FOLDER = "profiles"  # folder on the volume
 _ROOT = Path("/")
 
 
 def count_oom_kills() -> int | None:
-    """How many processes of our control group a memory killer has ended so far; None where nobody counts."""
+    """Number of processes of our control group that a memory killer has ended so far; None if nothing counts them."""
     return query_oom_kills(_ROOT)
 
 
 def probe(volume: Path, environment: Mapping[str, str]) -> Hardware:
-    """Ask the machine. Raises OSError where there is no /proc; a GPU's trouble is in `gpus.problem`."""
+    """Inspect the machine. Raises OSError if /proc is missing. GPU problems do not raise: see `gpus.problem`."""
     cpu, memory, numa, space = query_host(_ROOT, volume)
     gpus = _with_driver(query_gpus(_ROOT, environment, volume), find(CUDA, _ROOT, environment, volume))
     hardware = Hardware(

@@ -1,4 +1,4 @@
-"""Step 4: the best plan and how it was found, kept on the volume."""
+"""Step 4: the best plan and the measurements behind it, kept on the volume."""
 
 from appliance.profile.marks import ProfileStatus
 from appliance.profile.pick import Picked, best_of, pick, wants_more

@@ -1,4 +1,4 @@
-"""What a start does with the profile that it finds, or finds not: pure."""
+"""Decide what a start does with the profile it finds, or without one. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from appliance.values import dataclass
 
-TRIES = 2  # at starts: a machine that is always busy must not be measured at each
-# Who starts again sooner wants to be served, and what was at work has hardly gone.
+TRIES = 2  # number of starts that may measure: a machine that is always busy must not be measured at each start
+# A restart within this time is not measured: the user wants to be served, and the other load has probably not ended.
 AGAIN_AFTER = timedelta(hours=1)
 
 
@@ -21,7 +21,7 @@ class StartAction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StartDecision:
-    """`words` for the log, as `event`; empty where there is nothing to say."""
+    """Action and log line. `words` and `event` are empty if nothing needs to be logged."""
 
     action: StartAction
     event: str = ""
@@ -31,9 +31,12 @@ class StartDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileState:
-    """A profile on the volume. `stale` says why it no longer holds; None: it does as far as is known. `provisional`
-    says what spoilt its figures, where it is time to try again; `busy` what is at work now: None before anybody looked,
-    empty where nothing is."""
+    """State of a profile on the volume.
+
+    `stale` is the reason why the profile is no longer valid; None means no reason is known. `provisional` names what
+    disturbed its figures, and is set only if measuring again is due. `busy` names what uses the machine now: None
+    before the check, empty if nothing does.
+    """
 
     id: str
     stale: str | None = None
@@ -43,9 +46,10 @@ class ProfileState:
 
 
 def at_start(found: ProfileState | None, *, tune: str, may_measure: bool) -> StartDecision:
-    """`tune` is the setting; `may_measure` is False while another container measures for the same key.
+    """Return what the start does with the profile `found`; None means there is none.
 
-    Nobody waits for another's measuring: what can be served is served, and the next start finds the profile.
+    `tune` is the setting. `may_measure` is False while another container measures for the same key. A start never waits
+    for that container: it serves what it can, and the next start finds the new profile.
     """
     if found is None:
         return _without(tune, may_measure=may_measure)
@@ -56,19 +60,21 @@ def at_start(found: ProfileState | None, *, tune: str, may_measure: bool) -> Sta
         return StartDecision(action=StartAction.USE)
     says = _says(found)
     if found.is_pinned:
-        words = f"{says}; it is pinned and used all the same, `appliance profiles unpin` lets it be measured again"
+        words = f"{says}; it is pinned, so it is still used; `appliance profiles unpin` allows a new measurement"
         return StartDecision(action=StartAction.USE, event="profile_stale", words=words, is_warning=True)
     then = {
         "first": "another container on this volume is measuring again, used until the next start",
-        "idle": "used until it is measured again while nobody asks",
+        "idle": "used until it is measured again while idle",
     }
-    words = f"{says}; {then.get(tune, 'measuring is off: used all the same')}"
+    words = f"{says}; {then.get(tune, 'measuring is off, so it is still used')}"
     return StartDecision(action=StartAction.USE, event="profile_stale", words=words, is_warning=tune == "off")
 
 
 def is_due(created: str, *, disturbed_times: int, now: datetime) -> bool:
-    """Whether a start may measure a provisional profile once more. `created` as in the profile; what is no time is of
-    hand, and never due."""
+    """True if a start may measure a provisional profile once more.
+
+    `created` is the time in the profile. False if it is not an ISO time, as in a profile written by hand.
+    """
     try:
         then = datetime.fromisoformat(created)
     except ValueError:
@@ -78,13 +84,16 @@ def is_due(created: str, *, disturbed_times: int, now: datetime) -> bool:
 
 
 def _again(found: ProfileState) -> StartDecision:
-    """Only where nothing else is at work: what was disturbed would not replace what was not, and each start that did
-    not look would spend the whole budget for nothing."""
+    """Measure again only if nothing else uses the machine.
+
+    A disturbed measurement would not replace an undisturbed one, and every start would spend the whole budget for
+    nothing.
+    """
     if found.busy is None:
         return StartDecision(action=StartAction.WATCH)
     event = "profile_provisional" if found.stale is None else "profile_stale"
     if found.busy:
-        words = f"{_says(found)}; used all the same, since the machine is busy: {found.busy}"
+        words = f"{_says(found)}; used for now, because the machine is busy: {found.busy}"
         return StartDecision(action=StartAction.USE, event=event, words=words, is_warning=found.stale is not None)
     return StartDecision(
         action=StartAction.MEASURE, event=event, words=f"{_says(found)}; nothing else is at work: measuring again"
@@ -106,6 +115,6 @@ def _without(tune: str, *, may_measure: bool) -> StartDecision:
         words = "another container on this volume is measuring: serving the prediction, its profile at the next start"
         return StartDecision(action=StartAction.PREDICT, event="tune_elsewhere", words=words)
     if tune == "idle":
-        words = "serving the prediction until it is measured while nobody asks"
+        words = "serving the prediction until it is measured while idle"
         return StartDecision(action=StartAction.PREDICT, event="tune_later", words=words)
     return StartDecision(action=StartAction.MEASURE)

@@ -1,8 +1,8 @@
-"""Drift: is the engine still as fast as its profile says? Probes compared with what was measured. Pure.
+"""Drift: compare probes of the serving engine with the speeds in its profile. Pure.
 
-A probe repeats a measurement of the plan that serves, at one of its own depths. Two in a row that are slower by more
-than TOLERANCE make the profile stale, two that are not make it valid: one may be chance, and a third would only tell
-later. Either is final until the next start.
+A probe repeats a measurement of the serving plan at one of the measured depths. Two probes in a row that are slower by
+more than TOLERANCE make the profile stale; two in a row that are not slower make it valid. One probe may be chance, and
+a third would only delay the verdict. The verdict is final until the next start.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from appliance.tune.figures.curve import Curve, Point
 from appliance.tune.figures.measurement import curve_of
 from appliance.values import dataclass
 
-TOLERANCE = 0.15  # of a speed: what is within it may be chance, or the room's temperature
-PROBES_MAX = 10  # a verdict needs two; more than this are of a machine that never is quiet
-TOKENS = 48  # that a probe decodes: twice those of a short look, whose figures are off by 3 to 10 %
+TOLERANCE = 0.15  # relative; smaller differences may be chance or the room's temperature
+PROBES_MAX = 10  # a verdict needs two; a machine that spoils more than this is never quiet
+TOKENS = 48  # decoded by a probe; twice as many as in a short measurement, whose figures are off by 3 to 10 %
 MIN_PREFILL_TOKENS = 256
-# A probe that takes so many times what the profile says is slow, whatever its end would tell.
+# A probe that takes this many times as long as the profile predicts counts as slow without waiting for its end.
 OVERDUE, OVERDUE_LEAST_S = 4.0, 10.0
-# A draft reads along with each plain step, and what that alone takes was not measured. A draft that takes more than
-# half a step is not worth serving: to draft one token right takes two of its steps, and saves one of the model's.
+# The draft model also runs at each plain step of a probe, and its own time was not measured. Half a step is the upper
+# bound: a slower draft model is not worth serving, since one correct draft token costs two of its steps and saves one
+# step of the model.
 DRAFT_SHARE = 0.5
 
 
@@ -35,7 +36,7 @@ class DriftState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Speeds in tokens a second; `measured` is true to a factor of `slack`."""
+    """A probe's speed and the measured one, in tok/s; `measured` is accurate to a factor of `slack`."""
 
     did: str  # "decoded" or "read"; "read and decoded" for a probe that was given up
     depth: int
@@ -49,16 +50,17 @@ class Compared:
 
     @property
     def is_good(self) -> bool:
-        """As fast as measured. What is neither this nor slow tells nothing: it may be either."""
+        """True if the probe is as fast as measured. A probe that is neither good nor slow decides nothing."""
         return self.speed >= (1 - TOLERANCE) * self.measured
 
     @property
     def is_fast(self) -> bool:
-        """Only of decoding: a prompt read at once may need fewer batches than one that was read piece by piece."""
+        """True if decoding is faster than measured. Always False for prefill: a prompt read at once may need fewer
+        batches than one that was read in pieces."""
         return self.did == "decoded" and self.speed > (1 + TOLERANCE) * self.measured * self.slack
 
     def describe(self) -> str:
-        """As in "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower"."""
+        """Describe the comparison, such as "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower"."""
         change = self.speed / self.measured - 1
         words = f"{self.did} {self.speed:.1f} tok/s at {self.depth:,} tokens, {self.measured:.1f} measured"
         return f"{words}: {100 * abs(change):.0f} % {'slower' if change < 0 else 'faster'}"
@@ -66,8 +68,11 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What was measured of the plan that serves. `prefill_ms` is that of each token from the beginning to this depth;
-    None where they are too few to tell anything, or were not all read."""
+    """Measured speeds of the serving plan at one depth.
+
+    `prefill_ms` is the mean time per prompt token from 0 to this depth. None if the depth is too small to judge, or if
+    not every piece of the prompt was measured.
+    """
 
     point: Point
     prefill_ms: float | None
@@ -75,23 +80,23 @@ class Baseline:
 
     @property
     def expected_s(self) -> float:
-        """What a probe takes, by the profile."""
+        """Predicted duration of a probe, from the profile."""
         prefill_ms = self.prefill_ms if self.prefill_ms is not None else self.point.prefill_ms
         return (self.point.depth * prefill_ms + TOKENS * self.point.decode_ms) / 1000
 
     def limit_s(self, least_s: float = OVERDUE_LEAST_S) -> float:
-        """After which a probe is given up."""
+        """Return the time limit of a probe, in seconds."""
         return max(least_s, OVERDUE * self.draft_slack * self.expected_s)
 
     def overdue(self, seconds: float) -> tuple[Compared, ...]:
-        """A probe that was given up after its limit: it was no faster than this."""
+        """Compare a probe that was stopped at its limit after `seconds`: this speed is an upper bound."""
         tokens = self.point.depth + TOKENS
         slack = self.draft_slack * (1 + self.point.relative_error)
         speed, measured = tokens / seconds, tokens / self.expected_s
         return (Compared(did="read and decoded", depth=self.point.depth, speed=speed, measured=measured, slack=slack),)
 
     def compare(self, seen: Point) -> tuple[Compared, ...]:
-        """`seen` has read all of its prompt."""
+        """Compare a finished probe with the profile. `seen` must have read its whole prompt."""
         return tuple(
             Compared(did=did, depth=self.point.depth, speed=1000 / ms, measured=1000 / measured_ms, slack=slack)
             for did, ms, measured_ms, slack in (
@@ -104,15 +109,16 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """All that was seen so far. `words` say why the state is what it is; `note` that it is faster than measured."""
+    """Verdict and the probes so far. `words` give the reason for the state; `note` reports an engine faster than
+    measured."""
 
     state: DriftState = DriftState.UNDECIDED
     words: str = ""
     note: str = ""
-    last: tuple[Compared, ...] = ()  # of the last probe that nothing disturbed
+    last: tuple[Compared, ...] = ()  # last undisturbed probe
 
     def observe(self, found: tuple[Compared, ...], disturbance: str | None = None) -> Drift:
-        """`disturbance` says who else used the machine meanwhile; then the probe decides nothing."""
+        """Return the state after one more probe. If a `disturbance` is given, the probe decides nothing."""
         if self.state is not DriftState.UNDECIDED or disturbance is not None:
             return self
         pairs = [(before, now) for before in self.last for now in found if before.did == now.did]
@@ -128,8 +134,11 @@ class Drift:
 
 
 def baseline_of(profile: Profile, serving: Plan) -> Baseline | None:
-    """Of the middle one of the depths: a deeper one takes longer to read, and at an empty one the cache counts little.
-    None where the plan that serves was not measured, or at no depth that it has room for."""
+    """Return the baseline at the middle measured depth: deeper takes longer to read, and at 0 the KV cache hardly
+    counts.
+
+    None if the serving plan was not measured, or only at depths that do not fit its context.
+    """
     looks = [m for m in profile.measurements if m.key in serving.keys and m.points]
     if not looks:
         return None
@@ -147,7 +156,11 @@ def baseline_of(profile: Profile, serving: Plan) -> Baseline | None:
 
 
 def _prefill_ms(curve: Curve, depth: int) -> float | None:
-    """The mean over the pieces in which the prompt was read: at once it takes no more batches, and no longer."""
+    """Mean prefill time per token from 0 to `depth`, over the pieces in which the prompt was read; None if a piece is
+    missing.
+
+    Reading the prompt at once takes no more batches than reading it in pieces, and no longer.
+    """
     by_depth = {point.depth: point for point in curve.points}
     whole_ms, left = 0.0, depth
     while left > 0 and (point := by_depth.get(left)) is not None and point.prefill_tokens > 0:

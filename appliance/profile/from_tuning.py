@@ -1,4 +1,4 @@
-"""A profile from what a tuning found. Pure, but for the time that it is made at."""
+"""Make a profile from the result of a tuning. Pure, except for the current time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from appliance.tune.session import MeasuredPlans, TuningResult
 def make_profile(
     result: TuningResult, *, key: Key, settings: Settings, gpu_uuids: tuple[str, ...], before: Profile | None
 ) -> Profile:
-    """`before` is the profile that it would replace; it counts where something disturbed the new one."""
+    """Return the profile. `before` is the one that it would replace; it is used to count disturbed tunings in a row."""
     tuned = result.tuned
     curve = tuned.chosen.scored.curve
     disturbed_before = before.disturbed_times if before is not None and before.key == key else 0
@@ -46,6 +46,6 @@ def measured_of(profile: Profile) -> MeasuredPlans:
 
 
 def with_more(profile: Profile, found: MeasuredPlans, mode: str) -> Profile:
-    """The same profile with what was measured later for another mode."""
+    """Return the profile with the measurements that were added later for another mode."""
     modes = (*profile.other_modes, mode)
     return replace(profile, plans=found.plans, measurements=found.measurements, other_modes=modes)

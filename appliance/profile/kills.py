@@ -1,4 +1,4 @@
-"""Kills by the kernel's memory killer: `<id>.kills`, beside the profile of the same key or where there is none."""
+"""Kills by the kernel's memory killer: `<id>.kills`, under the key of a profile; it may exist without a profile."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from appliance.plan import MemoryKill
 from appliance.profile.files import ProfileFiles, refusing
 from appliance.profile.record import Key
 
-KEPT_MAX = 8  # the last ones
+KEPT_MAX = 8  # the most recent kills
 _RULES: Rules = {MemoryKill: lambda kill: kill.is_possible}
 
 
 class MemoryKills:
-    """`warn` is told about a file that cannot be read: it counts as none, and the next kill replaces it."""
+    """Kept kills. `warn` is called for an unreadable file, which counts as empty and is replaced by the next kill."""
 
     def __init__(self, files: ProfileFiles, warn: Callable[[str], None]) -> None:
         self._files = files
@@ -34,7 +34,7 @@ class MemoryKills:
         return ()
 
     def keep(self, key: Key, kills: tuple[MemoryKill, ...]) -> None:
-        """In place of those that are there; none removes the file. Raises VolumeError."""
+        """Replace the kept kills; an empty tuple removes the file. Raises VolumeError."""
         path = self._path(key)
         with self._files.locked(key.id), refusing(f"memory kill cannot be kept: {path}"):
             self._files.drop_leftovers(key.id)
@@ -45,7 +45,7 @@ class MemoryKills:
             self._files.put(path, json.dumps(document, sort_keys=True).encode())
 
     def forget(self, id_: str) -> None:
-        """Under the profile's lock. Raises OSError."""
+        """Remove the file. Call it under the profile's lock. Raises OSError."""
         self._files.remove(self._files.path(id_, ".kills"))
 
     def _path(self, key: Key) -> Path:
@@ -53,7 +53,7 @@ class MemoryKills:
 
 
 def parse_kills(data: bytes) -> tuple[MemoryKill, ...]:
-    """Raises ValueError for what `keep` did not write."""
+    """Parse the file's content. Raises ValueError if `keep` did not write it."""
     document = load(data.decode())
     if document.keys() != {"kills"} or not isinstance(document["kills"], list):
         message = f"it has no list of kills: {', '.join(document)}"

@@ -1,7 +1,7 @@
-"""What is said of a profile beside what was measured: that it is pinned, or why it is stale. A file each.
+"""Marks of a profile, one file each: pinned, and stale with its reason.
 
-A pin is an empty file `<id>.pin`: it is there or it is not, and cannot be torn. `<id>.stale` holds why the profile is
-stale, plus the hash of the file it refers to; ignored once that file changes.
+A pin is an empty file `<id>.pin`: it exists or it does not, so it cannot be torn. `<id>.stale` holds the reason and the
+hash of the profile file it refers to; it is ignored once that file changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileStatus:
-    """What is to be said of a profile beside what was measured; `stale` and `provisional` say why."""
+    """Marks of a profile; `stale` and `provisional` are the reasons, None if the mark is not set."""
 
     stale: str | None
     provisional: str | None
@@ -28,19 +28,19 @@ class ProfileStatus:
     def describe(self) -> tuple[str, ...]:
         return (
             *([f"stale: {self.stale}"] if self.stale else []),
-            *([f"provisional: {self.provisional}, while it was measured"] if self.provisional else []),
+            *([f"provisional: {self.provisional} when it was measured"] if self.provisional else []),
             *(["pinned: not measured again, and not replaced"] if self.is_pinned else []),
         )
 
 
 class Marks:
-    """By the profile's id. Methods that write are called under its lock, and raise OSError."""
+    """Marks by profile id. Methods that write are called under the profile's lock and raise OSError."""
 
     def __init__(self, files: ProfileFiles) -> None:
         self._files = files
 
     def is_pinned(self, id_: str) -> bool:
-        """Raises VolumeError."""
+        """True if the profile is pinned. Raises VolumeError."""
         return f"{id_}.pin" in self._files.names()
 
     def pinned_ids(self) -> list[str]:
@@ -50,11 +50,11 @@ class Marks:
         self._files.touch(self._files.path(id_, ".pin"))
 
     def unpin(self, id_: str) -> None:
-        """Durable after a sync of the folder."""
+        """Remove the pin. Durable after a sync of the folder."""
         self._files.remove(self._files.path(id_, ".pin"))
 
     def mark_stale(self, id_: str, why: str, profile: bytes) -> None:
-        """`profile` is the file that it is said of. Several marks are the last one."""
+        """Mark the profile whose file content is `profile` as stale. A later mark replaces an earlier one."""
         mark = {"profile": _hash(profile), "words": why}
         self._files.put(self._files.path(id_, ".stale"), json.dumps(mark).encode())
 
@@ -62,8 +62,11 @@ class Marks:
         self._files.remove(self._files.path(id_, ".stale"))
 
     def why_stale(self, id_: str) -> str | None:
-        """None for a profile that holds as far as is known. A mark that cannot be read as one counts as none: whoever
-        serves the profile will find out again. Raises VolumeError."""
+        """Return the reason why the profile is stale, or None if it is not marked.
+
+        An unreadable mark counts as none: the appliance that serves the profile will find the drift again. Raises
+        VolumeError.
+        """
         mark = self._files.path(id_, ".stale")
         if mark.name not in self._files.names():
             return None
@@ -73,7 +76,7 @@ class Marks:
 
 
 def _words(mark: bytes, profile: bytes) -> str | None:
-    """If they are about this profile."""
+    """Return the mark's reason if the mark refers to this profile, else None."""
     with suppress(ValueError, RecursionError):
         match json.loads(mark):
             case {"profile": of, "words": str(words)} if of == _hash(profile):

@@ -1,6 +1,6 @@
-"""A tuning that has not ended, as it stands on the volume: kept under the key of the profile that it is to become.
+"""JSON of an unfinished tuning, kept under the key of the profile that it will become.
 
-Imported when something is measured, and not by a start from a profile.
+Imported only when something is measured, so that a start from a profile does not load the tuner.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def dump_partial(key: Key, partial: Partial) -> str:
 
 
 def parse_partial(text: str, key: Key) -> Partial:
-    """Raises ValueError for what `dump_partial` did not write for this key."""
+    """Parse the file's content. Raises ValueError if `dump_partial` did not write it for this key."""
     document = load(text)
     schema, of = document.pop("schema", None), document.pop("key", None)
     if schema != SCHEMA:
-        message = f"it has another schema than {SCHEMA}: {schema}"
+        message = f"schema is {schema}, expected {SCHEMA}"
         raise ValueError(message)
     if of != {"id": key.id}:
         message = "it is for another key"

@@ -1,5 +1,7 @@
-"""Memory peaks of served plans: `<id>.peak`, beside the profile of the same key or where there is none. One for each
-configuration: machines with like cards share the key."""
+"""GPU memory peaks of served plans: `<id>.peak` beside the profile of the same key; it may exist without a profile.
+
+The file has one entry per configuration, because machines with equal GPUs share the key.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from appliance.probe import Gpu
 from appliance.profile.files import ProfileFiles, refusing
 from appliance.profile.record import Key, parse_plan
 
-KEPT_MAX = 16  # configurations, the last seen ones
+KEPT_MAX = 16  # configurations, the most recently seen ones
 _RULES: Rules = {
     CardPeak: lambda card: card.is_possible,
     MemoryPeak: lambda peak: (
@@ -24,15 +26,18 @@ _RULES: Rules = {
 
 
 class MemoryPeaks:
-    """By the profile's id, which changes with the schema. `warn` is told about what cannot be read, or be."""
+    """Kept peaks by profile id; the id changes with the schema. `warn` is called for entries that are unreadable or
+    impossible."""
 
     def __init__(self, files: ProfileFiles, warn: Callable[[str], None]) -> None:
         self._files = files
         self._warn = warn
 
     def kept(self, key: Key, gpus: Sequence[Gpu]) -> tuple[MemoryPeak, ...]:
-        """That these GPUs can have held. Changes nothing: what cannot be read is said, and counts as none until another
-        is kept."""
+        """Return the kept peaks that are possible on these GPUs. Changes nothing.
+
+        An unreadable file is reported and counts as empty; the next `keep` replaces it.
+        """
         path = self._files.path(key.id, ".peak")
         try:
             return self._believed(parse_peaks(self._files.read(path)), gpus)
@@ -45,8 +50,10 @@ class MemoryPeaks:
         return ()
 
     def keep(self, key: Key, peak: MemoryPeak, gpus: Sequence[Gpu]) -> bool:
-        """With what is there, which another container may have kept. A file that cannot be read is set aside. False
-        where another is at work there: nobody waits. Raises VolumeError."""
+        """Add a peak, merged with those that this or another container kept. An unreadable file is set aside.
+
+        Returns False, without waiting, if another process holds the lock. Raises VolumeError.
+        """
 
         def merged(before: tuple[MemoryPeak, ...]) -> tuple[MemoryPeak, ...]:
             found = self._believed(before, gpus)
@@ -57,8 +64,10 @@ class MemoryPeaks:
         return self._change(key, merged)
 
     def doubt(self, key: Key, plan: Plan) -> bool:
-        """The engine needed more than was seen of this configuration: it is not whole. False as in `keep`. Raises
-        VolumeError."""
+        """Mark this configuration's peak as incomplete: the engine needed more memory than was seen.
+
+        Returns False if another process holds the lock. Raises VolumeError.
+        """
 
         def doubted(before: tuple[MemoryPeak, ...]) -> tuple[MemoryPeak, ...]:
             return tuple(replace(each, is_whole=each.is_whole and not each.is_of(plan)) for each in before)
@@ -66,7 +75,7 @@ class MemoryPeaks:
         return self._change(key, doubted)
 
     def forget(self, id_: str) -> None:
-        """Under the profile's lock. Raises OSError."""
+        """Remove the file. Call it under the profile's lock. Raises OSError."""
         self._files.remove(self._files.path(id_, ".peak"))
 
     def _change(self, key: Key, change: Callable[[tuple[MemoryPeak, ...]], tuple[MemoryPeak, ...]]) -> bool:
@@ -90,7 +99,7 @@ class MemoryPeaks:
         return True
 
     def _believed(self, peaks: Sequence[MemoryPeak], gpus: Sequence[Gpu]) -> tuple[MemoryPeak, ...]:
-        """A card that is not there is no reason for doubt: no plan counts on it."""
+        """Return the peaks that fit into these GPUs' memory. A peak of an absent GPU is kept: no plan uses it."""
         total_mib = {device_id(gpu): gpu.vram_total_mib for gpu in gpus if gpu.vram_total_mib is not None}
         found = []
         for peak in peaks:
@@ -103,7 +112,7 @@ class MemoryPeaks:
 
 
 def parse_peaks(data: bytes) -> tuple[MemoryPeak, ...]:
-    """Raises ValueError for what `keep` did not write."""
+    """Parse the file's content. Raises ValueError if `keep` did not write it."""
     document = load(data.decode())
     if document.keys() != {"peaks"} or not isinstance(document["peaks"], list):
         message = f"it has no list of peaks: {', '.join(document)}"

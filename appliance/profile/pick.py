@@ -1,5 +1,5 @@
-"""Which plan of a profile a start serves: the best for the mode that the memory which is free now carries, and whether
-that mode wants more measured. Pure."""
+"""Choose which plan of a profile a start serves: the best for the mode that fits the free memory. Also decide whether
+that mode needs more measurements. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Picked:
-    """`passed_over` says of each better plan what it lacks now; `why` is the mode's reason."""
+    """Chosen plan. `passed_over` names each better plan and what it lacks now; `why` is the mode's reason."""
 
     plan: Plan
     why: str
@@ -26,7 +26,7 @@ class Picked:
 
 
 def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
-    """What each plan lacks, where none fits."""
+    """Return the best plan that fits now. If none fits, return what each plan lacks."""
     plans = {plan.key: plan for plan in profile.plans}
     allocated = {trial.key: trial.allocated for trial in profile.measurements if trial.allocated}
     mix = parse_mix(profile.workload)
@@ -44,14 +44,16 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
 
 
 def best_of(profile: Profile | None, mode: str, space: Space) -> Plan:
-    """The best that was measured and fits, else the prediction. Raises ModelDoesNotFitError (31)."""
+    """Return the best measured plan that fits, else the prediction. Raises ModelDoesNotFitError (31)."""
     picked = pick(profile, mode, space) if profile else ()
     return picked.plan if isinstance(picked, Picked) else space.predicted
 
 
 def wants_more(profile: Profile, mode: str, space: Space, *, budget_s: float) -> bool:
-    """Whether the mode, which is not one that was measured for, may want a context that no measured plan has, and one
-    trial may end within the budget. `space` is that of the mode."""
+    """True if this mode needs an unmeasured context length and one more trial fits the budget.
+
+    Always False for a mode that was measured already. `space` is that of the mode.
+    """
     seen = scored(profile.plans, profile.measurements)
     if not seen or mode in (profile.mode, *profile.other_modes):
         return False
@@ -63,7 +65,7 @@ def wants_more(profile: Profile, mode: str, space: Space, *, budget_s: float) ->
 
 
 def _with_slots(plan: Plan, measured: Plan) -> Plan:
-    """As many as were measured to be best: its own count is what was planned, which is no smaller."""
+    """Limit `plan.parallel` to the number of slots that measured best; the plan's own count is an upper limit."""
     words = {choice.name: choice for choice in measured.choices if choice.name == "parallel"}
     choices = tuple(words.get(choice.name, choice) for choice in plan.choices)
     return replace(plan, parallel=min(plan.parallel, measured.parallel), choices=choices)

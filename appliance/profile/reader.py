@@ -1,4 +1,4 @@
-"""Files of profiles, read: ours, damaged ones, and those of another schema."""
+"""Read profile files: ours, damaged ones, and those of another schema."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignProfile:
-    """A profile of another appliance's schema, or of an engine that this one has not. It is left alone: that appliance
-    may come back."""
+    """Profile of another schema, or of an engine that this appliance does not have. It is left in place for that
+    appliance."""
 
     id: str
-    schema: str  # in words
-    model: object  # as in its key, if it has one where ours do
+    schema: str  # schema number, or a short description
+    model: object  # model part of its key; None if it is missing
 
 
 class ProfileReader:
-    """Every file as a profile. `warn` is told about one that was set aside."""
+    """Read files as profiles. `warn` is called for each file that is set aside."""
 
     def __init__(self, files: ProfileFiles, warn: Callable[[str], None]) -> None:
         self._files = files
         self._warn = warn
 
     def exact(self, key: Key) -> Profile | None:
-        """The one for this key. A file that is none is set aside."""
+        """Return the profile for this key, or None. A file whose content is for another key is set aside."""
         profile = self.read(key.id)
         if profile is not None and profile.key != key:
             self._set_aside(key.id, "it is for another key")
@@ -38,7 +38,11 @@ class ProfileReader:
         return profile
 
     def read(self, id_: str, *, is_ours: bool = True) -> Profile | None:
-        """A damaged file is set aside, and one of another schema where `is_ours`: where our own would be."""
+        """Return the profile, or None if there is no usable one. A damaged file is set aside.
+
+        With `is_ours`, a file of another schema is set aside too: it occupies the path of our own profile. Raises
+        VolumeError if the file cannot be read.
+        """
         path = self._files.path(id_)
         try:
             return parse(self._files.read(path))
@@ -55,7 +59,7 @@ class ProfileReader:
         return None
 
     def peek(self, id_: str) -> Profile | None:
-        """What `read` sets aside is only passed over."""
+        """Like `read`, but never renames a file and never raises."""
         with suppress(ValueError, OSError):
             return parse(self._files.read(self._files.path(id_)))
         return None
@@ -79,7 +83,7 @@ class ProfileReader:
         try:
             self._files.rename(path, aside)
         except FileNotFoundError:
-            return  # another container was faster
+            return  # another container renamed it first
         except OSError as error:
             message = f"profile is corrupt and cannot be set aside: {path}: {error.strerror}"
             raise VolumeError(message, hint="remove it by hand") from error
@@ -87,7 +91,7 @@ class ProfileReader:
 
 
 def parse(data: bytes) -> Profile:
-    """Raises ValueError for what is no profile of this schema."""
+    """Parse the file's content. Raises ValueError if it is not a profile of this schema."""
     if len(data) > MAX_BYTES:
         message = f"it is larger than {MAX_BYTES} bytes"
         raise ValueError(message)

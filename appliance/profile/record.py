@@ -1,7 +1,7 @@
-"""What was found for one model on one machine, as it stands on the volume.
+"""Result of tuning one model on one machine, as it is stored on the volume.
 
-Keyed by the model's digest, the build id, the hardware and the settings that matter. The parts are kept beside their
-hash, so that a profile that is not used can name the part that changed.
+The key consists of the model's digest, the build id, the hardware and the settings that affect speed. The parts are
+stored beside their hash, so that an unused profile can name the part that changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from appliance.tune.figures.workload import parse_mix
 from appliance.values import dataclass
 
 SCHEMA = 7
-# For speed.
+# Settings that change the speed, and so the key.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora",
     "n_cpu_moe", "parallel", "pooling", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch", "users",
@@ -39,7 +39,7 @@ SETTINGS_THAT_MATTER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """`parts` are flat: name -> value in words or numbers. `id` is the file's name."""
+    """Key of a profile. `parts` is flat: name -> text or number. `id` is the file's name."""
 
     parts: dict[str, Any]
 
@@ -49,7 +49,7 @@ class Key:
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def changed(self, other: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the parts that differ, with both values: "build: a1 -> b2"."""
+        """List the parts that differ, with both values: "build: a1 -> b2"."""
         names = sorted({*self.parts, *other})
         return tuple(f"{n}: {other.get(n)} -> {self.parts.get(n)}" for n in names if other.get(n) != self.parts.get(n))
 
@@ -65,8 +65,10 @@ def make_key(
     cpu_variant: str | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> Key:
-    """`gpus` are those that the image can use: what else is in the machine changes nothing. None: all. `beside` is what
-    is loaded with the model."""
+    """Make the key. `gpus` are those that the image can use (None: all); other GPUs do not change the key.
+
+    `beside` describes what is loaded with the model, such as a projector.
+    """
     parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "cpu_variant": cpu_variant}
     parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware, gpus).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
@@ -75,26 +77,26 @@ def make_key(
     if draft is not None:
         parts["draft"] = draft.key
     parts |= beside or {}
-    return Key(parts=json.loads(json.dumps(parts)))  # as it will be read back: tuples are lists there
+    return Key(parts=json.loads(json.dumps(parts)))  # as it will be read back: JSON turns tuples into lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was found: the plan that was best for `mode`, and every other that was measured.
+    """Best plan for `mode` and every other measured plan.
 
-    `disturbance` says what spoilt the figures of the best: then the profile is provisional, and never replaces one that
-    is not.
+    `disturbance` names what disturbed the figures of the best plan, None if nothing did. A disturbed profile is
+    provisional and never replaces an undisturbed one.
     """
 
     key: Key
     plan: Plan
     plans: tuple[Plan, ...]
     measurements: tuple[Measurement, ...]
-    kv_checks: tuple[KvCheck, ...]  # on types of the KV cache below q8_0
-    notes: tuple[str, ...]  # of speculative decoding and of slots: what was tried, in words
+    kv_checks: tuple[KvCheck, ...]  # of KV cache types below q8_0
+    notes: tuple[str, ...]  # trials of speculative decoding and of slots, in words
     mode: str
-    workload: str  # as the setting says it
-    native: int  # the largest context that counts
+    workload: str  # as written in the setting
+    native: int  # largest context length that is considered
     job_s: float
     speed: str  # in words
     seconds: float
@@ -102,16 +104,16 @@ class Profile:
     created: str  # ISO 8601, UTC
     allocated: Allocated | None = None
     disturbance: str | None = None
-    disturbed_times: int = 0  # tunings in a row that it came of
-    other_modes: tuple[str, ...] = ()  # what these want of other contexts was measured later
-    gpu_uuids: tuple[str, ...] = ()  # which cards they were, in PCI order: to look up, never compared
+    disturbed_times: int = 0  # disturbed tunings in a row, this one included
+    other_modes: tuple[str, ...] = ()  # modes for which other context lengths were measured later
+    gpu_uuids: tuple[str, ...] = ()  # cards in PCI order, for display; never compared
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted - allocated) / allocated over weights, caches and buffers everywhere, or over the KV cache where
-        an engine tells of nothing else; None if nothing was read.
+        """(predicted - allocated) / allocated over weights, caches and buffers on all devices.
 
-        Of the plan as it was measured: what speculates came later.
+        Over the KV cache alone for an engine that reports nothing else. None if no allocation was read. The plan is
+        taken without speculative decoding, which was added after the measurement.
         """
         if self.allocated is None or not self.allocated.total:
             return None
@@ -121,22 +123,23 @@ class Profile:
 
 
 def speeds_document(plan: Plan | None, measured: Speeds | None) -> dict[str, Any]:
-    """`measured` and `predicted`: the speeds of this plan, each None where there are none."""
+    """Return `measured` and `predicted` speeds of this plan; each is None if unknown."""
     found = {"measured": measured, "predicted": predicted_speeds(plan) if plan else None}
     return {name: asdict(speeds) if speeds else None for name, speeds in found.items()}
 
 
 def speeds_of(plan: Plan | None, profile: Profile | None) -> Speeds | None:
-    """As measured, of any plan of the profile: made from its measurements, and not kept. None where it has none of
-    this plan."""
+    """Measured speeds of a plan, computed from the profile's measurements. None if this plan was not measured."""
     if plan is None or profile is None:
         return None
     return measured_speeds(plan, profile.measurements, parse_mix(profile.workload))
 
 
 def speeds_told(plan: Plan | None, profile: Profile | None) -> dict[str, Any]:
-    """All that documents and pages say of the speeds of the plan that serves, as numbers and in words. `from_profile`
-    is True if the plan was measured, and its speeds are those of the profile."""
+    """Everything that documents and pages show about the serving plan's speed, as numbers and in words.
+
+    `from_profile` is True if the plan was measured, so that its speeds come from the profile.
+    """
     measured = speeds_of(plan, profile)
     return {
         "speeds": speeds_document(plan, measured),
@@ -153,19 +156,19 @@ def dump_profile(profile: Profile) -> str:
 
 
 class OtherSchemaError(ValueError):
-    """It may be a whole profile, of an older or newer appliance on the same volume."""
+    """Profile of another schema: it may be a whole one, from an older or newer appliance on the same volume."""
 
 
 class OtherEngineError(OtherSchemaError):
-    """The same, with plans of an engine that this appliance has not."""
+    """Profile with plans of an engine that this appliance does not have."""
 
 
 def parse_profile(text: str) -> Profile:
-    """Raises ValueError for everything that `dump_profile` of this schema did not write."""
+    """Parse a profile. Raises ValueError if `dump_profile` of this schema did not write it."""
     document = load(text)
     schema = document.pop("schema", None)
     if schema != SCHEMA:
-        message = f"profile has another schema than {SCHEMA}: {schema}"
+        message = f"profile schema is {schema}, expected {SCHEMA}"
         raise OtherSchemaError(message)
     profile = read(Profile, document, rules=MEASURED, key=_parse_key, plan=parse_plan, plans=_parse_plans)
     parse_mix(profile.workload)
@@ -175,24 +178,24 @@ def parse_profile(text: str) -> Profile:
 def parse_plan(document: object) -> Plan:
     engine = document.get("engine") if isinstance(document, dict) else None
     if not isinstance(engine, str):
-        message = f"Plan.engine is no text: {engine!r:.80}"
+        message = f"Plan.engine is not a string: {engine!r:.80}"
         raise ValueError(message)
     return read(Plan, document, launch=partial(read, _launch_of(engine)))
 
 
 @cache
 def _launch_of(engine: str) -> type[Launch]:
-    """Of the engine of that name. Looked up once: a profile has many plans, and an engine is a folder."""
+    """Launch class of this engine. Cached: a profile has many plans, and loading an engine imports a package."""
     try:
         return load_engine(engine).launch
     except ConfigError as error:
-        message = f"profile is of an engine that this appliance has not: {engine[:80]!r}"
+        message = f"profile is of an engine that this appliance does not have: {engine[:80]!r}"
         raise OtherEngineError(message) from error
 
 
 def _parse_plans(documents: object) -> tuple[Plan, ...]:
     if not isinstance(documents, list):
-        message = f"Profile.plans is no list: {documents!r:.80}"
+        message = f"Profile.plans is not a list: {documents!r:.80}"
         raise ValueError(message)
     return tuple(parse_plan(document) for document in documents)
 
@@ -213,7 +216,7 @@ class _WrittenKey:
 
 
 def _is_timed(point: Point) -> bool:
-    """No engine takes no time, or for ever."""
+    """True if the times are positive and finite, as every real measurement's are."""
     is_timed = 0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf
     return is_timed and point.depth >= 0 and 1 <= point.noise_factor < math.inf
 

@@ -1,6 +1,6 @@
-"""Profiles on the volume, by key or by id: what a start loads, what a tuning saves, and the verbs of `profiles`.
+"""Profiles on the volume, by key or by id: loading at start, saving after tuning, and the verbs of `profiles`.
 
-A file that cannot be read is set aside, never fatal. What lies in which file: README.md.
+An unreadable file is set aside and is never fatal. README.md lists the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """What `forget` removed; `alias` is None where the file could not be read as a profile."""
+    """Result of `forget`. `alias` is None if the file could not be read as a profile."""
 
     id: str
     alias: str | None
@@ -39,7 +39,7 @@ class Removed:
 
 
 class ProfileStore:
-    """`warn` is told about a file that was set aside; `disk` is what a test lets fail."""
+    """Store of profiles. `warn` is called for each file that is set aside. Tests pass a failing `disk`."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None], disk: Disk | None = None) -> None:
         self._files = ProfileFiles(folder, disk)
@@ -50,25 +50,26 @@ class ProfileStore:
         self._kills = MemoryKills(self._files, warn)
 
     def load(self, key: Key) -> Profile | None:
-        """The profile to use: a pinned one that differs in nothing but the build, else the one for exactly this key.
+        """Return the profile to use, or None: a pinned one that differs only in the build, else the one for exactly
+        this key.
 
-        A corrupt file is set aside and said, and counts as none.
+        A corrupt file is set aside with a warning and counts as none.
         """
         return self.pinned(key) or self._reader.exact(key)
 
     def peek(self, key: Key) -> Profile | None:
-        """Like `load`, but it changes nothing: a file that cannot be read counts as none."""
+        """Like `load`, but changes nothing: an unreadable file counts as none."""
         found = [profile for id_ in self._files.ids() if (profile := self._reader.peek(id_))]
         pinned = self._in_order(profile for profile in found if self._is_pin_for(profile, key))
         return next(iter((*pinned, *(profile for profile in found if profile.key == key))), None)
 
     def pinned(self, key: Key) -> Profile | None:
-        """The newest pinned profile for the key's model, machine and settings, of whatever build."""
+        """Return the newest pinned profile for the key's model, machine and settings; the build may differ."""
         found = [self._reader.read(id_, is_ours=False) for id_ in self._marks.pinned_ids()]
         return next(iter(self._in_order(p for p in found if p is not None and self._is_pin_for(p, key))), None)
 
     def find(self, id_: str) -> Profile:
-        """By id or the beginning of it. Raises ConfigError for none and for several."""
+        """Find a profile by its id or the beginning of it. Raises ConfigError unless exactly one matches."""
         found = []
         for path in (self._files.path(each) for each in self._files.ids() if each.startswith(id_)):
             with refusing(f"profile cannot be read: {path}"), suppress(ValueError, FileNotFoundError):
@@ -76,7 +77,7 @@ class ProfileStore:
         return _only_one(found, id_)
 
     def all(self) -> tuple[Profile, ...]:
-        """Every readable profile, the last saved first. Those of another appliance's schema are left alone."""
+        """Every readable profile of our schema, the last saved first."""
         found = [self._reader.read(id_, is_ours=False) for id_ in self._files.ids()]
         return tuple(self._in_order(profile for profile in found if profile))
 
@@ -85,7 +86,7 @@ class ProfileStore:
         return tuple(found for id_ in self._files.ids() if (found := self._reader.foreign(id_)))
 
     def why_unused(self, key: Key, model_file: str) -> str | None:
-        """For a key without a profile: what changed since the last one for the same file; None if there is none."""
+        """Return what changed since the last profile of the same model file. None if there is no such profile."""
         for profile in self.all():
             if model_file == Path(profile.plan.model_path).name or profile.key.parts.get("model") == key.parts["model"]:
                 return "; ".join(key.changed(profile.key.parts))
@@ -95,10 +96,11 @@ class ProfileStore:
         return None
 
     def save(self, profile: Profile) -> bool:
-        """False, and nothing is written, where the profile for this key is pinned, or where something disturbed the new
-        one's figures and not the old one's. Measurements that were kept for it are gone either way: it has ended.
+        """Save the profile. Returns True if it was written.
 
-        Raises VolumeError; then the old profile or the new one is there, whole.
+        Returns False and writes nothing if the profile for this key is pinned. The same if the new figures were
+        disturbed and the old ones were not. In both cases the tuning has ended, so its partial results are removed.
+        Raises VolumeError; then the old or the new profile is there, whole.
         """
         id_, path = profile.key.id, self._files.path(profile.key.id)
         with self._files.locked(id_), refusing(f"profile cannot be written: {path}"):
@@ -106,9 +108,9 @@ class ProfileStore:
             is_wanted = self._is_wanted(profile)
             if is_wanted:
                 self._files.put(path, dump_profile(profile).encode(), self._files.next_ns())
-                with suppress(OSError):  # the profile is saved, and to another file this mark says nothing
+                with suppress(OSError):  # the profile is saved, and the mark refers to the old file's hash
                     self._marks.unmark_stale(id_)
-            # Also where it is not: the next tuning would go on from these, and measure nothing.
+            # Also if the profile was not written: the next tuning would resume from these results and measure nothing.
             with suppress(OSError):
                 self._unfinished.forget(id_)
         return is_wanted
@@ -118,15 +120,15 @@ class ProfileStore:
         if self.is_pinned(profile.key.id):
             if old is not None:
                 return False
-            self._marks.unpin(profile.key.id)  # left over from one that was damaged
+            self._marks.unpin(profile.key.id)  # left over from a damaged profile
         return not (profile.disturbance and old is not None and old.disturbance is None)
 
     def forget(self, id_: str) -> Removed:
-        """Removes the profile and its pin, also one of another schema or a damaged one, and the memory peak and the
-        memory kills of its key, also where there is no profile. Frees space, needs none.
+        """Remove the profile with its pin, marks, partial results, memory peaks and memory kills.
 
-        The pin goes first: should it break off in between, an unpinned profile is left and not a pin without one,
-        which a later profile of the same key would inherit.
+        Works for a damaged profile, for one of another schema and, if there are peaks or kills, without a profile.
+        Needs no free space. The pin is removed first: if the process ends in between, an unpinned profile is left. A
+        pin without a profile would pass to a later profile of the same key.
         """
         there = {*self._files.ids(), *self._files.ids(".peak"), *self._files.ids(".kills")}
         name = _only_one([each for each in there if each.startswith(id_)], id_)
@@ -145,12 +147,12 @@ class ProfileStore:
         return Removed(id=name, alias=profile.plan.alias if profile else None, was_pinned=was_pinned)
 
     def pin(self, id_: str) -> Profile:
-        """From now on it is not replaced, and used whatever the build. Pinning twice is pinning once."""
+        """Pin the profile: it is never replaced, and it is used for any build. A second pin changes nothing."""
         profile = self.find(id_)
         path = self._files.path(profile.key.id, ".pin")
         with self._files.locked(profile.key.id), refusing(f"profile cannot be pinned: {path}"):
             if self._reader.exact(profile.key) is None:
-                raise _none_with(id_)  # somebody was faster and has removed it
+                raise _none_with(id_)  # another process has removed it meanwhile
             self._marks.pin(profile.key.id)
         return profile
 
@@ -166,14 +168,13 @@ class ProfileStore:
         return self._marks.is_pinned(id_)
 
     def stays(self, key: Key) -> bool:
-        """Whether the profile of exactly this key is pinned: then none is saved in its place."""
+        """True if the profile of exactly this key is pinned: then no new one is saved in its place."""
         return self.is_pinned(key.id) and self._reader.exact(key) is not None
 
     def mark_stale(self, profile: Profile, why: str) -> bool:
-        """Keeps why it no longer holds, until it is measured again; several marks are the last one.
+        """Store the reason why the profile is stale, until it is measured again. A later mark replaces an earlier one.
 
-        False, and nothing is written, where another has saved a newer one meanwhile, or it is gone: that one was not
-        judged.
+        Returns False and writes nothing if the file was removed or replaced meanwhile: the new one was not judged.
         """
         id_, mark = profile.key.id, self._files.path(profile.key.id, ".stale")
         with self._files.locked(id_), refusing(f"profile cannot be marked as stale: {mark}"):
@@ -197,47 +198,50 @@ class ProfileStore:
         )
 
     def keep(self, key: Key, partial: Partial) -> None:
-        """What was found out so far, for a tuning that goes on later. Raises VolumeError."""
+        """Keep the results so far of an unfinished tuning, to be resumed later. Raises VolumeError."""
         self._unfinished.keep(key, partial)
 
     def kept(self, key: Key) -> Partial:
-        """Of a tuning for this key that was broken off; empty where there is none, or it cannot be read."""
+        """Return the results of an unfinished tuning for this key; empty if there is none or it cannot be read."""
         return self._unfinished.kept(key)
 
     def peaks(self, key: Key, gpus: Sequence[Gpu]) -> tuple[MemoryPeak, ...]:
-        """What engines of this key were seen to hold while they served, as far as these GPUs can. Changes nothing."""
+        """GPU memory that engines of this key held while serving, as far as it is possible on these GPUs. Changes
+        nothing."""
         return self._peaks.kept(key, gpus)
 
     def keep_peak(self, key: Key, peak: MemoryPeak, gpus: Sequence[Gpu]) -> bool:
-        """For later starts, with what was kept before. False where another is at work there. Raises VolumeError."""
+        """Keep a memory peak for later starts. Returns False if another process holds the lock. Raises VolumeError."""
         return self._peaks.keep(key, peak, gpus)
 
     def doubt_peak(self, key: Key, plan: Plan) -> bool:
-        """The engine needed more than was seen of this plan. False where another is at work there. Raises
-        VolumeError."""
+        """Mark the plan's memory peak as incomplete: the engine needed more.
+
+        Returns False if another process holds the lock. Raises VolumeError.
+        """
         return self._peaks.doubt(key, plan)
 
     def kills(self, key: Key) -> tuple[MemoryKill, ...]:
-        """Of engines of this key, by the kernel's memory killer. Changes nothing."""
+        """Kills of this key's engines by the kernel's memory killer. Changes nothing."""
         return self._kills.kept(key)
 
     def keep_kills(self, key: Key, kills: tuple[MemoryKill, ...]) -> None:
-        """In place of those that are there; none forgets them. Raises VolumeError."""
+        """Replace the kept kills; an empty tuple removes them. Raises VolumeError."""
         self._kills.keep(key, kills)
 
     def tuning(self, key: Key) -> AbstractContextManager[bool]:
-        """Whether this process may measure for the key: one at a time, since two would spoil each other's figures."""
+        """Yield True if this process may measure for the key. One at a time: two would disturb each other's figures."""
         return self._files.tuning(key.id)
 
     def _is_pin_for(self, profile: Profile, key: Key) -> bool:
-        """Whether the profile is pinned and only the build may be another."""
+        """True if the profile is pinned and its key differs from `key` in the build at most."""
         theirs, ours = dict(profile.key.parts), dict(key.parts)
         theirs.pop("build", None)
         ours.pop("build", None)
         return theirs == ours and self.is_pinned(profile.key.id)
 
     def _in_order(self, profiles: Iterable[Profile]) -> list[Profile]:
-        """The last saved first."""
+        """Sort by time of saving, newest first."""
 
         def rank(profile: Profile) -> tuple[int, str, str]:
             return self._files.modified_ns(profile.key.id), profile.created, profile.key.id
@@ -246,7 +250,8 @@ class ProfileStore:
 
 
 def _is(profile: Profile, data: bytes) -> bool:
-    """As written: what was measured just now and what was read back differ in nothing that is kept."""
+    """True if the file holds this profile. Both sides are compared as written, because a new profile may hold values
+    that are not stored."""
     with suppress(ValueError):
         return parse(data) == parse_profile(dump_profile(profile))
     return False
@@ -259,5 +264,5 @@ def _only_one(found: list[_Found], id_: str) -> _Found:
 
 
 def _none_with(id_: str, count: int = 0) -> ConfigError:
-    message = f"{f'{count} profiles' if count else 'no profile'} with this id: {id_}"
-    return ConfigError(message, hint="`appliance profiles list` shows what is there")
+    message = f"{f'{count} profiles match' if count else 'no profile matches'} this id: {id_}"
+    return ConfigError(message, hint="`appliance profiles list` lists the ids")

@@ -1,4 +1,4 @@
-"""What a tuning that was broken off has measured so far: `<id>.partial`, until there is a profile."""
+"""Results of an unfinished tuning: `<id>.partial`, until there is a profile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class UnfinishedTunings:
-    """`warn` is told about a file that cannot be read."""
+    """Kept results of unfinished tunings. `warn` is called for an unreadable file."""
 
     def __init__(self, files: ProfileFiles, warn: Callable[[str], None]) -> None:
         self._files = files
         self._warn = warn
 
     def keep(self, key: Key, partial: Partial) -> None:
-        """Raises VolumeError."""
+        """Keep the results so far. Raises VolumeError."""
         from appliance.profile.partial import dump_partial  # here: a start from a profile never needs it
 
         path = self._files.path(key.id, ".partial")
@@ -30,7 +30,10 @@ class UnfinishedTunings:
             self._files.put(path, dump_partial(key, partial).encode())
 
     def kept(self, key: Key) -> Partial:
-        """What cannot be read is said, set aside if it can be, and measured again: no reason to fail."""
+        """Return the kept results; empty if there are none.
+
+        An unreadable file is reported, set aside if possible, and measured again: it must not be fatal.
+        """
         # Here: a start from a profile never needs it.
         from appliance.profile.partial import parse_partial
         from appliance.tune.checkpoint import Partial
@@ -44,11 +47,11 @@ class UnfinishedTunings:
             self._warn(f"what was measured before cannot be read, measuring again: {path}: {error.strerror}")
         except ValueError as error:
             aside = path.with_suffix(".partial-corrupt")
-            with suppress(OSError):  # the next that is kept takes its place
+            with suppress(OSError):  # the next `keep` replaces the file
                 self._files.rename(path, aside)
             self._warn(f"what was measured before is set aside as {aside.name}, measuring again: {error}")
         return Partial()
 
     def forget(self, id_: str) -> None:
-        """Under the profile's lock. Raises OSError."""
+        """Remove the file. Call it under the profile's lock. Raises OSError."""
         self._files.remove(self._files.path(id_, ".partial"))

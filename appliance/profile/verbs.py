@@ -1,4 +1,4 @@
-"""`appliance profiles …`: each verb as what it prints, for a reader or for a script."""
+"""`appliance profiles …`: each verb returns what it prints, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from appliance.plan import as_document, explain, summary
 from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile, speeds_document, speeds_of
 from appliance.profile.store import ProfileStore
 
-# Of a plan's document: what it is made of and long, or follows from the rest.
+# Fields of a plan's document that are long, or follow from the other fields.
 _NOT_COMPARED = frozenset({"choices", "key", "knobs", "launch", "memory", "model_path"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`text` for standard output; `note` for people, on standard error."""
+    """Output of a verb: `text` goes to standard output, `note` is for people and goes to standard error."""
 
     text: str = ""
     note: str = ""
@@ -26,7 +26,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class CliContext:
-    """What the verbs work with. `this_key` looks at this machine and its model; `writable` makes sure of the volume."""
+    """Dependencies of the verbs. `this_key` inspects this machine and its model; `writable` raises if the volume is
+    read-only."""
 
     store: ProfileStore
     folder: str
@@ -37,12 +38,12 @@ class CliContext:
 
 
 def answer(action: str, ids: list[str], context: CliContext) -> Answer:
-    """Raises UsageError for ids that the verb does not take."""
+    """Run one verb. Raises UsageError if the number of ids does not fit the verb."""
     least, most = {"list": (0, 0), "import": (0, 0), "diff": (1, 2)}.get(action, (1, 1))
     if not least <= len(ids) <= most:
         few = len(ids) < least
-        message = f"profiles {action} {'needs an id' if few else f'does not take so many ids: {len(ids)}'}"
-        raise UsageError(message, hint="`appliance profiles list` shows what is there")
+        message = f"profiles {action} {'needs an id' if few else f'takes at most {most}, got {len(ids)}'}"
+        raise UsageError(message, hint="`appliance profiles list` lists the ids")
     verbs: dict[str, Callable[[], Answer]] = {
         "list": lambda: _list(context),
         "show": lambda: _show(context, ids[0]),
@@ -59,7 +60,7 @@ def answer(action: str, ids: list[str], context: CliContext) -> Answer:
 def _list(context: CliContext) -> Answer:
     found = context.store.all()
     foreign = context.store.foreign()
-    note = "".join(f"{each.id}: kept for another version, schema {each.schema} and not {SCHEMA}\n" for each in foreign)
+    note = "".join(f"{each.id}: kept for another version, schema {each.schema}, ours is {SCHEMA}\n" for each in foreign)
     if context.as_json:
         return Answer(text=json.dumps([_row(profile, context.store) for profile in found], indent=1), note=note)
     if not found and not note:
@@ -101,21 +102,21 @@ def _import(context: CliContext) -> Answer:
         profile = parse_profile(context.read_input())
     except ValueError as error:
         message = f"profile cannot be imported: {error}"
-        raise ConfigError(message, hint="give what `appliance profiles export ID` wrote, unchanged") from error
+        raise ConfigError(message, hint="pass the unchanged output of `appliance profiles export ID`") from error
     context.writable()
     if not context.store.save(profile):
         id_ = profile.key.id
         if context.store.is_pinned(id_):
-            message = f"profile cannot be imported: {id_} is there and pinned"
-            raise ConfigError(message, hint=f"`appliance profiles unpin {id_}` lets it be replaced")
-        message = f"profile cannot be imported: {id_} is there, and the new one was disturbed: {profile.disturbance}"
-        raise ConfigError(message, hint=f"`appliance profiles forget {id_}` makes room for it")
+            message = f"profile cannot be imported: {id_} exists and is pinned"
+            raise ConfigError(message, hint=f"`appliance profiles unpin {id_}` allows replacing it")
+        message = f"profile cannot be imported: {id_} exists, and the new one was disturbed: {profile.disturbance}"
+        raise ConfigError(message, hint=f"`appliance profiles forget {id_}` removes the existing one")
     used = "used by the next start whose model, machine, image and settings are the same"
     return _told(context, {"imported": profile.key.id}, f"{profile.key.id}: {used}")
 
 
 def _diff(context: CliContext, ids: list[str]) -> Answer:
-    """Of two profiles, or of one and this machine with its model: what differs, each with both values."""
+    """List the differences of two profiles, or of a profile and this machine with its model, each with both values."""
     old = context.store.find(ids[0])
     if len(ids) == 2:
         new = context.store.find(ids[1])
@@ -137,7 +138,7 @@ def _compared(profile: Profile) -> dict[str, Any]:
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """A part that one of them lacks is None there."""
+    """Return name -> (old, new) for each part that differs; a missing part is None."""
     return {n: (old.get(n), new.get(n)) for n in sorted({*old, *new}) if old.get(n) != new.get(n)}
 
 
@@ -149,12 +150,12 @@ def _pin(context: CliContext, key_id: str) -> Answer:
 
 
 def _unpin(context: CliContext, key_id: str) -> Answer:
-    profile = context.store.unpin(key_id)  # also on a full volume: it removes
+    profile = context.store.unpin(key_id)  # works on a full volume too: it only removes
     return _told(context, {"unpinned": profile.key.id}, f"{profile.key.id}: no longer pinned")
 
 
 def _forget(context: CliContext, key_id: str) -> Answer:
-    gone = context.store.forget(key_id)  # also on a full volume: it is what helps there
+    gone = context.store.forget(key_id)  # works on a full volume too: it frees space
     row = {"forgotten": gone.id, "model": gone.alias, "was_pinned": gone.was_pinned}
     of = f" of {gone.alias}" if gone.alias else ""
     return _told(context, row, f"{gone.id}{of}: forgotten{', which was pinned' if gone.was_pinned else ''}")

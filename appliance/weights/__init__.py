@@ -1,4 +1,4 @@
-"""Weights by name: what a reference means, what is on the volume already, and fetching the rest.
+"""Weights by name: what a reference means, which of its files are on the volume, and fetching the rest.
 
-Nothing here is imported by a start whose model is there; a test holds that.
+A start whose model is on the volume imports nothing of this package; a test holds that.
 """

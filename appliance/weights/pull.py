@@ -1,4 +1,4 @@
-"""`models pull` and `models update`: fetching by hand, where nothing is served."""
+"""`models pull` and `models update`: download models by hand, without serving."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ _PREFIX = "models--"
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """`state`: fetched, present, newer (with a dry run), failed, gone: its repository has it no more, pinned: no
-    branch or tag leads to this revision, so that there is nothing newer of it; or of the recipe, as which it is."""
+    """Result for one model.
+
+    `state` is a key of `_STATES`: "newer" only in a dry run; "gone" if the repository no longer has the files;
+    "pinned" if no branch or tag leads to this revision, so that it has no newer one; "of the recipe" if the recipe
+    fixes its exact files.
+    """
 
     name: str
     state: str
@@ -64,17 +68,17 @@ class Pulled:
 _STATES = {
     "fetched": "fetched and checked",
     "present": "is there already",
-    "newer": "a newer one is there",
-    "failed": "cannot be asked for",
-    "gone": "kept: its repository offers it no more",
-    "of the recipe": "kept: of this image's recipe, which names its exact files; a newer image brings newer ones",
-    "pinned": "kept: pinned to this revision, which no branch leads to",
+    "newer": "a newer revision is available",
+    "failed": "update check failed",
+    "gone": "kept: its repository no longer has it",
+    "of the recipe": "kept: this image's recipe fixes its exact files; a newer image may have newer ones",
+    "pinned": "kept: pinned to this revision; no branch or tag leads to it",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where to and with which settings. `is_folder`: this image serves folders of safetensors."""
+    """Target folder and settings. `is_folder` is True if this image serves safetensors folders."""
 
     models_dir: Path
     hub: HubSettings
@@ -90,30 +94,32 @@ _Say = Callable[[str], None]
 
 
 def pull(text: str, place: Place, sha256: str | None = None, *, wanted: Wanted | None = None) -> Pulled:
-    """What `text` means now, on the volume. Blocks; SIGTERM and Ctrl-C keep what was fetched.
+    """Fetch the files that `text` means now. Blocks; SIGTERM and Ctrl-C keep what was fetched.
 
-    `wanted`: where a recipe says what it means, and nobody need be asked. What of it lies on the volume by hand, with
-    the right hash, is not fetched.
+    `wanted` is given if a recipe fixes the files, so that the hub is not asked. Files put there by hand with the
+    right hash are not fetched.
     """
     own, is_sound = _by_hand(wanted, place.models_dir) if wanted else ((), False)
     if wanted and is_sound:
         return _pulled(wanted, "present", own)
     with progress_shown() as (on_progress, say):
         if own:
-            say(f"another file of that name and size is there by hand, and is served: {own[0]}")
+            say(f"a file of that name and size, put there by hand, has another hash and is served: {own[0]}")
         return _run(_pull(text, place, sha256, wanted, on_progress, say), say)
 
 
 def _by_hand(wanted: Wanted, models_dir: Path) -> tuple[tuple[Path, ...], bool]:
-    """Weights of a recipe's rung that somebody put there, which a start serves; and whether they are what they should
-    be. No paths where nothing of the right size lies there."""
+    """Return the paths of a recipe variant's files that were put there by hand, and True if their hashes are right.
+
+    No paths if no such files have the right sizes. A start serves them whatever their hash is.
+    """
     files = [file for file in wanted.files if not is_projector(file.path)]
     sizes = [file.bytes for file in files]
     there = [tuple(top / file.path for file in files) for top in folders_by_hand(models_dir, wanted.repo)]
     paths = next((each for each in there if [size_of(path) for path in each] == sizes), ())
     if not paths or not all(path.suffix == ".gguf" for path in paths):
         return (), False
-    meter = Counted("checking what is there", wanted.bytes or 0)
+    meter = Counted("checking existing files", wanted.bytes or 0)
     found = [digest_file(path, hashlib.sha256(), meter) for path in paths]
     meter.end()
     return paths, found == [file.sha256 for file in files]
@@ -151,9 +157,9 @@ def _pulled(wanted: Wanted, state: str, paths: tuple[Path, ...]) -> Pulled:
 
 
 def update(text: str | None, place: Place, *, is_dry: bool) -> tuple[Pulled, ...]:
-    """Asks the hub for newer files of what is on the volume, of one repository or of all, and fetches them.
+    """Ask the hub for newer files of one repository or of all on the volume, and fetch them.
 
-    The older ones stay until they are removed. `is_dry`: only says which are newer.
+    Older files stay until they are removed. With `is_dry`, newer files are only listed.
     """
     if place.hub.offline:
         raise offline_error(text or "all models")
@@ -164,7 +170,8 @@ def update(text: str | None, place: Place, *, is_dry: bool) -> tuple[Pulled, ...
 
 
 def kept_by_recipe(text: str, models: Sequence[tuple[str, Path]]) -> tuple[Pulled, ...]:
-    """What is here of the image's recipe, by name: a newer image has newer ones. Raises ConfigError for nothing."""
+    """Report the recipe's models on the volume, by name; a newer image may have newer ones. Raises ConfigError if
+    there are none."""
     if not models:
         message = f"no model of that name is on the volume: {text}"
         raise ConfigError(message, hint=f"`appliance models pull {text}` fetches it")
@@ -175,14 +182,14 @@ def kept_by_recipe(text: str, models: Sequence[tuple[str, Path]]) -> tuple[Pulle
 
 
 def _to_update(text: str | None, place: Place) -> tuple[list[RepoFolder], list[Reference]]:
-    """The folders that are meant, and what of them follows a branch or a tag."""
+    """Return the repositories that are meant, and those of their references that follow a branch or a tag."""
     if text is None:
         folders = _repos(place.models_dir)
         return folders, [reference for folder in folders for reference in _references(folder)]
     reference = parse_reference(text, place.hub.endpoint)
     if reference.repo is None:
         message = f"a plain URL has no newer revision: {text}"
-        raise ConfigError(message, hint="`appliance models pull` fetches it anew where it changed")
+        raise ConfigError(message, hint="`appliance models pull` fetches it again if it changed")
     folder = RepoFolder(root=place.models_dir, name=folder_of_repo(reference.repo))
     found = _references(folder)
     if not found and not any(_pinned(folder)):
@@ -201,7 +208,7 @@ def _repo_of(folder: RepoFolder) -> str:
 
 
 def _references(folder: RepoFolder) -> list[Reference]:
-    """One for each branch or tag that was asked for."""
+    """Return one reference for each branch or tag that was requested."""
     repo = _repo_of(folder)
     refs = folder.path / "refs"
     names = sorted(path.relative_to(refs).as_posix() for path in refs.rglob("*") if path.is_file())
@@ -210,8 +217,10 @@ def _references(folder: RepoFolder) -> list[Reference]:
 
 
 def _pinned(folder: RepoFolder) -> Iterator[Pulled]:
-    """Snapshots of a repository that was only ever asked for by commit, as recipes do. Beside a branch the others are
-    what was newest once."""
+    """Yield the snapshots of a repository that was only requested by commit, as recipes do.
+
+    If it has a branch, its other snapshots are just older ones.
+    """
     if _references(folder):
         return
     repo = _repo_of(folder)
@@ -224,7 +233,7 @@ def _pinned(folder: RepoFolder) -> Iterator[Pulled]:
 async def _update(
     references: list[Reference], place: Place, is_dry: bool, on_progress: _OnProgress, say: _Say
 ) -> tuple[Pulled, ...]:
-    """One that fails is said, and the others are asked for all the same; alone it is the error of the whole."""
+    """Update each reference. An error is reported and the rest continues; with a single reference it is raised."""
     found = []
     for each in references:
         try:
@@ -245,7 +254,7 @@ async def _update_one(reference: Reference, place: Place, is_dry: bool, on_progr
     folder = RepoFolder(root=place.models_dir, name=folder_of_repo(reference.repo or ""))
     commit = read_ref(folder, reference.revision or "main")
     if commit is None:
-        message = f"cache does not say which revision is there: {folder.ref(reference.revision or 'main')}"
+        message = f"cache has no valid revision: {folder.ref(reference.revision or 'main')}"
         raise ModelUnreadableError(message, hint=f"the file is damaged: `appliance models pull {reference.text}`")
     snapshot = folder.snapshot(commit)
     here = tuple(sorted(path for path in snapshot.rglob("*") if path.is_file()))
@@ -260,14 +269,14 @@ async def _update_one(reference: Reference, place: Place, is_dry: bool, on_progr
         return replace(kept, state="gone")
     wanted = only(everything, names)
     if find(wanted, (place.models_dir,)):
-        return kept  # another commit, of the same bytes
+        return kept  # another commit with the same bytes
     if is_dry:
         return replace(kept, state="newer")
     return _pulled(wanted, "fetched", await fetch(wanted, place.models_dir, place.hub, on_progress, say))
 
 
 def _run(main: Coroutine[Any, Any, T], say: _Say) -> T:
-    """SystemExit 143 after a SIGTERM, which is how Docker stops a container."""
+    """Run until done. Raises SystemExit 143 after SIGTERM, with which Docker stops a container."""
     stopped = False
 
     async def until_stopped() -> T:
@@ -282,7 +291,7 @@ def _run(main: Coroutine[Any, Any, T], say: _Say) -> T:
         try:
             return await task
         except asyncio.CancelledError:
-            say("stopped; what was fetched is kept, and the same command goes on with it")
+            say("stopped; what was fetched is kept, and the same command resumes it")
             raise
 
     try:

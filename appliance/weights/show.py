@@ -1,4 +1,4 @@
-"""Progress for people: of a download a bar on a terminal, lines otherwise; of files that are read one line."""
+"""Show progress: a download as a bar on a terminal, else as lines; reading of files as one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE_EVERY_S = 10.0
 
 
 class Lines:
-    """A line at the beginning of each file, whenever what is waited for changes, and each ten seconds."""
+    """Prints a line at the beginning of each file, when the reason for waiting changes, and every ten seconds."""
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -34,7 +34,7 @@ class Lines:
 def progress_shown(
     stream: TextIO | None = None,
 ) -> Iterator[tuple[Callable[[FetchProgress], None], Callable[[str], None]]]:
-    """What to call with progress, and with a line of text."""
+    """Yield two functions: one takes progress, one prints a line of text."""
     to = stream or sys.stderr
 
     def say(words: str) -> None:
@@ -49,7 +49,7 @@ def progress_shown(
 
 @contextmanager
 def _bar(to: TextIO) -> Iterator[tuple[Callable[[FetchProgress], None], Callable[[str], None]]]:
-    # here, since it costs 60 ms of a start and only a terminal needs it
+    # here: importing it takes 60 ms of a start, and only a terminal needs it
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     from appliance.console.terminal import Terminal
@@ -73,8 +73,10 @@ def _bar(to: TextIO) -> Iterator[tuple[Callable[[FetchProgress], None], Callable
 
 
 class Counted:
-    """Called with bytes that were read: share, rate and time left, on one line that is written over on a terminal, else
-    on one in ten seconds."""
+    """Progress of reading, called with numbers of bytes: share, rate and time left.
+
+    On a terminal one line is overwritten, else a line is printed every ten seconds.
+    """
 
     def __init__(
         self, doing: str, total: int, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
@@ -86,13 +88,13 @@ class Counted:
         self._doing, self._meter = doing, Meter(total, self._show, now)
 
     def __call__(self, count: int) -> None:
-        if not self._done:  # what is refused before a byte is read has no line
+        if not self._done:  # a file that is refused before it is read gets no line
             self._meter.begin(self._doing, 0)
         self._done += count
         self._meter.received(self._done, count)
 
     def end(self) -> None:
-        """Leaves no half line where another text will stand."""
+        """Clear the unfinished line, before other text is printed."""
         if self._is_shown:
             self._write("\r\x1b[K")
             self._is_shown = False

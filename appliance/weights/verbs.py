@@ -1,4 +1,4 @@
-"""`appliance models ACTION`: each action prints what it did, and raises FatalError for what it could not do."""
+"""`appliance models ACTION`: each action prints its result and raises FatalError if it fails."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ from appliance.weights.stores.verify import Checked, set_aside, verify
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What stands on the command line."""
+    """The command line's arguments."""
 
     settings: Settings
     name: str | None
-    of_recipe: Callable[[], Sequence[tuple[str, Path]]] = tuple  # what is here of what `name` means there, by name
+    # returns the recipe's files on the volume for `name`, by model name
+    of_recipe: Callable[[], Sequence[tuple[str, Path]]] = tuple
     sha256: str | None = None
     as_json: bool = False
     repairs: bool = False
 
 
 def run(action: str, request: Request) -> int:
-    """The exit code. Raises UsageError for an action that lacks its name."""
+    """Run an action and return the exit code. Raises UsageError if it needs a name and has none."""
     if request.name is None and action not in _WITHOUT_NAME:
         message = f"models {action} needs a {'path or a name' if action == 'import' else 'file name'}"
-        raise UsageError(message, hint=f"as in `appliance models {action} {_EXAMPLES.get(action, 'model.gguf')}`")
+        raise UsageError(message, hint=f"for example `appliance models {action} {_EXAMPLES.get(action, 'model.gguf')}`")
     return ACTIONS[action](request)
 
 
@@ -66,7 +67,7 @@ def _add(request: Request) -> int:
 
 
 def _remove(request: Request) -> int:
-    # Also on a full volume: it is what helps there.
+    # Works on a full volume too: it frees space.
     removed = remove(request.name or "", request.settings, lambda: _of_recipe(request))
     row = {"removed": removed.name, "files": list(map(str, removed.files)), "freed_bytes": removed.freed_bytes}
     _tell(request, row, f"{printable(removed.name)}: removed, {as_size(removed.freed_bytes)} freed")
@@ -77,8 +78,8 @@ def _import(request: Request) -> int:
     settings = request.settings
     models = sources_of(request.name or "", settings)
     if request.sha256 and sum(len(model.files) + bool(model.projector) for model in models) != 1:
-        message = "--sha256 is of one file, and there are several"
-        raise UsageError(message, hint="import them one by one, or without it: each sha256 is shown")
+        message = "--sha256 is for one file, and this model has several"
+        raise UsageError(message, hint="import the files one by one, or omit --sha256: each hash is shown")
     meter = Counted("importing", sum(model.bytes for model in models))
     with _writing(settings):
         try:
@@ -116,13 +117,13 @@ def _verify(request: Request) -> int:
     if damaged:
         raise _damage(damaged, len(found), any(aside))
     if closed := [checked for checked in found if checked.state == "unreadable"]:
-        message = f"{len(closed)} of {len(found)} files may not be read: {printable(str(closed[0].file))}"
-        raise ModelUnreadableError(message, hint="run it as the files' owner, or as a user of their group")
+        message = f"{len(closed)} of {len(found)} files are not readable: {printable(str(closed[0].file))}"
+        raise ModelUnreadableError(message, hint="run the command as the files' owner, or as a user of their group")
     return 0
 
 
 def _wanted(request: Request) -> Sequence[StoredModel]:
-    """Of another tool's folder only what is named: reading all of it could take hours."""
+    """Return the models to verify. Other tools' folders only by name: reading everything there could take hours."""
     volume = volume_store(request.settings.models_dir)
     if request.name is None:
         listing = list_store(volume)
@@ -134,12 +135,13 @@ def _wanted(request: Request) -> Sequence[StoredModel]:
     found = find_stored(request.name, [volume]) or _of_recipe(request)
     if not found and not (found := find_stored(request.name, other_stores(request.settings))):
         message = f"no such model: {printable(request.name)}"
-        raise ConfigError(message, hint="`appliance models list` shows what is there")
+        raise ConfigError(message, hint="`appliance models list` lists the models")
     return found
 
 
 def _of_recipe(request: Request) -> tuple[StoredModel, ...]:
-    """Where a name of the image's recipe leads. Another tool's folder may have what the recipe lacks: its `qwen:7b`."""
+    """Return the recipe's models for the name. If the recipe has none, another tool's folder may have it: Ollama's
+    `qwen:7b`."""
     stores = [volume_store(request.settings.models_dir), *other_stores(request.settings)]
     try:
         return tuple(model_at(path, name, stores) for name, path in request.of_recipe())
@@ -150,12 +152,12 @@ def _of_recipe(request: Request) -> tuple[StoredModel, ...]:
 
 
 def _known(settings: Settings) -> dict[str, str]:
-    """The sha256 of the files of the image's recipe, by the paths at which a start takes them for these: another file
-    of such a name is the user's own."""
+    """Return sha256 by path for the recipe's files. Only paths that a start accepts: other files of that name are
+    the user's own."""
     try:
         recipe = parse_recipe((settings.facts_dir / "recipe.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # no model image: nothing is known
+        return {}  # not a model image, so no hash is known
     files = [(rung, file) for rung in recipe.rungs for file in rung.files]
     models = settings.models_dir
     known = {str(models / rung.place(file)): file.sha256 for rung, file in files}
@@ -168,7 +170,7 @@ def _said(checked: Checked) -> str:
     found = f", sha256 {checked.found}" if checked.found else ""
     words = {
         "sound": f"sound{found}",
-        "unknown": f"can be read{found}; nothing says what it should be",
+        "unknown": f"readable{found}; its expected hash is unknown",
         "damaged": f"damaged: {checked.reason}",
         "unreadable": f"not checked: {checked.reason}",
     }
@@ -176,11 +178,11 @@ def _said(checked: Checked) -> str:
 
 
 def _aside(checked: Checked, request: Request) -> bool:
-    """Whether it was set aside: what is in another tool's folder, or not there at all, stays as it is."""
+    """Set a damaged file aside. Returns False if it is in another tool's folder, missing, or being served."""
     if not lies_below(checked.file, request.settings.models_dir) or not checked.file.exists():
         return False
     if is_held(blob_of(checked.file) or checked.file):
-        print(f"{printable(checked.file.name)}: kept where it is, since it is being served", file=sys.stderr)
+        print(f"{printable(checked.file.name)}: kept in place, because it is being served", file=sys.stderr)
         return False
     try:
         aside = set_aside(checked)
@@ -199,7 +201,7 @@ def _damage(damaged: Sequence[Checked], count: int, is_aside: bool) -> DownloadE
 
 @contextmanager
 def _writing(settings: Settings) -> Iterator[None]:
-    # By default SIGTERM, which is how Docker stops a container, would leave the unfinished file on the volume.
+    # By default SIGTERM, with which Docker stops a container, would leave the unfinished file on the volume.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         drop_unfinished(settings.models_dir)  # first: they may be what fills the volume

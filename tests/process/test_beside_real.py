@@ -90,7 +90,7 @@ def test_a_projector_of_another_model_ends_the_start(home: Home) -> None:
         done = home.command(verb)
         assert done.returncode == 30
         assert (
-            "mmproj-model.gguf (beside the model) gives vectors of 128 values, and model.gguf takes 256" in done.stderr
+            "mmproj-model.gguf (beside the model) gives vectors of 128 values, but model.gguf takes 256" in done.stderr
         )
     assert home.command("doctor").returncode == 30
     assert home.command("plan", mmproj="off").returncode == 0
@@ -120,14 +120,14 @@ def test_an_adapter_for_another_base_ends_the_start(home: Home) -> None:
     write_adapter(home.data / "models/style.gguf", {"blk.0.attn_q.weight": (512, 128)})
     done = home.command("serve", lora="style")
     assert done.returncode == 30
-    assert "adapter is of another base than model.gguf: style.gguf: blk.0.attn_q.weight is 256 x 512" in done.stderr
+    assert "adapter has another base than model.gguf: style.gguf: blk.0.attn_q.weight is 256 x 512" in done.stderr
 
 
 def test_a_draft_model_of_another_model_ends_the_start(home: Home) -> None:
     write_gguf(home.data / "models/draft.gguf", replace(SMALL["gqa"], vocabulary=1024), with_data=True)
     done = home.command("serve", model="model", speculation="draft", draft_model="draft")
     assert done.returncode == 30
-    assert "draft model does not speak the tokens of model.gguf: draft.gguf" in done.stderr
+    assert "draft model has other tokens than model.gguf: draft.gguf" in done.stderr
 
 
 def test_arguments_template_and_thoughts_reach_the_engine(home: Home, tmp_path: Path) -> None:

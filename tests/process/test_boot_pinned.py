@@ -57,7 +57,7 @@ def test_measuring_again_is_refused_before_it_begins_where_the_profile_is_pinned
     done = home.command("tune")
     assert done.returncode == 10, done.stdout
     assert f"profile is pinned, and what is measured would not be kept: {name}" in done.stderr
-    assert f"`appliance profiles unpin {name}` lets it be measured again" in done.stderr
+    assert f"`appliance profiles unpin {name}` allows a new measurement" in done.stderr
     assert home.started == [], "no time was spent"
     assert (home.profiles / f"{name}.json").read_bytes() == before
 

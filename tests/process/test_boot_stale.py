@@ -67,7 +67,7 @@ def was_replaced(serving: Serving, old: Profile) -> bool:
     ]
     was_disturbed = "provisional" in names
     assert has_measured or not was_disturbed
-    assert has_measured or "; used all the same, since the machine is busy: " in said
+    assert has_measured or "; used for now, because the machine is busy: " in said
     return has_measured and not (was_disturbed and old.disturbance is None)
 
 
@@ -100,7 +100,7 @@ def test_on_a_busy_machine_it_is_used_at_once_says_why_and_stays_stale(home: Hom
             assert not was_replaced(serving, before)
             said = serving.event("profile_stale")
             assert said["level"] == "warning"
-            assert "; used all the same, since the machine is busy: " in said["message"]
+            assert "; used for now, because the machine is busy: " in said["message"]
             assert "tune_start" not in serving.names()
             assert serving.document("status")["standing"]["stale"] == WORDS
             serving.terminate()
@@ -117,7 +117,7 @@ def test_a_provisional_one_of_yesterday_is_measured_once_more_unless_the_machine
     made_up = {"disturbance": spoilt, "disturbed_times": 1, "created": "2026-01-01T00:00:00+00:00"}
     path.write_text(json.dumps({**json.loads(path.read_text()), **made_up}))
     shown = home.command("plan")
-    assert f"\n  provisional: {spoilt}, while it was measured\n" in shown.stdout
+    assert f"\n  provisional: {spoilt} when it was measured\n" in shown.stdout
     standing = {"stale": None, "provisional": spoilt, "pinned": False}
     assert json.loads(home.command("plan", "--json").stdout)["standing"] == standing
     with home.serving(tune="first") as serving:
@@ -139,7 +139,7 @@ def test_with_measuring_off_it_is_used_and_said(home: Home) -> None:
     with home.serving(tune="off") as serving:
         serving.wait_ready()
         said = serving.event("profile_stale")
-        assert said["message"].endswith(f"{WORDS}; measuring is off: used all the same")
+        assert said["message"].endswith(f"{WORDS}; measuring is off, so it is still used")
         assert said["level"] == "warning"
         assert "tune_start" not in serving.names()
         assert serving.document("status")["from_profile"] is True
@@ -154,7 +154,7 @@ def test_a_pinned_one_is_never_measured_again(home: Home) -> None:
     with home.serving(tune="first") as serving:
         serving.wait_ready()
         said = serving.event("profile_stale")
-        assert f"{WORDS}; it is pinned and used all the same" in said["message"]
+        assert f"{WORDS}; it is pinned, so it is still used" in said["message"]
         assert said["level"] == "warning"
         assert "tune_start" not in serving.names()
         standing = {"stale": WORDS, "provisional": only_profile(home).disturbance, "pinned": True}

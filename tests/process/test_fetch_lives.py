@@ -284,7 +284,7 @@ async def test_the_room_is_asked_for_before_a_byte_comes(tmp_path: Path, shelf: 
             await fetch(await resolve(REPO, hub.settings()), small, hub.settings(), ignore)
         assert hub.bytes_sent == 0
     assert caught.value.exit_code == 50
-    assert caught.value.message == f"volume has no room for {REPO}: {small}: 25.2 MB are free, 33.6 MB are needed"
+    assert caught.value.message == f"volume has no room for {REPO}: {small}: 25.2 MB free, 33.6 MB needed"
     assert "take a smaller one" in str(caught.value.hint)
 
 
@@ -303,7 +303,7 @@ async def test_a_disk_that_fills_up_gets_its_room_back(tmp_path: Path, shelf: Pa
                 filled.append(room(small))
                 fill_up(small / "filler", filled[0] - MIB)
 
-        with pytest.raises(VolumeError, match=f"became full while {NAME} was fetched: .* were removed again") as caught:
+        with pytest.raises(VolumeError, match=f"became full while fetching {NAME}: .* were removed again") as caught:
             await fetch(wanted, small, hub.settings(), fill)
         assert size_of(path) == before
         assert path.exists() == bool(before)
@@ -360,9 +360,9 @@ async def test_offline_nothing_is_asked(models: Path, shelf: Path) -> None:
         wanted = await resolve(REPO, hub.settings())
         asked = len(hub.requests())
         offline = hub.settings(offline=True)
-        with pytest.raises(DownloadError, match=f"nothing is fetched offline: {REPO}: missing are {NAME}"):
+        with pytest.raises(DownloadError, match=f"offline mode is on: {REPO}: missing: {NAME}"):
             await fetch(wanted, models, offline, ignore)
-        with pytest.raises(DownloadError, match=f"nothing is fetched offline: {REPO}"):
+        with pytest.raises(DownloadError, match=f"offline mode is on: {REPO}"):
             await resolve(REPO, offline)
         assert len(hub.requests()) == asked
         await fetch(wanted, models, hub.settings(), ignore)
@@ -422,7 +422,7 @@ async def test_nothing_is_written_through_a_link_or_over_a_file(shelf: Path, mod
     (models / FOLDER).symlink_to(theirs)
     with running_hub(shelf) as hub:
         wanted = await resolve(REPO, hub.settings())
-        with pytest.raises(VolumeError, match="folder of the cache is a link"):
+        with pytest.raises(VolumeError, match="cache folder is a link"):
             await fetch(wanted, models, hub.settings(), lambda _: None)
         assert list(theirs.iterdir()) == []
         (models / FOLDER).unlink()

@@ -56,9 +56,19 @@ def refusal(hub: RunningHub, data: Path, text: str, token: str, *knobs: str) -> 
 
 
 SHOULD = [
-    Case("org/Tiny-GUF", 10, "no such repository at .*, without a token: org/Tiny-GUF", "meant org/Tiny-GGUF"),
-    Case("org/Tiny-GUF", 10, "no such repository", "check its name", knobs=("--drop-search",)),
-    Case("nobody/else", 10, "no such repository", "check its name; of a private one set HF_TOKEN"),
+    Case(
+        "org/Tiny-GUF",
+        10,
+        "repository is private or does not exist at .*, without a token: org/Tiny-GUF",
+        "meant org/Tiny-GGUF",
+    ),
+    Case("org/Tiny-GUF", 10, "repository is private or does not exist", "check its name", knobs=("--drop-search",)),
+    Case(
+        "nobody/else",
+        10,
+        "repository is private or does not exist",
+        "check its name; for a private repository set HF_TOKEN",
+    ),
     Case(
         f"{REPO}:Q4_K_S",
         10,
@@ -67,9 +77,9 @@ SHOULD = [
     ),
     Case(f"{REPO}/Tiny-Q4_K.gguf", 10, "no such file in org/Tiny-GGUF", "meant org/Tiny-GGUF/Tiny-Q4_K_M.gguf"),
     Case(f"{REPO}@v2", 10, "no such revision of org/Tiny-GGUF: v2", "/org/Tiny-GGUF/commits/main lists them"),
-    Case("org/Plain", 10, "whole GGUF model: org/Plain; it holds weights of another format", "of GGUF files"),
-    Case("org/Words", 10, "whole GGUF model: org/Words; it holds 1 files, no weights", "repository of GGUF files"),
-    Case(REPO, 10, "a sha256 is for plain URLs", "leave --sha256 away", flags=(f"sha256={'0' * 64}",)),
+    Case("org/Plain", 10, "whole GGUF model\\): org/Plain; it has weights of another format", "of GGUF files"),
+    Case("org/Words", 10, "whole GGUF model\\): org/Words; it has 1 files, no weights", "repository of GGUF files"),
+    Case(REPO, 10, "--sha256 is only for plain URLs", "remove --sha256", flags=(f"sha256={'0' * 64}",)),
     Case("http://127.0.0.1:1/a.gguf", 10, "not a sha256: '12'", "64 digits", flags=("sha256=12",)),
     Case("oci://ghcr.io/org/model", 10, "OCI artifacts are not fetched: oci://ghcr.io/org/model", "on Hugging Face"),
     Case(
@@ -80,19 +90,19 @@ SHOULD = [
         knobs=("--gated",),
     ),
     Case(REPO, 32, "answers 403", "it is gated", knobs=("--gated",), token="hf_other"),
-    Case(REPO, 10, "no such repository at .*, or a private one, without a token", "meant", knobs=("--private",)),
-    Case(REPO, 32, "may not be read: org/Tiny-GGUF: .* answers 403", "it is gated", knobs=("--fail", "list=403*1")),
+    Case(REPO, 10, "repository is private or does not exist at .*, without a token", "meant", knobs=("--private",)),
+    Case(REPO, 32, "cannot be read: org/Tiny-GGUF: .* answers 403", "it is gated", knobs=("--fail", "list=403*1")),
     Case(REPO, 32, "cannot be listed: org/Tiny-GGUF: .* answers 418", "try again", knobs=("--fail", "list=418*1")),
-    Case(REPO, 32, f"download failed: {NAME}: .* answers 404", "not there any more", knobs=("--fail", "cdn=404*1")),
+    Case(REPO, 32, f"download failed: {NAME}: .* answers 404", "the file was removed", knobs=("--fail", "cdn=404*1")),
     Case(
         REPO,
         32,
-        "listing of the hub is not understood: .*: hash '../../x'",
+        "listing of the hub cannot be parsed: .*: hash '../../x'",
         "mirror",
         knobs=("--listed-sha256", "../../x"),
     ),
     Case(REPO, 32, "asks to wait 7,200 s", "kept", knobs=("--fail", "file=429*1", "--retry-after", "7200")),
-    Case(REPO, 32, "nothing is fetched offline: org/Tiny-GGUF", "--offline off", flags=("offline=on",)),
+    Case(REPO, 32, "offline mode is on: org/Tiny-GGUF", "--offline off", flags=("offline=on",)),
     Case(REPO, 10, "setting hf_cache is no folder: '/no' \\(flag --hf-cache\\)", "mount it", flags=("hf_cache=/no",)),
     Case("repo", 10, "reference to a model is not understood: repo: it is not org/repo", "as in org/repo"),
 ]
@@ -122,7 +132,7 @@ def test_it_is_shown_with_its_code(tmp_path: Path, shelf: Path, code: int) -> No
     [
         ("HF_ENDPOINT", "hub.local", "variable HF_ENDPOINT is no address of a hub: 'hub.local'"),
         ("HF_TOKEN", "hf_secret with spaces", "variable HF_TOKEN is no token"),
-        ("HF_HUB_OFFLINE", "1", "nothing is fetched offline"),
+        ("HF_HUB_OFFLINE", "1", "offline mode is on"),
     ],
 )
 def test_variables_of_the_hub(tmp_path: Path, shelf: Path, name: str, value: str, message: str) -> None:
@@ -162,7 +172,7 @@ def test_an_update_fetches_what_is_newer(tmp_path: Path, shelf: Path) -> None:
         assert dry.files[0].read_bytes() == gguf_bytes(MIB)  # stays until it is removed
         (shelf / REPO / NAME).unlink()
         (gone,) = update(REPO, place, is_dry=False)
-        assert gone.describe().startswith(f"{REPO}: kept: its repository offers it no more, 3.1 MB, revision ")
+        assert gone.describe().startswith(f"{REPO}: kept: its repository no longer has it, 3.1 MB, revision ")
         with pytest.raises(ConfigError, match="no such repository on the volume: org/Other"):
             update("org/Other", place, is_dry=False)
         with pytest.raises(ConfigError, match="a plain URL has no newer revision"):
@@ -177,7 +187,7 @@ def test_an_update_of_a_ref_that_is_garbage(tmp_path: Path, shelf: Path) -> None
         ref.write_bytes(b"\0\xff")
         code, _, err = ended(hub, data, "update")
         assert code == 30
-        assert f"cache does not say which revision is there: {ref}" in err
+        assert f"cache has no valid revision: {ref}" in err
         assert ended(hub, data, "pull", REPO)[0] == 0
         assert ended(hub, data, "update")[0] == 0
 
@@ -191,8 +201,8 @@ def test_an_update_of_all_goes_on_after_one_that_fails(tmp_path: Path, shelf: Pa
         put(shelf, NAME, gguf_bytes(3 * MIB, seed=5))
         code, out, err = ended(hub, data, "update")
     assert code == 10
-    assert out.startswith(f"aaa/Gone: cannot be asked for\n{REPO}: fetched and checked, 3.1 MB")
-    assert "aaa/Gone: no such repository" in err
+    assert out.startswith(f"aaa/Gone: update check failed\n{REPO}: fetched and checked, 3.1 MB")
+    assert "aaa/Gone: repository is private or does not exist" in err
 
 
 def test_offline_what_is_there_is_named(tmp_path: Path, shelf: Path) -> None:
@@ -203,8 +213,8 @@ def test_offline_what_is_there_is_named(tmp_path: Path, shelf: Path) -> None:
         place = Place(models_dir=tmp_path / "models", hub=hub.settings(offline=True))
         found = pull(REPO, place)
         assert (found.state, found.files, found.revision) == ("present", fetched.files, fetched.revision)
-        with pytest.raises(DownloadError, match="nothing is fetched offline"):
+        with pytest.raises(DownloadError, match="offline mode is on"):
             pull(f"{REPO}:Q8_0", place)
-        with pytest.raises(DownloadError, match="nothing is fetched offline: all models"):
+        with pytest.raises(DownloadError, match="offline mode is on: all models"):
             update(None, place, is_dry=False)
         assert len(hub.requests()) == asked

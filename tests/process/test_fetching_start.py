@@ -136,7 +136,7 @@ def begins(hub: RunningHub) -> set[int]:
     [
         (("--gated",), "it is gated"),
         (("--flip-byte=1000",), "expected sha256"),
-        (("--page",), "another file answers at this address"),
+        (("--page",), "the address returns another file"),
     ],
 )
 def test_a_download_that_fails_ends_the_start_with_32(
@@ -161,7 +161,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_start_and_gets_its_room_back(tm
                 )
                 fill_up(home.data / "filler", shutil.disk_usage(home.data).free - 2**20)
                 assert serving.wait_exit() == 50, serving.text
-                assert "became full while Tiny-large-q8_0.gguf was fetched" in serving.text
+                assert "became full while fetching Tiny-large-q8_0.gguf" in serving.text
             assert cached(home) == []
             assert home.command("models", "list").stdout.startswith("no models in")
             assert shutil.disk_usage(home.data).free > 2**20

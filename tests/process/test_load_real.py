@@ -260,7 +260,7 @@ def test_what_fails_leaves_no_child_and_no_conditions(hardware: Hardware, machin
     while watchers() - before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(RuntimeError, match="when what is watched has ended"):
+    with pytest.raises(RuntimeError, match="only after the watched block has ended"):
         _ = watch.conditions
 
 

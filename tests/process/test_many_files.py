@@ -8,7 +8,7 @@ from pathlib import Path
 from appliance.model import list_models
 from appliance.weights.stores.stores import Store, find_stored, list_store
 
-FIRST = "only the first 50,000 files and folders were looked at"
+FIRST = "only the first 50,000 files and folders were listed"
 
 
 def put(folder: Path, count: int) -> None:

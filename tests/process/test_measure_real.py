@@ -68,7 +68,7 @@ def test_threads_read_what_they_say_and_end() -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error_and_no_hang() -> None:
-    with pytest.raises(MemoryError, match="no memory to read"), Stream(2, 2**34).running():
+    with pytest.raises(MemoryError, match="memory for the measurement cannot be allocated"), Stream(2, 2**34).running():
         pytest.fail("there is no such memory")
 
 
@@ -145,7 +145,7 @@ def test_a_gpu_that_cannot_be_named_or_has_no_runtime_is_said(
 ) -> None:
     nameless = replace(machine, gpus=GpuProbe(gpus=(replace(machine.gpus.gpus[0], uuid=None, name=None),)))
     assert measured(nameless, engine_dir).problems == ("GPU 0 is not measured: its uuid is unknown",)
-    assert "no libcudart beside the engine" in measured(machine, tmp_path).problems[0]
+    assert "no libcudart in the engine folder" in measured(machine, tmp_path).problems[0]
 
 
 def test_a_library_that_is_none(machine: Hardware, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_gpu_that_an_engine_has_filled_is_left_alone(machine: Hardware, engine
     found = measure_beside(with_free(machine, LEAST_FREE_MIB - 1), engine_dir, os.environ, is_wanted=lambda: True)
     assert found is not None
     assert found.speeds.gpus == ()
-    assert found.problems == ("GPU 0 (Fake) is not measured: 639 MiB of its memory are free beside the engine",)
+    assert found.problems == ("GPU 0 (Fake) is not measured: only 639 MiB are free while the engine is loaded",)
 
 
 @pytest.mark.parametrize("hangs", ["dram", "gpu"])
@@ -211,7 +211,7 @@ def test_a_child_that_prints_no_figure_costs_the_figure_alone(machine: Hardware,
         found = measure_beside(alone, engine_dir, os.environ, is_wanted=lambda: True, dram_child=child)
         assert found is not None
         assert found.speeds.dram_gb_s is None
-        assert found.problems == ("host memory is not measured: the child that reads it printed no figure",)
+        assert found.problems == ("host memory is not measured: the measuring child process printed no figure",)
     missing = measure_beside(alone, engine_dir, os.environ, is_wanted=lambda: True, dram_child=("/no/such",))
     assert missing is not None
     assert missing.speeds.dram_gb_s is None

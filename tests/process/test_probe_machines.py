@@ -84,7 +84,7 @@ def test_more_free_memory_than_there_is_is_not_believed(machine_environment: Put
     (gpu,) = found.gpus
     assert gpu.vram_free_mib == gpu.vram_total_mib == 24564
     assert found.warnings == (
-        "NVML says that 40,960 of 24,564 MiB of NVIDIA GeForce RTX 4090 are free: no more than the whole is believed",
+        "NVML says that 40,960 of 24,564 MiB of NVIDIA GeForce RTX 4090 are free: the total is used instead",
     )
 
 
@@ -199,7 +199,7 @@ def test_all_that_may_be_unsupported_is_unknown(machine_environment: PutMachine)
 def test_counts_that_cannot_be(machine_environment: PutMachine) -> None:
     found = ask(machine_environment("2x4090", gpu__0__mig_mode=1, gpu__0__mig_max=2**32 - 1, gpus=2**32 - 1))
     assert found.gpus[:1] == gpus_of("2x4090")[1:]
-    assert found.warnings[0] == f"NVML counts {2**32 - 1} GPUs: only the first 256 are asked"
+    assert found.warnings[0] == f"NVML counts {2**32 - 1} GPUs: only the first 256 are queried"
 
 
 def test_a_slice_whose_memory_only_its_attributes_tell(machine_environment: PutMachine) -> None:

@@ -50,11 +50,11 @@ def test_one_with_another_memory(found: GpuProbe, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("sleep 600", "nvidia-smi cannot be compared with: nvidia-smi did not end within 1 s"),
+        ("sleep 600", "nvidia-smi gave no answer: nvidia-smi did not end within 1 s"),
         ("echo NVML: Driver/library version mismatch; exit 18", "nvidia-smi ended with 18: NVML: Driver/library"),
         ("kill -SEGV $$", "nvidia-smi ended with -11: it printed nothing"),
-        ("echo hello", "nvidia-smi printed no report that can be read: it is no XML"),
-        ("head -c 5000000 /dev/zero | tr '\\0' x", "nvidia-smi printed no report that can be read: it is no XML"),
+        ("echo hello", "nvidia-smi printed no readable report: it is not XML"),
+        ("head -c 5000000 /dev/zero | tr '\\0' x", "nvidia-smi printed no readable report: it is not XML"),
     ],
 )
 def test_one_in_trouble(found: GpuProbe, tmp_path: Path, script: str, words: str) -> None:
@@ -87,5 +87,5 @@ def test_it_sees_what_nvml_could_not(tmp_path: Path) -> None:
     broken = GpuProbe(problem="the NVML child ended with -11")
     checked = cross_check(broken, put_smi(tmp_path, 'cat "$LOG"'))
     assert checked.warnings == (
-        "nvidia-smi shows a GPU at 00000000:01:00.0 (NVIDIA GeForce RTX 4090) that NVML does not give",
+        "nvidia-smi shows a GPU at 00000000:01:00.0 (NVIDIA GeForce RTX 4090) that NVML does not show",
     )

@@ -30,7 +30,7 @@ def test_every_verb_takes_a_name_of_the_recipe(tmp_path: Path, weights: Path) ->
         (row,) = json.loads(home.command("models", "update", "tiny:small", "--json").stdout)
         assert (row["name"], row["state"], row["bytes"]) == ("tiny:small-q8_0", "of the recipe", len(data))
         all_of_it = home.command("models", "update").stdout
-        assert f"{REPO}: kept: pinned to this revision, which no branch leads to" in all_of_it
+        assert f"{REPO}: kept: pinned to this revision; no branch or tag leads to it" in all_of_it
         assert len(hub.requests()) == asked
         assert home.command("models", "rm", "tiny").stdout.startswith("tiny:small-q8_0: removed")
         assert cached(home) == []
@@ -47,7 +47,7 @@ def test_a_name_that_means_several_here_removes_none(tmp_path: Path, weights: Pa
             put(home, weights, name)
         refused = home.command("models", "rm", "tiny:large")
         assert refused.returncode == 10
-        assert "means 2 on the volume\n  tiny:large-q4_0\n  tiny:large-q8_0" in refused.stderr
+        assert "matches 2 models on the volume\n  tiny:large-q4_0\n  tiny:large-q8_0" in refused.stderr
         assert home.command("models", "verify", "tiny:large").stdout.count(": sound, ") == 2
         assert home.command("models", "rm", "tiny:large-q4").returncode == 0
         assert [path.name for path in (home.data / "models").iterdir()] == ["Tiny-large-q8_0.gguf"]
@@ -66,7 +66,7 @@ def test_what_lies_there_by_hand_is_not_fetched_again(tmp_path: Path, weights: P
         done = home.command("models", "pull", "tiny:small", "--json")
         (row,) = json.loads(done.stdout)
         assert row["state"] == "fetched"
-        assert f"another file of that name and size is there by hand, and is served: {own}" in done.stderr
+        assert f"a file of that name and size, put there by hand, has another hash and is served: {own}" in done.stderr
 
 
 def test_a_name_that_a_mounted_folder_has_and_the_recipe_lacks(tmp_path: Path, weights: Path) -> None:

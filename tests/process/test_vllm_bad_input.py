@@ -59,7 +59,7 @@ def has_half_a_tokenizer(model: Path) -> None:
         (lies(num_hidden_layers=10**9), "config.json"),
         (lies(torch_dtype="banana"), "its dtype is none of torch's: 'banana'"),
         (lacks_a_shard, "model-00002-of-00002.safetensors"),
-        (has_half_a_tokenizer, "tokenizer_config.json: it is no JSON"),
+        (has_half_a_tokenizer, "tokenizer_config.json: it is not JSON"),
     ],
     ids=["a file", "no heads", "a billion layers", "a type", "a shard", "a tokenizer"],
 )

@@ -1,8 +1,9 @@
-"""What each architecture keeps in its cache, as the engine's source has it: data, read by `stack.py`.
+"""What each architecture keeps in its cache, according to the engine's source: data, read by `stack.py`.
 
-From llama.cpp `0c1e57098`, the pinned engine's source: names of `LLM_ARCH_NAMES` in src/llama-arch.cpp, patterns of
-`load_arch_hparams` in src/models/<name>.cpp, kinds of memory of `llama_model::create_memory` in src/llama-model.cpp.
-A new pin means reading these again; an architecture that is not here is never computed.
+From llama.cpp `0c1e57098`, the pinned engine's source: names from `LLM_ARCH_NAMES` in src/llama-arch.cpp, patterns
+from `load_arch_hparams` in src/models/<name>.cpp, kinds of memory from `llama_model::create_memory` in
+src/llama-model.cpp. A new pin means reading these again. The cache of an architecture that is missing here is not
+computed.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from appliance.values import dataclass
 
 RecurrentRule = Literal["every layer", "no KV heads", "no KV heads and no feed-forward", "interval", "beside attention"]
 StateRule = Literal["ssm", "ssm ungrouped", "wkv", "shortconv", "kda", "lightning"]
-# "cached": with the lengths of MLA in the header one compressed row is kept, and no V; "expanded": K and V as ever.
+# "cached": if the header has MLA's lengths, one compressed row is kept, and no V. "expanded": K and V as usual.
 LatentRule = Literal["cached", "expanded"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sliding:
-    """Which layers slide: of every `period` layers all but one, `load_swa_pattern`; a pattern in the header wins."""
+    """Which layers use a sliding window: all but one of every `period` layers (`load_swa_pattern`), unless the
+    header has a pattern."""
 
-    period: int | None  # None: the header must hold an array; 0: all layers that attend
-    dense_first: bool = False  # the one layer that sees everything is the first of its period, not the last
-    window: int | None = None  # where the header has none; None and no key: see `is_optional`
-    is_fixed: bool = False  # `window` whatever the header says, unless that is 0
-    is_optional: bool = False  # without a window in the header, or with 0, no layer slides
-    only_layers: int | None = None  # the pattern holds for models of this many layers
+    period: int | None  # None: the header must have an array; 0: all attention layers
+    dense_first: bool = False  # True if the full-attention layer is the first of its period, else it is the last
+    window: int | None = None  # default if the header has none; None: the header needs the key unless `is_optional`
+    is_fixed: bool = False  # True if `window` overrides the header's value, unless that is 0
+    is_optional: bool = False  # True if no layer slides when the header has no window, or 0
+    only_layers: int | None = None  # the pattern applies only to models with this many layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrent:
     rule: RecurrentRule
     state: StateRule
-    interval: int = 0  # for the rule of that name, where the header has none
+    interval: int = 0  # default of rule "interval" if the header has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,9 @@ class Architecture:
     sliding: Sliding | None = None
     recurrent: Recurrent | None = None
     latents: LatentRule | None = None
-    caches: bool = True  # False: no cache at all, as in embedding and diffusion models
-    own_kv_layers: int | None = None  # the first so many layers have a cache, later ones reuse it
-    shares_kv: bool = False  # the header says how many of the last layers reuse one
+    caches: bool = True  # False for models without a cache, such as embedding and diffusion models
+    own_kv_layers: int | None = None  # only this many first layers have a cache, later ones reuse it; None: all
+    shares_kv: bool = False  # True if the header gives the number of last layers that reuse a cache
     unsupported: str | None = None  # why its cache is not computed
 
 
@@ -95,7 +97,7 @@ _SPECIAL: Mapping[str, Architecture] = {
     "minicpm3": _EXPANDED,
     "mistral4": _MLA,
     "plm": _EXPANDED,
-    # States, alone or between layers that attend
+    # Recurrent states, alone or mixed with attention layers
     "arwkv7": _RWKV,
     "rwkv6": _RWKV,
     "rwkv6qwen2": _RWKV,
@@ -150,14 +152,15 @@ _PLAIN_NAMES = """
     maincoder minicpm minimax-m2 mistral3 mpt nemotron olmo olmoe openelm orion paddleocr
     pangu-embedded phi2 phi3 phimoe plamo qwen qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe refact
     seed_oss smollm3 stablelm starcoder starcoder2 talkie xverse
-""".split()  # noqa: SIM905 - seventy lines of one word each are no easier to read
+""".split()  # noqa: SIM905 - one word per line would be no easier to read
 # LLAMA_ROPE_TYPE_NONE of `llama_model_rope_type` in src/llama-model.cpp
 WITHOUT_ROPE = frozenset({
     "arwkv7", "bloom", "glm5-next", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "kimi-k3", "kimi-linear", "mamba",
     "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2", "rwkv7", "t5", "t5encoder",
     "wavtokenizer-dec",
 })  # fmt: skip
-# Diffusion models that are passed around as GGUF: IMG_ARCH_LIST of city96/ComfyUI-GGUF, loader.py, and what forks add.
+# Diffusion models that are distributed as GGUF: IMG_ARCH_LIST of city96/ComfyUI-GGUF, loader.py, and additions of
+# forks.
 IMAGE_ARCHITECTURES = frozenset({
     "aura", "cosmos", "flux", "hidream", "hyvid", "hyvideo", "ideogram4", "ltx2", "ltxv", "lumina2", "motif_video",
     "pig", "qwen_image", "qwen_image21", "sd1", "sd3", "sdxl", "wan",

@@ -1,4 +1,4 @@
-"""What is served beside the weights of a model: a projector for images and sound, LoRA adapters."""
+"""Attachments served with a model: a projector for images and sound, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Projector:
     path: Path
     kind: str
     reads: tuple[str, ...]  # image, audio
-    length: int | None  # of the vectors that it gives, which is the model's embedding length; None: not known
+    length: int | None  # length of its output vectors, equal to the model's embedding length; None: unknown
     weights_bytes: int
-    work_bytes: int  # while it reads the largest image or sound that it takes at once
+    work_bytes: int  # buffers for the largest image or sound that it reads at once
     header_bytes: int
 
     @property
@@ -32,8 +32,8 @@ class Projector:
 class Adapter:
     path: Path
     scale: float
-    layer_bytes: tuple[tuple[int, int], ...]  # layers with what it has for each
-    other_bytes: int  # for matrices outside of layers
+    layer_bytes: tuple[tuple[int, int], ...]  # (layer, bytes of the adapter for it)
+    other_bytes: int  # for matrices outside the layers
     size: int  # of the file
     header_bytes: int
 

@@ -1,4 +1,4 @@
-"""What a model is, from the header of its file: the figures that memory and speed are computed from.
+"""Facts of a model from its file's header: the figures that memory and speed are computed from.
 
 Keys and their defaults are those of llama.cpp's `llama_model_base::load_hparams`.
 """
@@ -36,52 +36,53 @@ from appliance.values import dataclass
 
 LAYERS_LIMIT = 512  # LLAMA_MAX_LAYERS
 EXPERTS_LIMIT = 1024  # LLAMA_MAX_EXPERTS
-CONTEXT_LIMIT = 2**25  # three times the longest that was published, of Llama 4 Scout
-FACTOR_LIMIT = 4096.0  # of a RoPE scaling: beyond it no file was published
+CONTEXT_LIMIT = 2**25  # three times the longest published one, of Llama 4 Scout
+FACTOR_LIMIT = 4096.0  # for RoPE scaling; no published file is above
 POOLINGS = ("none", "mean", "cls", "last", "rank")  # llama.h, llama_pooling_type
-_RANKS = ("cls.weight", "cls.output.weight")  # either is enough for llama-graph.cpp, build_pooling
-_MULTIPLE = 32  # no kernel that takes weights in a layout of its own asks for a multiple of more rows than this
+_RANKS = ("cls.weight", "cls.output.weight")  # llama-graph.cpp, build_pooling, needs one of them
+_MULTIPLE = 32  # kernels with their own weight layout need the number of rows to be a multiple of at most this
 
-# What a chat template calls where the model was trained for it: the list of tools, and a text before the answer.
+# Words in chat templates of models that were trained for it: the list of tools, and reasoning before the answer.
 CALLS_TOOLS = re.compile(r"\btools\b")
 REASONS = re.compile(r"enable_thinking|reasoning_content|reasoning_effort|</?think>|\bthinking\b")
 
 CacheKind = Literal["attention", "unsupported"]
-Positions = Literal["rope", "table", "none"]  # "table": a learned row for each, and none beyond the last
+Positions = Literal["rope", "table", "none"]  # "table": a learned row per position, so there are none beyond the last
 Format = Literal["gguf", "safetensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """All matrices of one kind: weights that are multiplied with, which a CPU's kernels may want in another layout."""
+    """All matrices of one kind. CPU kernels may repack these weights into another layout."""
 
-    type_name: str  # ggml's
-    rows_by: int  # largest power of two up to 32 that divides the number of rows
+    type_name: str  # ggml's type name
+    rows_by: int  # largest power of two, up to 32, that divides the number of rows
     columns_by: int
-    is_bank: bool  # of experts, of which a token uses some
-    is_tied: bool  # the token embedding, which is loaded once more as the output
+    is_bank: bool  # True for routed experts, of which a token uses some
+    is_tied: bool  # True for the token embedding if it is loaded again as the output
     size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Of positions, as the header has it."""
+    """RoPE scaling of positions, as in the header."""
 
     kind: str  # linear, yarn, longrope …
     factor: float
-    original: int | None  # context length that it multiplies; None: the header does not tell
+    original: int | None  # context length that `factor` multiplies; None: not in the header
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """Facts of one model.
 
-    For `cache_kind` "attention" what the model keeps is in `stack`, layer by layer; `cache_reason` is None. For
-    "unsupported" nothing may be computed: `stack` is empty, and `cache_reason` says which keys or architecture it is.
+    If `cache_kind` is "attention", `stack` lists what each layer keeps, and `cache_reason` is None. If it is
+    "unsupported", nothing may be computed from it: `stack` is empty, and `cache_reason` names the keys or the
+    architecture.
     """
 
-    path: Path  # what the engine is given: a file, of a split model its first part, or the folder of safetensors
-    parts: tuple[Path, ...]  # every file of it, in order
+    path: Path  # path for the engine: a file, the first part of a split model, or a safetensors folder
+    parts: tuple[Path, ...]  # all files, in order
     format: Format
     architecture: str
     name: str
@@ -89,13 +90,13 @@ class Model:
     header_bytes: int
     weights_bytes: int
     bytes_by_type: tuple[tuple[str, int], ...]  # ggml type and bytes, largest first
-    quantization: str  # the type that holds most bytes
+    quantization: str  # the type with the most bytes
     matrices: tuple[Matrices, ...]
     layers: int
     embedding_length: int
-    feed_forward_length: int  # the largest of all layers, experts not counted where there is a dense one; 0: none
-    heads: int  # the largest of all layers
-    kv_heads: tuple[int, ...]  # by layer; 0 where a layer does not attend
+    feed_forward_length: int  # largest of all layers; experts only if no layer is dense; 0: none
+    heads: int  # largest of all layers
+    kv_heads: tuple[int, ...]  # by layer; 0 for a layer without attention
     key_length: int
     value_length: int
     native_context: int
@@ -103,78 +104,83 @@ class Model:
     experts: int
     experts_used: int
     expert_bytes: int  # of all routed experts together
-    output_is_tied: bool  # the token embedding is the output matrix, too
+    output_is_tied: bool  # True if the token embedding is also the output matrix
     has_chat_template: bool
     is_embedding_model: bool
     cache_kind: CacheKind
     cache_reason: str | None
     stack: tuple[Layer, ...] = ()  # every layer in order, draft layers last
-    embedding_bytes: int = 0  # the token embedding and what else is looked up: a token reads one row
+    embedding_bytes: int = 0  # token embedding and other lookup tables: a token reads one row
     output_bytes: int = 0  # output matrix, final norm, the rest; a tied embedding is counted here a second time
-    projector: Projector | None = None  # that lies beside the model, or was asked for
-    adapters: tuple[Adapter, ...] = ()  # that were asked for
+    projector: Projector | None = None  # beside the model, or requested
+    adapters: tuple[Adapter, ...] = ()  # requested ones
     positions: Positions = "rope"
-    can_rank: bool = True  # as far as is known: a file without the head that scores cannot
-    is_causal: bool = True  # a token attends to those before it alone
-    pooling: str | None = None  # one of POOLINGS: how it makes one vector of many; None: the header does not tell
+    can_rank: bool = True  # False if it is known to lack the head that scores
+    is_causal: bool = True  # True if a token attends only to tokens before it
+    pooling: str | None = None  # one of POOLINGS: how it combines token vectors into one; None: not in the header
     recurrent_length: int = 0  # inner width of recurrent layers
-    recurrent_channels: int = 0  # that their convolution runs over
+    recurrent_channels: int = 0  # channels of their convolution
     rope_scaling: RopeScaling | None = None
-    expert_length: int = 0  # rows of a routed expert's matrices; 0: none, or as long as `feed_forward_length`
-    called: str | None = None  # where the file's name says nothing: a blob of another tool's folder
+    expert_length: int = 0  # rows of a routed expert's matrices; 0: no experts, or `feed_forward_length`
+    called: str | None = None  # display name, if the file's name is a hash in another tool's store
     parameters: int = 0  # elements of all tensors; 0: unknown
-    file_type: str | None = None  # quantization of the whole file by its header: Q4_K_M
-    calls_tools: bool = False  # by its chat template
-    reasons: bool = False  # before it answers, by its chat template
-    # Of a folder, for an engine that has to be told what the model writes: all named ones together; None: it has none.
+    file_type: str | None = None  # quantization of the whole file according to its header: Q4_K_M
+    calls_tools: bool = False  # according to its chat template
+    reasons: bool = False  # True if it reasons before it answers, according to its chat template
+    # Folder models only: all named templates joined, for an engine that must be told the output format. None: it has
+    # none.
     chat_template: str | None = field(default=None, compare=False, repr=False)
-    added_tokens: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # of a folder's tokenizer
-    tokenizer_files: tuple[str, ...] = ()  # of a folder: those that any tokenizer is read from
-    draft_bytes: int = 0  # of draft layers, also where nothing may be computed of the stack; of a folder alone
-    has_kv_scales: bool = False  # for a quantized KV cache, beside the weights of a folder
-    # config.json of a folder, for what only one engine wants to know of it: as read from anybody, nothing is checked.
-    # `quantization_config` is that of the file beside it where it has none.
+    # folder models only, from the tokenizer
+    added_tokens: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    tokenizer_files: tuple[str, ...] = ()  # folder models only: files from which a tokenizer can be read
+    draft_bytes: int = 0  # folder models only: draft layers, also if `cache_kind` is "unsupported"
+    has_kv_scales: bool = False  # folder models only: scales for a quantized KV cache
+    # config.json of a folder model, for facts that only one engine needs. It comes from anybody and is not checked. If
+    # it has no `quantization_config`, that of the file beside it is added.
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
     @property
     def reads_whole(self) -> bool:
-        """A text is computed in one batch or not at all: what it attends to, or is pooled over, is all of it
-        (llama.cpp's tools/server/server-context.cpp, can_split)."""
+        """True if a text must be computed in one batch, because attention or pooling needs all of it.
+
+        Source: llama.cpp's tools/server/server-context.cpp, can_split.
+        """
         can_split = self.pooling == "last" or (self.is_reranker and self.is_causal)
         return self.is_embedding_model and not can_split
 
     @property
     def is_reranker(self) -> bool:
-        """It gives scores: a vector of such a model is one number, and good for nothing else."""
+        """True if the model gives scores: its output vector is a single number."""
         return self.pooling == "rank"
 
     @property
     def gives(self) -> str:
-        """In words."""
+        """Kind of output, as a word."""
         return "scores" if self.is_reranker else "vectors" if self.is_embedding_model else "text"
 
     @property
     def label(self) -> str:
-        """Its quantization as people call it."""
+        """Usual name of its quantization."""
         return self.file_type or self.quantization
 
     @property
     def longest_context(self) -> int:
-        """Native, or what the scaling that the file carries reaches."""
+        """Native context length, or the longer one that the file's own RoPE scaling reaches."""
         scaling = self.rope_scaling
         reached = int(scaling.factor * scaling.original) if scaling and scaling.original else 0
         return max(self.native_context, reached)
 
     @property
     def title(self) -> str:
-        """For messages: the file's name, unless that is a hash."""
+        """Name for messages: the file's name, or `called` if that is a hash."""
         if self.called:
             return self.called
         return plain_name(self.path) if self.path.parent.name == "snapshots" else self.path.name
 
 
 def parse_facts(gguf: Gguf) -> Model:
-    """Raises ModelUnreadableError naming the key that is missing or wrong, or why this is no language model."""
+    """Compute the facts. Raises ModelUnreadableError with the missing or wrong key, or the reason why it is no
+    language model."""
     keys = Keys(gguf)
     _refuse_other_kinds(keys)
     layers = keys.number("block_count", low=1, high=LAYERS_LIMIT)
@@ -246,14 +252,14 @@ def _heads(keys: Keys, layers: int, embedding_length: int, *, must_attend: bool)
 
 
 def _check_shapes(keys: Keys, tensors: Iterable[Tensor], embedding_length: int, native_context: int) -> None:
-    """What the header tells of rows and columns that tensors have: buffers are computed from it."""
+    """Compare the shapes of tensors with the header's values: buffers are computed from the latter."""
     shapes = {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) == 2}
     columns, _ = shapes.get("token_embd.weight", (embedding_length, 0))
     if columns != embedding_length:
-        keys.fail(f"its header tells of {embedding_length:,} values a token, and token_embd.weight has {columns:,}")
+        keys.fail(f"its header says {embedding_length:,} values a token, but token_embd.weight has {columns:,}")
     _, positions = shapes.get("position_embd.weight", (embedding_length, native_context))
     if native_context > positions:
-        keys.fail(f"its header tells of {native_context:,} positions, and position_embd.weight has {positions:,} rows")
+        keys.fail(f"its header says {native_context:,} positions, but position_embd.weight has {positions:,} rows")
 
 
 def _file_type(gguf: Gguf) -> str | None:
@@ -262,7 +268,7 @@ def _file_type(gguf: Gguf) -> str | None:
 
 
 def _template_has(gguf: Gguf, words: re.Pattern[str]) -> bool:
-    """In the template or in one of the named ones beside it (`tokenizer.chat_template.tool_use`)."""
+    """True if the chat template, or a named one such as `tokenizer.chat_template.tool_use`, has the words."""
     texts = (value for key, value in gguf.metadata.items() if key.startswith(TEMPLATE))
     return any(words.search(text) for text in texts if isinstance(text, str))
 
@@ -270,26 +276,26 @@ def _template_has(gguf: Gguf, words: re.Pattern[str]) -> bool:
 def _refuse_other_kinds(keys: Keys) -> None:
     kind = keys.text("general.type") or "model"
     if keys.architecture == "clip" or kind == "mmproj":
-        keys.fail("it is a multimodal projector", hint="give the language model that lies beside it")
+        keys.fail("it is a multimodal projector", hint="give the language model beside it")
     if kind == "adapter":
         hint = "give the model that it was trained on, and the adapter with --lora"
-        keys.fail("it is an adapter (LoRA), and no model", hint=hint)
+        keys.fail("it is an adapter (LoRA), not a model", hint=hint)
     if kind != "model":
-        keys.fail(f"it is no model but of general.type {kind}", hint="give a language model")
+        keys.fail(f"it is not a model: its general.type is {kind}", hint="give a language model")
     if keys.architecture not in ARCHITECTURES and not keys.has("block_count"):
         _refuse_foreign(keys)
     if not keys.has_tensors():
-        keys.fail("it holds no tensors, only a header or a vocabulary", hint="give a model with weights")
+        keys.fail("it has no tensors, only a header or a vocabulary", hint="give a model with weights")
 
 
 def _refuse_foreign(keys: Keys) -> NoReturn:
-    """Of programs for images and sound, which give their files hardly any metadata."""
-    what = f"its architecture is {keys.architecture}, which the engine has not"
+    """Refuse a file of another program, such as one for images or sound; those have hardly any metadata."""
+    what = f"its architecture {keys.architecture} is unknown to the engine"
     if keys.architecture.partition(".")[0].casefold() in IMAGE_ARCHITECTURES:
-        what = f"it makes images or films and is no language model: architecture {keys.architecture}"
+        what = f"it is a model for images or video, not a language model: architecture {keys.architecture}"
     elif not keys.has_any():
-        what += ", and it has no key of a language model: it may be for images or sound"
-    keys.fail(what, hint="give a language model as GGUF; no conversion makes one of this file")
+        what += ", and it has no keys of a language model: it may be for images or sound"
+    keys.fail(what, hint="give a language model as GGUF; this file cannot be converted into one")
 
 
 def _rope_scaling(keys: Keys) -> RopeScaling | None:
@@ -317,7 +323,7 @@ def _feed_forward_length(keys: Keys, layers: int) -> int:
 def _experts(keys: Keys, weights: Weights) -> int:
     experts = keys.number("expert_count", default=0, high=EXPERTS_LIMIT)
     if not experts and any(weights.expert_bytes):
-        keys.fail(f"it holds tensors of experts, and its key {keys.architecture}.expert_count tells of none")
+        keys.fail(f"it has tensors of experts, but its key {keys.architecture}.expert_count is 0")
     return experts
 
 
@@ -331,19 +337,20 @@ def _experts_used(keys: Keys, layers: int, experts: int) -> int:
 
 
 def _vocabulary(keys: Keys, tensors: tuple[Tensor, ...]) -> int:
-    """Of a file without a vocabulary the engine makes up as many tokens as `vocab_size` says: that can be 2^32."""
+    """Number of tokens. Raises ModelUnreadableError if it exceeds the embedding: without a vocabulary, the engine
+    creates as many tokens as `vocab_size` says, up to 2^32."""
     tokens = keys.entries("tokenizer.ggml.tokens") or keys.number("vocab_size", default=0)
     embedding = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
     rows = embedding.shape[1] if embedding is not None and len(embedding.shape) == 2 else 0
     told = keys.number("vocab_size", default=0)
     for known, is_wrong in ((tokens, tokens != rows), (told, told > rows)):
         if known and rows and is_wrong:
-            keys.fail(f"its header tells of {known} tokens, and its embedding has {rows} rows")
+            keys.fail(f"its header says {known} tokens, but its embedding has {rows} rows")
     return tokens or rows or keys.number("vocab_size", low=1)
 
 
 def _channels(keys: Keys) -> int:
-    """Inner width, and a B and a C, or key and query, for each group."""
+    """Convolution channels: inner width, plus B and C (or key and query) of each group."""
     groups, state = keys.number("ssm.group_count", default=0), keys.number("ssm.state_size", default=0)
     return keys.number("ssm.inner_size", default=0) + 2 * groups * state
 
@@ -361,7 +368,7 @@ def _is_embedding_model(keys: Keys) -> bool:
 
 
 def _matrices(tensors: tuple[Tensor, ...]) -> tuple[Matrices, ...]:
-    """Of two dimensions, and banks of experts; what is only looked up is none."""
+    """Sum up two-dimensional matrices and banks of experts by kind; lookup tables are left out."""
     has_tied = _is_tied(tensors)
     sums: defaultdict[Matrices, int] = defaultdict(int)
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""What a model is that comes as a folder: config.json and safetensors files, as Hugging Face lays them out."""
+"""Facts of a model in a folder: config.json and safetensors files, in the layout of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.model.formats.config import Config, describe_quantization
 from appliance.model.formats.gguf import TEMPLATE_KEPT_BYTES
 from appliance.model.formats.safetensors import Stored, check_end, check_json, read_json, read_shards
 
-# Layers of the language model alone: a tower for images or sound has its own.
+# Layers of the language model only: an encoder for images or sound has its own.
 _LAYER = re.compile(r"^(?!.*(?:visual|vision|image|audio|projector))(?:.*?\.)?(?:layers?|h|blocks?)\.(\d+)\.")
 _DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.(?:layers\.(\d+)\.)?")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight")
@@ -25,22 +25,24 @@ _KV_SCALE = re.compile(r"\.(?:[kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
 _EXPERTS = re.compile(r"\.experts\.|\.experts_|block_sparse_moe\.experts")
 _ADDED = re.compile(r'"added_tokens"\s*:\s*')
 _ADDED_BYTES = 2**20  # 256 of them take 60 KiB
-# Vocabularies as transformers, sentencepiece, tiktoken and mistral-common name them, and the file that names
-# a tokenizer without one, as those of bytes are.
+# Vocabularies as named by transformers, sentencepiece, tiktoken and mistral-common. tokenizer_config.json alone names a
+# tokenizer without a vocabulary, such as one of bytes.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tokenizer_config.json",
 )  # fmt: skip
 _TOKENIZER_PATTERNS = ("*.tiktoken", "tiktoken.model", "tokenizer.model.v*", "tokenization_*.py")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})  # of which an element is a parameter; packed ones hold several
+# one element is one parameter; packed types hold several per element
+_PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def read_folder(folder: Path) -> Model:
-    """Raises ModelUnreadableError for whatever is not a whole language model."""
+    """Read a folder model. Raises ModelUnreadableError unless it is a whole language model."""
     config = Config(folder)
     shards = read_shards(folder)
-    check_json(folder / "tokenizer_config.json")  # else the engine ends over it after a minute, naming no file
+    # otherwise the engine fails on it after a minute, without naming the file
+    check_json(folder / "tokenizer_config.json")
     check_end(folder / "tokenizer.json")
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     trunk = config.number("layers", low=1, high=LAYERS_LIMIT)
@@ -105,7 +107,7 @@ def _tokenizer_files(folder: Path) -> tuple[str, ...]:
 
 
 def _lengths(config: Config) -> tuple[int, int, int]:
-    """KV heads, and the lengths of a key and a value; of MLA one row of both latent and rotated parts, and no value."""
+    """KV heads, key length and value length. For MLA: one row of latent and rotated parts, and no value."""
     heads = config.number("heads", default=0)
     if config.number("latent", default=0):
         return 1, config.number("latent") + config.number("rope_length", default=0), 0
@@ -117,7 +119,7 @@ def _lengths(config: Config) -> tuple[int, int, int]:
 def _stack(config: Config, weights: Weights, trunk: int, drafts: int) -> tuple[Layer, ...]:
     kv_heads, key, value = _lengths(config)
     if not kv_heads * key:
-        config.fail("its layers do not attend: it has no heads")
+        config.fail("its layers have no attention: it has no heads")
     slides = [*config.slides(trunk), *[False] * drafts]
     window = config.number("window", default=0) or None
     kinds: list[LayerKind] = ["mla" if not value else "sliding" if slide else "full" for slide in slides]
@@ -137,14 +139,14 @@ def _stack(config: Config, weights: Weights, trunk: int, drafts: int) -> tuple[L
 
 
 def _drafts(config: Config, tensors: Iterable[Stored], trunk: int) -> int:
-    """Draft layers whose weights are there, numbered on behind the others or below `mtp.`: many copies lack them."""
+    """Number of draft layers whose weights exist, after the other layers or below `mtp.`: many copies lack them."""
     announced = config.number("drafts", default=0, high=LAYERS_LIMIT)
     last = trunk - 1
     for tensor in tensors:
         number = _layer_of(tensor.name, trunk)
-        # Qwen3-Next has draft layers below `mtp.` and does not tell of them.
+        # Qwen3-Next has draft layers below `mtp.` that its config.json does not mention.
         if number is not None and number >= trunk + (max(announced, 1) if "mtp." in tensor.name else announced):
-            config.fail(f"its weights hold layer {number}, and it tells of {trunk} layers and {announced} that draft")
+            config.fail(f"its weights have layer {number}, but config.json has {trunk} and {announced} draft layers")
         last = max(last, -1 if number is None else number)
     return last + 1 - trunk
 
@@ -172,7 +174,7 @@ def _weights(config: Config, tensors: Iterable[Stored], trunk: int, drafts: int)
     if empty:
         config.fail(
             f"its weights lack layer {empty[0]} of {trunk}",
-            hint="put all parts of this model, and no others, beside it",
+            hint="put all parts of this model, and no others, into the folder",
         )
     return Weights(
         embedding_bytes=sums["embedding"],
@@ -190,7 +192,7 @@ def _bytes_by_type(tensors: Iterable[Stored]) -> tuple[tuple[str, int], ...]:
 
 
 def _parameters(tensors: Iterable[Stored]) -> int:
-    """0 where weights are packed: their shapes do not tell."""
+    """Number of parameters; 0 if weights are packed, because their shapes do not show it."""
     found = list(tensors)
     if not all(tensor.dtype in _PLAIN_TYPES for tensor in found):
         return 0
@@ -198,15 +200,16 @@ def _parameters(tensors: Iterable[Stored]) -> int:
 
 
 def _quantization_beside(folder: Path) -> dict[str, object] | None:
-    """NVIDIA's ModelOpt wrote it into a file of its own up to 0.29, and vLLM reads it where config.json has none
-    (transformers_utils/config.py)."""
+    """Read ModelOpt's own quantization file, which NVIDIA wrote up to 0.29.
+
+    vLLM reads it if config.json has no quantization (transformers_utils/config.py).
+    """
     path = folder / "hf_quant_config.json"
     return read_json(path) if path.exists() else None
 
 
 def _chat_template(folder: Path) -> str | None:
-    """Its text, or those of several one after the other. A model without a readable one is still a model, and has
-    none; its tokenizer_config.json was checked before."""
+    """Text of the chat template; several are joined. None if there is none or it is unreadable, which is no error."""
     try:
         found = next((folder / name for name in _TEMPLATES if (folder / name).is_file()), None)
         if found is not None and found.suffix != ".json":
@@ -222,8 +225,10 @@ def _chat_template(folder: Path) -> str | None:
 
 
 def _added_tokens(folder: Path) -> frozenset[str]:
-    """Single tokens beside the tokenizer's own vocabulary, as `<think>`. Empty where neither file tells: tokenizer.json
-    has them before its vocabulary of megabytes, and tokenizer_config.json once had them, too."""
+    """Tokens added to the tokenizer's vocabulary, such as `<think>`; empty if neither file lists them.
+
+    tokenizer.json has them before its vocabulary of megabytes; older models have them in tokenizer_config.json.
+    """
     found: object = None
     with suppress(OSError, RecursionError, ValueError):
         head = _head(folder / "tokenizer.json", _ADDED_BYTES)
@@ -238,7 +243,7 @@ def _added_tokens(folder: Path) -> frozenset[str]:
 
 
 def _head(path: Path, most_bytes: int) -> str:
-    if not path.is_file():  # a pipe would stop the start for ever
+    if not path.is_file():  # opening a pipe would block for ever
         raise FileNotFoundError(path)
     with path.open("rb") as file:
         return file.read(most_bytes).decode("utf-8", "replace")

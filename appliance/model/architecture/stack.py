@@ -1,8 +1,8 @@
-"""Every layer of a GGUF model: what it keeps for each token or sequence, and what it weighs.
+"""Every layer of a GGUF model: what it keeps per token or sequence, and the size of its weights.
 
-The formulas are llama.cpp's: `n_embd_k_gqa`, `n_embd_v_gqa`, `n_embd_r`, `n_embd_s`, `set_swa_pattern` and `has_kv` of
-src/llama-hparams.cpp, and the layer filters of `llama_model::create_memory`. What differs from one architecture to the
-next is data in `architectures.py`.
+The formulas are llama.cpp's: `n_embd_k_gqa`, `n_embd_v_gqa`, `n_embd_r`, `n_embd_s`, `set_swa_pattern` and `has_kv`
+of src/llama-hparams.cpp, and the layer filters of `llama_model::create_memory`. Differences between architectures
+are data in `architectures.py`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from appliance.values import dataclass
 
 LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 
-# What -ncmoe and --cpu-moe move: LLM_FFN_EXPS_REGEX of common/common.h; it takes biases and scales of experts, too.
+# What -ncmoe and --cpu-moe move: LLM_FFN_EXPS_REGEX of common/common.h; it includes biases and scales of experts.
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _K_PROJECTION = re.compile(r"blk\.(\d+)\.attn_k\.weight")
 _Q_PROJECTION = re.compile(r"blk\.(\d+)\.attn_q\.weight")
-# Looked up by row, never multiplied, and kept in host memory by the engine.
+# Looked up by row, never multiplied; the engine keeps them in host memory.
 LOOKED_UP = ("token_embd.", "per_layer_token_embd.", "position_embd.", "token_types.")
-# Keys below `<arch>.` that tell of a cache which only some architectures have; the words say what it would be.
+# Keys below `<arch>.` that show a special cache, which only some architectures have, with a description of it.
 _OTHER_CACHES = (
     ("ssm.", "a state-space layer keeps a state"),
     ("wkv.", "RWKV keeps a state"),
@@ -50,27 +50,28 @@ _STATE_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of a model: what it keeps for every token, and what it weighs.
+    """One layer of a model: what it keeps for every token, and the size of its weights.
 
     A token costs `k_elements` + `v_elements` elements of the cache types in this layer. A sliding layer's cache has
-    min(context, `window` × (sequences of a unified cache, else 1) + ubatch) cells, rounded up to 256, unless the engine
-    is told --swa-full (llama-kv-cache-iswa.cpp); it sees the newest `window` tokens. A layer with `state_bytes` (f32)
-    keeps them for each sequence, whatever its length, and once more for each token that speculation may take back.
+    min(context, `window` × (sequences of a unified cache, else 1) + ubatch) cells, rounded up to 256, unless the
+    engine runs with --swa-full (llama-kv-cache-iswa.cpp). Its attention covers the newest `window` tokens.
+    `state_bytes` (f32) are kept for each sequence, whatever its length, and once more for each token that
+    speculative decoding may take back.
     """
 
     kind: LayerKind
-    k_elements: int  # of one token; 0: no cache of its own (recurrent, or shared with another layer)
-    v_elements: int  # of one token; 0 for MLA, whose one compressed row is counted as K
-    window: int | None  # tokens that a sliding layer sees; None: all
-    state_bytes: int  # of one sequence; beside a cache only in falcon-h1
-    dense_bytes: int  # its weights without routed experts; shared experts are in here
-    expert_bytes: int  # all of its routed experts together
-    is_draft: bool = False  # for multi-token prediction: loaded, with a cache, only while the engine speculates with it
+    k_elements: int  # per token; 0: no cache of its own (recurrent, or shared with another layer)
+    v_elements: int  # per token; 0 for MLA, whose one compressed row counts as K
+    window: int | None  # tokens that a sliding layer attends to; None: all
+    state_bytes: int  # per sequence; only falcon-h1 has it together with a cache
+    dense_bytes: int  # weights without routed experts; shared experts included
+    expert_bytes: int  # all routed experts together
+    is_draft: bool = False  # multi-token prediction: loaded, with a cache, only if the engine speculates with it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Of attention, by layer where it is a tuple; lengths are elements of one head."""
+    """Attention heads; tuples are by layer, lengths are elements of one head."""
 
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
@@ -91,7 +92,7 @@ class Weights:
 def parse_heads(keys: Keys, layers: int, embedding_length: int, *, must_attend: bool) -> Heads:
     heads = keys.by_layer("attention.head_count", layers, default=None if must_attend else 0)
     default = embedding_length // heads[0] if heads[0] else 0
-    # Without heads in its first layer the engine takes no model's lengths from the header.
+    # If the first layer has no heads, the engine ignores the lengths in the header.
     key = keys.number("attention.key_length", default=default) if heads[0] else 0
     value = keys.number("attention.value_length", default=default) if heads[0] else 0
     return Heads(
@@ -105,7 +106,7 @@ def parse_heads(keys: Keys, layers: int, embedding_length: int, *, must_attend: 
 
 
 def why_unsupported(keys: Keys) -> str | None:
-    """In words, why nothing may be computed of this model's cache; None when `parse_stack` can."""
+    """Return why this model's cache cannot be computed; None if `parse_stack` can compute it."""
     architecture = ARCHITECTURES.get(keys.architecture)
     if architecture is None:
         return f"{keys.architecture}: this engine has no such architecture"
@@ -117,18 +118,18 @@ def why_unsupported(keys: Keys) -> str | None:
         if found and name not in known:
             return f"{words}: {', '.join(sorted(found)[:4])}"
     if keys.number("nextn_predict_layers", default=0) and _keeps_drafts(architecture):
-        return f"{keys.architecture}: the cache of its draft layers is kept even when nothing is drafted"
+        return f"{keys.architecture}: the engine keeps the cache of its draft layers even without speculative decoding"
     return None
 
 
 def attends(architecture: str) -> bool:
-    """Whether a model of that name has to have heads."""
+    """True if a model of this architecture must have attention heads."""
     known = ARCHITECTURES.get(architecture)
     return known is None or not (known.recurrent and known.recurrent.rule == "every layer")
 
 
 def parse_weights(keys: Keys, tensors: Iterable[Tensor], layers: int) -> Weights:
-    """Bytes by layer and beside the layers; a tied embedding is counted a second time as the output."""
+    """Bytes by layer and outside the layers; a tied embedding counts a second time as the output."""
     dense, experts = [0] * layers, [0] * layers
     sums: defaultdict[str, int] = defaultdict(int)
     for tensor in tensors:
@@ -138,10 +139,10 @@ def parse_weights(keys: Keys, tensors: Iterable[Tensor], layers: int) -> Weights
             sums[tensor.name] += tensor.size_bytes
             continue
         if int(block[1]) >= layers:
-            keys.fail(f"it holds tensors of layer {block[1]}, and its header tells of {layers} layers")
+            keys.fail(f"it has tensors of layer {block[1]}, but its header says {layers} layers")
         (experts if _EXPERTS.search(tensor.name) else dense)[int(block[1])] += tensor.size_bytes
     if layers > 1 and not dense[-1] + experts[-1]:
-        keys.fail(f"its header tells of {layers} layers, and it holds no tensors of layer {layers - 1}")
+        keys.fail(f"its header says {layers} layers, but it has no tensors of layer {layers - 1}")
     tied = 0 if "output.weight" in sums else sums["token_embd.weight"]
     return Weights(
         embedding_bytes=sums["embedding"],
@@ -152,10 +153,12 @@ def parse_weights(keys: Keys, tensors: Iterable[Tensor], layers: int) -> Weights
 
 
 def check_projections(keys: Keys, tensors: Iterable[Tensor], heads: Heads) -> None:
-    """No cache row is longer than what the layer's K projection gives: a lie here is terabytes of cache."""
+    """Check that no cache row is longer than the layer's K projection gives: a wrong header could mean terabytes of
+    cache."""
     known = ARCHITECTURES.get(keys.architecture)
     kinds = [(_K_PROJECTION, heads.kv_heads, "KV heads")]
-    if known is None or known.latents is None:  # which name the length of the compressed row, and not a query's
+    # with latents, the lengths are those of the compressed row and not of a query
+    if known is None or known.latents is None:
         kinds.append((_Q_PROJECTION, heads.heads, "heads"))
     shortest = min(heads.key_length, heads.sliding_key_length)
     for tensor in tensors:
@@ -163,13 +166,13 @@ def check_projections(keys: Keys, tensors: Iterable[Tensor], heads: Heads) -> No
             found = pattern.fullmatch(tensor.name)
             if found and len(tensor.shape) == 2 and counts[int(found[1])] * shortest > tensor.shape[1]:
                 keys.fail(
-                    f"its header tells of {counts[int(found[1])]} {words} of {shortest} in layer {found[1]}, "
-                    f"and {tensor.name} has {tensor.shape[1]} rows"
+                    f"its header says {counts[int(found[1])]} {words} of {shortest} in layer {found[1]}, "
+                    f"but {tensor.name} has {tensor.shape[1]} rows"
                 )
 
 
 def parse_stack(keys: Keys, heads: Heads, embedding_length: int, weights: Weights) -> tuple[Layer, ...]:
-    """Every layer in order, draft layers last. Only for what `why_unsupported` has nothing against."""
+    """Return every layer in order, draft layers last. Only for models without a reason in `why_unsupported`."""
     architecture = ARCHITECTURES[keys.architecture]
     layers = len(heads.heads)
     trunk = layers - keys.number("nextn_predict_layers", default=0, high=layers)
@@ -235,7 +238,7 @@ def _known_keys(architecture: Architecture) -> set[str]:
 
 
 def _keeps_drafts(architecture: Architecture) -> bool:
-    """Whether the filter of the hybrid's attention layers takes draft layers, too."""
+    """True if the engine's filter of attention layers in this hybrid includes draft layers."""
     return architecture.recurrent is not None and architecture.recurrent.rule != "interval"
 
 
@@ -244,7 +247,7 @@ def _is_mla(keys: Keys, architecture: Architecture) -> bool:
         return False
     key, value = (keys.number(f"attention.{name}_length_mla", default=0) for name in ("key", "value"))
     if bool(key) != bool(value):
-        keys.fail(f"its keys attention.key_length_mla and attention.value_length_mla go together: {key} and {value}")
+        keys.fail(f"its keys attention.key_length_mla, attention.value_length_mla must both be set: {key}, {value}")
     return bool(key)
 
 
@@ -264,7 +267,7 @@ def _slides(keys: Keys, sliding: Sliding | None, trunk: int, layers: int) -> lis
     if given is not None:
         return [*given[:layers], *[False] * (layers - len(given))]
     if sliding.period is None:
-        keys.fail("its header has no array attention.sliding_window_pattern, and its layers slide by it")
+        keys.fail("its header has no array attention.sliding_window_pattern, which this architecture needs")
     period = keys.number("attention.sliding_window_pattern", default=sliding.period) if sliding.period else 0
     dense = 0 if sliding.dense_first else period - 1
     return [number < trunk and (period == 0 or number % period != dense) for number in range(layers)]
@@ -277,7 +280,7 @@ def _recurs(keys: Keys, recurrent: Recurrent | None, heads: Heads, trunk: int) -
     if recurrent.rule == "interval":
         given = keys.flags("attention.recurrent_layers")
         if given is not None and len(given) != len(layers):
-            keys.fail(f"its key attention.recurrent_layers must hold {len(layers)} truths, one a layer")
+            keys.fail(f"its key attention.recurrent_layers must hold {len(layers)} booleans, one a layer")
         interval = keys.number("full_attention_interval", default=recurrent.interval, low=1)
         return [number < trunk and (given[number] if given else (number + 1) % interval != 0) for number in layers]
     fed = _feed_forward(keys, recurrent, len(layers))
@@ -286,14 +289,14 @@ def _recurs(keys: Keys, recurrent: Recurrent | None, heads: Heads, trunk: int) -
 
 
 def _feed_forward(keys: Keys, recurrent: Recurrent | None, layers: int) -> tuple[int, ...]:
-    """Rows of each layer's feed-forward network where those with one do nothing else; else nothing but zeros."""
+    """Feed-forward rows by layer, if a layer with feed-forward has nothing else; else all 0."""
     if recurrent is None or recurrent.rule != "no KV heads and no feed-forward":
         return (0,) * layers
     return keys.by_layer("feed_forward_length", layers, default=0)
 
 
 def _caches(keys: Keys, architecture: Architecture, heads: Heads, recurs: list[bool]) -> list[bool]:
-    """Which layers have a cache of their own."""
+    """For each layer, True if it has a cache of its own."""
     layers = len(recurs)
     own = architecture.own_kv_layers if architecture.own_kv_layers is not None else layers
     if architecture.shares_kv:
@@ -307,7 +310,7 @@ def _caches(keys: Keys, architecture: Architecture, heads: Heads, recurs: list[b
 
 
 def _state_bytes(keys: Keys, recurrent: Recurrent | None, heads: Heads, embedding_length: int) -> int:
-    """(n_embd_r + n_embd_s) × 4, of one layer and one sequence."""
+    """Bytes of state per layer and sequence: (n_embd_r + n_embd_s) × 4."""
     state = recurrent.state if recurrent else "ssm"
     if state == "wkv":
         shift = keys.number("token_shift_count", default=2)

@@ -1,5 +1,8 @@
-"""A LoRA adapter: for which base it is, and what it takes. From its header alone, by the rules of llama.cpp's
-src/llama-adapter.cpp (build 11312), which refuses all others when it has loaded the model."""
+"""A LoRA adapter: its base model and its size, from its header alone.
+
+The rules are those of llama.cpp's src/llama-adapter.cpp (build 11312), which refuses other files only after loading
+the model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _EMBEDDING = "token_embd.weight"
 
 
 def read_adapter(path: Path, scale: float, base: Model) -> Adapter:
-    """Raises ModelUnreadableError for what is no LoRA adapter, or of another base."""
+    """Read an adapter. Raises ModelUnreadableError if it is not a LoRA adapter of this base."""
     gguf = read_gguf(path)
     keys = Keys(gguf)
     _check_kind(keys, base)
@@ -51,45 +54,45 @@ def read_adapter(path: Path, scale: float, base: Model) -> Adapter:
 def _check_kind(keys: Keys, base: Model) -> None:
     kind, adapter = keys.text("general.type"), keys.text("adapter.type")
     if kind != "adapter" or adapter != "lora":
-        keys.fail(f"it is no LoRA adapter: general.type {kind}, adapter.type {adapter}", hint="give a LoRA as GGUF")
+        keys.fail(f"it is not a LoRA adapter: general.type {kind}, adapter.type {adapter}", hint="give a LoRA as GGUF")
     if keys.architecture != base.architecture:
-        message = f"adapter is of another base: {keys.architecture}, and {base.title} is {base.architecture}"
+        message = f"adapter has another base: {keys.architecture}, but {base.title} is {base.architecture}"
         raise ModelUnreadableError(message, hint="use an adapter that was trained on this model")
 
 
 def _halves(keys: Keys, tensors: tuple[Tensor, ...]) -> dict[str, dict[str, Tensor]]:
-    """By the name of the base's matrix. Norms are passed over, as the engine does."""
+    """Group tensors by the name of the base's matrix. Norms are ignored, as the engine does."""
     found: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         if half := _HALF.fullmatch(tensor.name):
             found.setdefault(half[1], {})[half[2]] = tensor
         elif not tensor.name.endswith("_norm.weight"):
-            keys.fail(f"its tensor {tensor.name} is no part of a LoRA", hint="convert the adapter anew")
+            keys.fail(f"its tensor {tensor.name} is not part of a LoRA", hint="convert the adapter again")
     if not found:
-        keys.fail("it holds no tensors of a LoRA", hint="convert the adapter anew")
+        keys.fail("it has no tensors of a LoRA", hint="convert the adapter again")
     if lone := next((name for name, pair in found.items() if len(pair) < 2), None):
-        keys.fail(f"its half of {lone} has no other half", hint="fetch or convert the adapter anew")
+        keys.fail(f"its matrix {lone} has only one half", hint="fetch or convert the adapter again")
     return found
 
 
 def _why_not(name: str, pair: dict[str, Tensor], shape: tuple[int, ...] | None) -> str | None:
-    """In words, why this pair is not for a matrix of that shape."""
+    """Return why this pair does not fit a matrix of this shape; None if it fits."""
     if shape is None:
-        return f"that has no {name}"
+        return f"it has no {name}"
     a, b = pair["a"].shape, pair["b"].shape
     if min(len(a), len(b), len(shape)) < 2:
-        return f"{name} is no matrix"
+        return f"{name} is not a matrix"
     if name == _EMBEDDING:
         columns, rows = b[1], a[1]
     else:
         columns, rows = a[0], b[1]
         if a[1] != b[0]:
-            return f"the halves of {name} are of rank {a[1]} and {b[0]}"
+            return f"the halves of {name} have ranks {a[1]} and {b[0]}"
     if (columns, rows) != shape[:2]:
-        return f"{name} is {shape[0]:,} x {shape[1]:,} there and {columns:,} x {rows:,} in the adapter"
+        return f"{name} is {shape[0]:,} x {shape[1]:,} in the base and {columns:,} x {rows:,} in the adapter"
     return None
 
 
 def _refuse(path: Path, base: Model, why: str) -> NoReturn:
-    message = f"adapter is of another base than {base.title}: {path.name}: {why}"
+    message = f"adapter has another base than {base.title}: {path.name}: {why}"
     raise ModelUnreadableError(message, hint="use an adapter that was trained on this model")

@@ -1,7 +1,7 @@
-"""A small model that drafts for a large one: it has to speak the same tokens.
+"""A small draft model for a large one; both must have the same tokens.
 
-llama-server compares both vocabularies itself (common_speculative_are_compatible), and when they differ it serves
-without speculation and says so only in its log. So they are compared here first, by the same rule.
+llama-server compares both vocabularies (common_speculative_are_compatible). If they differ, it serves without
+speculation and says so only in its log. So they are compared here first, by the same rule.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from appliance.model.formats.parts import read_whole
 from appliance.values import dataclass
 
 SIZES_APART = 128  # SPEC_VOCAB_MAX_SIZE_DIFFERENCE: vocabularies are padded
-FIRST_COMPARED = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: before it are <unk>, <s> and the like
+FIRST_COMPARED = 5  # before it are <unk>, <s> and the like
 _PREFIX = "tokenizer.ggml."
 _ENDS = (("add_bos_token", "bos_token_id"), ("add_eos_token", "eos_token_id"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """`ends` holds what the header says of the tokens that begin and end a text; a default is not known here."""
+    """Tokens of a model. `ends` holds the header's settings for tokens at the begin and end of a text; defaults are
+    unknown here."""
 
     kind: str
     tokens: tuple[bytes, ...]
@@ -31,17 +32,20 @@ class Vocabulary:
 
 
 def read_draft(request: str, target: Model, models_dir: Path, source: str) -> Model:
-    """The model that drafts for `target`. Raises ConfigError when it cannot be found, and ModelUnreadableError when it
-    is of another model, as an adapter or a projector would be, or unreadable as any model."""
+    """Read the draft model for `target`.
+
+    Raises ConfigError if it cannot be found, ModelUnreadableError if it is unreadable or has other tokens than
+    `target`.
+    """
     try:
         path = resolve_model(request, models_dir)
         gguf = read_whole(path)
-    except FatalError as error:  # else it would read as if the model itself were meant
+    except FatalError as error:  # without the prefix, the message would seem to mean the model itself
         error.message = f"draft model ({source}): {error.message}"
         raise
     if why := why_different(read_vocabulary(read_whole(target.path)), read_vocabulary(gguf)):
-        message = f"draft model does not speak the tokens of {target.path.name}: {path.name} ({source}): {why}"
-        raise ModelUnreadableError(message, hint="use a smaller model of the same family, or take the draft model out")
+        message = f"draft model has other tokens than {target.path.name}: {path.name} ({source}): {why}"
+        raise ModelUnreadableError(message, hint="use a smaller model of the same family, or remove the draft model")
     return parse_facts(gguf)
 
 
@@ -56,7 +60,7 @@ def read_vocabulary(gguf: Gguf) -> Vocabulary:
 
 
 def why_different(target: Vocabulary, draft: Vocabulary) -> str | None:
-    """In words, why one cannot draft for the other; None when it can as far as headers tell."""
+    """Return why one cannot draft for the other; None if the headers show no difference."""
     if target.kind != draft.kind:
         return f"its tokenizer is {draft.kind}, not {target.kind}"
     for adds, token in _ENDS:
@@ -73,7 +77,7 @@ def why_different(target: Vocabulary, draft: Vocabulary) -> str | None:
 
 
 def _ends_differ(target: dict[str, Value], draft: dict[str, Value], adds: str, token: str) -> str | None:
-    """Where both headers say whether the token is added: whether both add it, and the same."""
+    """Compare whether both models add this token, and the same one; None if a header does not say so."""
     if adds not in target or adds not in draft:
         return None
     if target[adds] != draft[adds]:

@@ -1,7 +1,7 @@
-"""A multimodal projector: what it reads, for which models it is, and what it takes. From its header alone.
+"""A multimodal projector: what it reads, its models, and its size. From its header alone.
 
-Keys, tensors and sizes as llama.cpp's tools/mtmd/clip.cpp has them (build 11312): `clip_n_mmproj_embd` for the length
-of the vectors that a projector gives, which the engine compares with the model's when it has loaded both.
+Keys, tensors and sizes are those of llama.cpp's tools/mtmd/clip.cpp (build 11312): `clip_n_mmproj_embd` gives the
+length of a projector's vectors. The engine compares it with the model's only after loading both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from appliance.model.architecture.facts import Model
 from appliance.model.formats.gguf import Gguf, read_gguf
 from appliance.model.formats.keys import Keys
 
-# Where the length of the vectors stands: of the first of these tensors that is there, the dimension of that number. Of
-# kinds that are not here it is not known, and only the engine compares.
+# Source of the vector length: the dimension with this number of the first tensor that exists. For kinds that are
+# missing here it is unknown, and only the engine compares.
 _LENGTHS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({
     "adapter": (("adapter.linear.dense_4h_to_h.weight", 1),),
     "cogvlm": (("mm.down.weight", 1),),
@@ -51,13 +51,14 @@ _LENGTHS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({
     "qwen2a": (("mm.a.fc.weight", 1),),
     "qwen2vl_merger": (("mm.2.bias", 0),),
     "qwen3a": (("mm.a.mlp.2.weight", 1),),
-    "qwen3vl_merger": (("mm.2.bias", 0),),  # of one of several rows: those for the model's later layers are as long
+    # row length of one of several vectors; those for later layers of the model are as long
+    "qwen3vl_merger": (("mm.2.bias", 0),),
     "resampler": (("resampler.proj.weight", 0),),
     "step3vl": (("mm.model.fc.weight", 1),),
     "ultravox": (("mm.a.mlp.2.weight", 1),),
     "voxtral": (("mm.a.mlp.2.weight", 1),),
 })  # fmt: skip
-# Kinds that were trained with models of these architectures alone; of others many were (PROJECTOR_TYPE_NAMES in
+# Kinds that were trained only with models of these architectures; other kinds go with many (PROJECTOR_TYPE_NAMES in
 # tools/mtmd/clip-impl.h, and the language models of the same families in src/models).
 _FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType({
     "cogvlm": frozenset({"cogvlm"}),
@@ -72,22 +73,22 @@ _FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType({
     "qwen2vl_merger": frozenset({"qwen2vl"}),
     "qwen3vl_merger": frozenset({"qwen35", "qwen35moe", "qwen3vl", "qwen3vlmoe", "qwen4exp"}),
 })  # fmt: skip
-# Kinds that read an image in its own size, up to so many patches (4,096 tokens of 2 x 2, clip.cpp's
+# Kinds that read an image in its own size, up to this many patches (4,096 tokens of 2 x 2, clip.cpp's
 # set_limit_image_tokens); all others scale or tile it to one size.
 _ANY_SIZE = ("dots_ocr", "exaone4_5", "glm4v", "glm5v", "kimik25", "kimivl", "lightonocr", "paddleocr", "pixtral",
              "qwen2.5o", "qwen2.5vl_merger", "qwen2vl_merger", "qwen3vl_merger", "youtuvl")  # fmt: skip
 _PATCHES_ANY_SIZE = 16384
 _OF_THIS_MODEL = "use the mmproj file of this model, or --mmproj off to serve text"
 _USUAL_WORK_BYTES = 512 * MIB
-_FRAMES = 3000  # of 30 s of sound, which is what an encoder reads at once
+_FRAMES = 3000  # for 30 s of sound, which an encoder reads at once
 
 
 def read_projector(path: Path) -> Projector:
-    """Raises ModelUnreadableError for whatever is no projector."""
+    """Read a projector. Raises ModelUnreadableError for any other file."""
     gguf = read_gguf(path)
     keys = Keys(gguf)
     if keys.architecture != "clip":
-        keys.fail(f"it is no multimodal projector but a model of {keys.architecture}", hint="give an mmproj file")
+        keys.fail(f"it is not a multimodal projector but a model of {keys.architecture}", hint="give an mmproj file")
     towers = [tower for tower in ("vision", "audio") if keys.is_true(f"has_{tower}_encoder", default=False)]
     if not towers:
         keys.fail("it reads neither images nor audio", hint="give the mmproj file of the model")
@@ -104,7 +105,7 @@ def read_projector(path: Path) -> Projector:
 
 
 def unread_projector(path: Path, size: int) -> Projector:
-    """Of one that is not here yet: its length, and what such files were seen to work in."""
+    """Projector that is not on the volume yet: its file size, and a usual value for its buffers."""
     return Projector(
         path=path,
         kind="",
@@ -117,22 +118,22 @@ def unread_projector(path: Path, size: int) -> Projector:
 
 
 def fits(projector: Projector, model: Model) -> bool:
-    """As far as is known."""
+    """True if the projector fits the model, as far as is known."""
     return projector.length in (None, model.embedding_length) and _other_family(projector, model) is None
 
 
 def _other_family(projector: Projector, model: Model) -> frozenset[str] | None:
-    """The architectures that the projector is for, where this model's is none of them."""
+    """Return the architectures that the projector is for; None if the model's is among them or they are unknown."""
     family = _FAMILIES.get(projector.kind)
     return None if family is None or model.architecture in family else family
 
 
 def check_match(projector: Projector, model: Model, source: str) -> None:
-    """Raises ModelUnreadableError for a projector of another model."""
+    """Raises ModelUnreadableError if the projector is for another model."""
     if projector.length is not None and projector.length != model.embedding_length:
         message = (
-            f"projector is of another model: {projector.path.name} ({source}) gives vectors of {projector.length:,} "
-            f"values, and {model.title} takes {model.embedding_length:,}"
+            f"projector is for another model: {projector.path.name} ({source}) gives vectors of {projector.length:,} "
+            f"values, but {model.title} takes {model.embedding_length:,}"
         )
         raise ModelUnreadableError(message, hint=_OF_THIS_MODEL)
     _check_family(projector, model, source)
@@ -141,8 +142,8 @@ def check_match(projector: Projector, model: Model, source: str) -> None:
 def _check_family(projector: Projector, model: Model, source: str) -> None:
     if family := _other_family(projector, model):
         message = (
-            f"projector is of another model: {projector.path.name} ({source}), of kind {projector.kind}, is for "
-            f"{' or '.join(sorted(family))}, and {model.title} is of {model.architecture}"
+            f"projector is for another model: {projector.path.name} ({source}), of kind {projector.kind}, is for "
+            f"{' or '.join(sorted(family))}, but {model.title} is {model.architecture}"
         )
         raise ModelUnreadableError(message, hint=_OF_THIS_MODEL)
 
@@ -157,8 +158,11 @@ def _length(gguf: Gguf, kind: str) -> int | None:
 
 
 def _work_bytes(keys: Keys, tower: str, kind: str) -> int:
-    """The scheduler's buffer with flash attention. Seen: 121.25 MiB for 4,096 patches of 1,152 values with 4,304 in the
-    feed-forward layer, which is 4 bytes of three times the one and once the other; a gate and its product are twice."""
+    """Size of the scheduler's buffer with flash attention.
+
+    Measured: 121.25 MiB for 4,096 patches of 1,152 values with 4,304 in the feed-forward layer. That is 4 bytes x (3
+    x width + feed-forward width). With a gate the feed-forward width counts twice.
+    """
     width, wide = keys.number(f"{tower}.embedding_length", low=1), keys.number(f"{tower}.feed_forward_length")
     rows = _FRAMES if tower == "audio" else _patches(keys, kind)
     return 4 * rows * (3 * width + 2 * (wide or 4 * width))

@@ -1,6 +1,6 @@
-"""Which model of the volume to serve: the one asked for, else the only one.
+"""Find which model of the volume to serve: the requested one, else the only one.
 
-A model is a GGUF file, or a folder with config.json and safetensors files. One image serves one of the two.
+A model is a GGUF file, or a folder with config.json and safetensors files. One image serves one of the two formats.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 DEPTH = 2  # models/organisation/repository/file.gguf
 _LISTED = 20
-_TYPES = ("bf", "f", "fp", "model", "q")  # of mmproj-F16.gguf and mmproj-model-f16.gguf, which name nobody
+_TYPES = ("bf", "f", "fp", "model", "q")  # words in mmproj-F16.gguf and mmproj-model-f16.gguf that name no model family
 _WORDS: dict[Format, str] = {"gguf": "a .gguf file", "safetensors": "a folder of safetensors"}
 
 
 def list_models(models_dir: Path, budget: Iterator[int] | None = None, *, with_repos: bool = True) -> tuple[Path, ...]:
-    """Every model, sorted: *.gguf files, of a split one the first part, without projectors; folders of safetensors;
-    and, `with_repos`, what is whole in folders of huggingface_hub's cache, each path of a repository once.
+    """List every model, sorted: *.gguf files (only the first part of a split one, no projectors) and safetensors
+    folders.
 
-    Hidden folders (unfinished downloads) and `lost+found` are passed over; no more than ENTRIES_LIMIT files and folders
-    are looked at, or as many as `budget` has left. Raises ModelUnreadableError for a folder that cannot be read; a
-    `models_dir` that is not there holds nothing.
+    With `with_repos`, complete models in huggingface_hub's cache are included, each path of a repository once.
+    Hidden folders (unfinished downloads) and `lost+found` are skipped. At most ENTRIES_LIMIT files and folders are
+    read, or the rest of `budget`. Raises ModelUnreadableError for a folder that cannot be read; a missing
+    `models_dir` is empty.
     """
     if not _is_there(models_dir):
         return ()
@@ -47,7 +48,7 @@ def list_models(models_dir: Path, budget: Iterator[int] | None = None, *, with_r
 def is_folder_model(path: Path) -> bool:
     try:
         return _is_there(path / "config.json") and any(path.glob("*.safetensors"))
-    except OSError:  # not even its kind may be asked for: somebody else's mount, /proc/1/cwd
+    except OSError:  # not even its type may be read: another user's mount, /proc/1/cwd
         return False
 
 
@@ -56,11 +57,11 @@ def find_projector(model: Path) -> Path | None:
 
 
 def find_projectors(model: Path) -> tuple[Path, ...]:
-    """Multimodal projectors that lie beside a GGUF model, `mmproj` in their names: the one whose name is most like its
-    own first.
+    """List multimodal projectors beside a GGUF model (`mmproj` in their names), the most similar name first.
 
-    Where several models share a folder they have to name the model's family, or any of them would get another's. What
-    was fetched of one repository is of one family, also where the quantizations have folders of their own.
+    If several models share a folder, the projector's name must contain the model's family; otherwise a model could
+    get another's. Files of one repository in the hub's cache are of one family, also if each quantization has its
+    own folder.
     """
     snapshot = next((folder for folder in model.parents[:3] if folder.parent.name == "snapshots"), None)
     try:
@@ -78,9 +79,11 @@ def _likeness(name: str, other: str) -> float:
 
 
 def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
-    """The file or folder to serve; what nobody named is of the format that this image `serves`.
+    """Return the file or folder to serve. Without a request, only models in the format that this image `serves`
+    count.
 
-    Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one or is there in part alone.
+    Raises ConfigError if the request matches nothing or is ambiguous, ModelUnreadableError if the file is no model
+    or incomplete.
     """
     if request:
         return _requested(request, models_dir)
@@ -93,16 +96,19 @@ def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gg
 
 
 def _others(models_dir: Path) -> str:
-    """What lies there instead: a name without its .gguf, a folder that lacks its config.json, the other format."""
+    """Describe what the folder has instead: a name without .gguf, a folder without config.json, the other format."""
     found = _entries(models_dir, iter(range(ENTRIES_LIMIT))) if _is_there(models_dir) else []
-    return f"; what is there is no model of this image:{_listing(found)}" if found else ""
+    return f"; these files are not models of this image:{_listing(found)}" if found else ""
 
 
 def find_model(request: str, models_dir: Path) -> Path | None:
-    """What it names on the volume, or elsewhere as a path. None for what is not there, or not whole, for a repository
-    of which several quantizations are there, and for a folder that is no model, whose name may mean something else.
-    Raises ConfigError where a name could be several, and as `resolve_model` for a path that cannot be a model."""
-    for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
+    """Return the path of the requested model on the volume, or elsewhere if the request is a path.
+
+    None if it is missing or incomplete, if several quantizations of a repository match, or for a folder that is no
+    model (its name may mean something else). Raises ConfigError if a name is ambiguous, ModelUnreadableError for a
+    path that cannot be a model.
+    """
+    for path in (models_dir / request, Path(request)):  # both are the same path if the request is absolute
         if _is_there(path) and (Path(request).is_absolute() or _is_model(path)):
             return _checked(path)
     if cached := [model for model in _in_cache(request, models_dir) if not model.problem]:
@@ -115,12 +121,12 @@ def find_model(request: str, models_dir: Path) -> Path | None:
 
 
 def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
-    """None where the volume has none of this format. Raises ConfigError where it has several."""
+    """Return the volume's only model of this format, or None if it has none. Raises ConfigError if it has several."""
     models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
-    models = [path for path in models if os.path.exists(path)] or models  # noqa: PTH110 - links that lead nowhere
+    models = [path for path in models if os.path.exists(path)] or models  # noqa: PTH110 - dead links
     if len(models) > 1 and all(piece_of(path) for path in models):
         return None
-    if len(models) > 1:  # an adapter, and a projector without `mmproj` in its name, is a file like any other
+    if len(models) > 1:  # an adapter, or a projector without `mmproj` in its name, looks like a model
         models = [path for path in models if not _is_beside(path)]
     if len(models) > 1:
         message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
@@ -129,8 +135,8 @@ def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
 
 
 def _is_beside(path: Path) -> bool:
-    """Whether it is a file that is loaded beside a model, by its header."""
-    from appliance.model.formats.gguf import read_gguf  # here: no start with one model needs it
+    """True if the file's header shows that it is an attachment, not a model."""
+    from appliance.model.formats.gguf import read_gguf  # here: a start with one model does not need it
 
     try:
         metadata = {} if _is_folder(path) else read_gguf(path).metadata
@@ -149,7 +155,7 @@ def _requested(request: str, models_dir: Path) -> Path:
         first = cached[0]
         if not first.problem:
             raise _several(request, [model.path for model in cached])
-        message = f"model on the volume is not whole: {printable(f'{first.name}: {first.problem}')}"
+        message = f"model on the volume is incomplete: {printable(f'{first.name}: {first.problem}')}"
         raise ModelUnreadableError(message, hint=f"fetch it again: appliance models pull {printable(first.repo)}")
     if told := why_nothing(models_dir, request):
         raise told
@@ -164,8 +170,8 @@ def _requested(request: str, models_dir: Path) -> Path:
 
 
 def _several(request: str, found: Sequence[Path]) -> ConfigError:
-    message = f"model name {request} means {len(found)} files on the volume{_listing(found)}"
-    return ConfigError(message, hint="give the path of the one that is meant")
+    message = f"model name {request} matches {len(found)} files on the volume{_listing(found)}"
+    return ConfigError(message, hint="give the path of one of them")
 
 
 def _names(path: Path) -> tuple[str, ...]:
@@ -173,10 +179,10 @@ def _names(path: Path) -> tuple[str, ...]:
 
 
 def _in_cache(request: str, models_dir: Path) -> tuple[CachedModel, ...]:
-    """By the name of a repository, whole or not."""
+    """Find models by the name of a repository, complete or not."""
     if Path(request).is_absolute() or not _has_repos(models_dir):
         return ()
-    from appliance.model.files.hub_cache import find_cached  # here: a start without such folders never needs it
+    from appliance.model.files.hub_cache import find_cached  # here: a start without such folders does not need it
 
     return find_cached(request, models_dir)
 
@@ -223,7 +229,7 @@ def _walk(folder: Path, depth: int, budget: Iterator[int], *, with_repos: bool) 
         if path.name.startswith("models--") and depth == DEPTH:
             if with_repos:
                 from appliance.model.files.hub_cache import (
-                    list_cached,  # here: a start without such folders never needs it
+                    list_cached,  # here: a start without such folders does not need it
                 )
 
                 yield from (model.path for model in list_cached(path, budget=budget) if not model.problem)
@@ -245,7 +251,7 @@ def _entries(folder: Path, budget: Iterator[int]) -> list[Path]:
 
 
 def _is_there(path: Path) -> bool:
-    """True also for what may not be looked at: opening it then says why, which "not there" would hide."""
+    """True if the path exists or may not be inspected: opening it then reports why, which "not there" would hide."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL byte
@@ -269,13 +275,13 @@ def _is_served(name: str) -> bool:
 
 
 def _family(projector: str) -> str:
-    """`gemma` of mmproj-gemma-3-12b-F16.gguf; nothing of mmproj-F16.gguf."""
+    """Model family in a projector's name: `gemma` for mmproj-gemma-3-12b-F16.gguf, "" for mmproj-F16.gguf."""
     words = re.findall(r"[a-z]+|\d+", projector.casefold().removesuffix(".gguf").replace("mmproj", ""))
     return words[0] if len(words) > 1 and words[0] not in _TYPES else ""
 
 
 def _listing(models: Sequence[Path]) -> str:
-    """The names below each other; empty without any."""
+    """Format the paths one per line; "" if there are none."""
     lines = [f"\n  {printable(str(path))}" for path in models[:_LISTED]]
     more = len(models) - _LISTED
     return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")

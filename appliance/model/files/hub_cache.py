@@ -1,6 +1,7 @@
-"""Models in the layout of huggingface_hub's cache: `models--org--name/snapshots/<commit>/file -> ../../blobs/<hash>`.
+"""Models in the layout of huggingface_hub's cache: `models--org--name/snapshots/<commit>/file ->
+../../blobs/<hash>`.
 
-As read in huggingface_hub 2.4.0: utils/_cache_manager.py (how it scans), file_download.py (`.incomplete`, `.locks`),
+Source: huggingface_hub 2.4.0, utils/_cache_manager.py (scan), file_download.py (`.incomplete`, `.locks`),
 utils/_shared_blobs.py (a blob may be a link to `blobs/<2 hex>/<hash>` of the whole cache).
 """
 
@@ -20,7 +21,7 @@ from appliance.values import dataclass
 
 PREFIX = "models--"
 INCOMPLETE = ".incomplete"
-_DEPTH = 3  # folders inside a repository; published ones have one, named after the quantization
+_DEPTH = 3  # folder levels in a repository; published ones have one level, named after the quantization
 _REFERENCE_LIMIT = 512
 _REF_BYTES = 256
 _OF_URL = re.compile(r"url/[^/]+/[0-9a-f]{12}")  # models--url--<host>--<beginning of the URL's sha256>
@@ -29,16 +30,16 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 @dataclass(frozen=True, kw_only=True)
 class CachedModel:
-    """A GGUF file, of a split one the first part, or a snapshot that is a folder of safetensors (`file` is empty)."""
+    """A GGUF file, the first part of a split one, or a snapshot that is a safetensors folder (then `file` is empty)."""
 
     repo: str  # org/name
     file: str  # inside the repository, with "/"
     path: Path
-    problem: str | None = None  # why it cannot be used; None: it is whole
+    problem: str | None = None  # why it cannot be used; None if it is complete
 
     @property
     def name(self) -> str:
-        """As it is asked for; what came from a URL by its file alone."""
+        """Name to request it by; for a download from a URL only the file's name."""
         if _OF_URL.fullmatch(self.repo):
             return self.file
         return f"{self.repo}/{self.file}" if self.file else self.repo
@@ -49,14 +50,17 @@ def is_repo(folder: Path) -> bool:
 
 
 def repo_of(folder: Path) -> str:
-    """`org/name` of models--org--name; as the hub's own scan reads it."""
+    """`org/name` from models--org--name, as the hub's own scan reads it."""
     return folder.name.removeprefix(PREFIX).replace("--", "/")
 
 
 def list_cached(folder: Path, revision: str = "", budget: Iterator[int] | None = None) -> tuple[CachedModel, ...]:
-    """Models of one repository's folder, sorted. Where snapshots differ: of refs/main, else of the newest with a whole
-    one. `revision` is a branch, a tag, or the beginning of a commit; `budget` has as many numbers as files and folders
-    may be looked at. Raises ModelUnreadableError for a folder that may not be read."""
+    """List the models of one repository's folder, sorted.
+
+    If snapshots differ, that of refs/main counts, else the newest with a complete model. `revision` is a branch, a
+    tag, or the beginning of a commit. `budget` limits the number of files and folders that are read. Raises
+    ModelUnreadableError for a folder that cannot be read.
+    """
     found: dict[str, CachedModel] = {}
     budget = budget or iter(range(ENTRIES_LIMIT))
     for snapshot in _snapshots(folder, revision, budget):
@@ -67,8 +71,10 @@ def list_cached(folder: Path, revision: str = "", budget: Iterator[int] | None =
 
 
 def find_cached(reference: str, cache: Path) -> tuple[CachedModel, ...]:
-    """What `org/name`, `org/name:QUANT`, `org/name@revision`, `org/name/file` or a URL means in this cache: of one
-    name the whole ones, or those that are not, with the reason."""
+    """Find `org/name`, `org/name:QUANT`, `org/name@revision`, `org/name/file` or a URL in this cache.
+
+    Returns the complete models, or if there are none, the incomplete ones with their reason.
+    """
     parsed = _parse(reference)
     if parsed is None:
         return ()
@@ -80,7 +86,7 @@ def find_cached(reference: str, cache: Path) -> tuple[CachedModel, ...]:
 
 
 def _parse(reference: str) -> tuple[str, str, str, str] | None:
-    """Folder's name without the prefix, revision, quantization and file; None for what is no reference."""
+    """Parse folder name without the prefix, revision, quantization and file; None if it is not a reference."""
     if len(reference) > _REFERENCE_LIMIT or not reference.isprintable():
         return None
     if reference.startswith(("https://", "http://")):
@@ -95,7 +101,7 @@ def _parse(reference: str) -> tuple[str, str, str, str] | None:
 
 
 def _folders(cache: Path, repo: str) -> list[Path]:
-    """Names of repositories are the same in upper and lower case for the hub."""
+    """Find a repository's folder. The hub's repository names are case-insensitive."""
     if "*" in repo:
         return list(cache.glob(PREFIX + repo))
     wanted = (PREFIX + repo).casefold()
@@ -103,7 +109,7 @@ def _folders(cache: Path, repo: str) -> list[Path]:
 
 
 def is_meant(own: str, quant: str, file: str) -> bool:
-    """Whether a file of a repository is the one with that quantization and that name; empty words mean any."""
+    """True if a repository's file has this quantization and this name; an empty string matches any."""
     own, wanted = own.casefold(), file.casefold()
     if wanted and wanted not in (own, own.removesuffix(".gguf"), PART.sub("", own), PART.sub(".gguf", own)):
         return False
@@ -111,7 +117,7 @@ def is_meant(own: str, quant: str, file: str) -> bool:
 
 
 def _snapshots(folder: Path, revision: str, budget: Iterator[int]) -> list[Path]:
-    """What refs/main names first, then the newest."""
+    """List the snapshots, refs/main first, then the newest."""
     snapshots = [path for path in _scan(folder / "snapshots", budget) if _is_folder(path)]
     if revision:
         commit = read_ref(folder, revision)
@@ -121,7 +127,7 @@ def _snapshots(folder: Path, revision: str, budget: Iterator[int]) -> list[Path]
 
 
 def read_ref(folder: Path, name: str) -> str:
-    """The commit that a branch or tag stood at when it was fetched; empty where nothing says so."""
+    """Return the commit that a branch or tag had when it was fetched; "" if unknown."""
     try:
         return read_file(folder / "refs" / name, _REF_BYTES).decode("ascii", "replace").strip()
     except (OSError, ValueError):
@@ -144,7 +150,7 @@ def _of_snapshot(folder: Path, snapshot: Path, budget: Iterator[int]) -> Iterato
 
 
 def _has_earlier(names: dict[str, Path], name: str, part: re.Match[str]) -> bool:
-    """Whether an earlier part speaks for the model."""
+    """True if an earlier part exists, which then represents the model."""
     stem, suffix = name[: part.start()], name[-len(".gguf") :]
     numbers = range(1, min(int(part[1]), PARTS_LIMIT))
     return any(f"{stem}-{number:05}-of-{part[2]}{suffix}" in names for number in numbers)
@@ -153,7 +159,7 @@ def _has_earlier(names: dict[str, Path], name: str, part: re.Match[str]) -> bool
 def _why_parts_unusable(names: dict[str, Path], name: str, part: re.Match[str], cache: str) -> str | None:
     count, stem, suffix = int(part[2]), name[: part.start()], name[-len(".gguf") :]
     if not 1 <= count <= PARTS_LIMIT:
-        return f"its name says that it is one of {count} parts"
+        return f"its name has an impossible number of parts: {count}"
     for number in range(1, count + 1):
         other = f"{stem}-{number:05}-of-{part[2]}{suffix}"
         if other not in names:
@@ -172,7 +178,7 @@ def _why_folder_unusable(names: dict[str, Path], cache: str) -> str | None:
 
 
 def missing_shard(names: Collection[str]) -> str:
-    """The first that the names of the others announce; empty where there is none."""
+    """Return the first shard that the other names announce but that is missing; "" if none is."""
     first = (found for name in names if (found := _SHARD.search(name)) and int(found[1]) == 1)
     missing = (_missing_beside(names, shard) for shard in first)
     return next(filter(None, missing), "")
@@ -186,8 +192,10 @@ def _missing_beside(names: Collection[str], shard: re.Match[str]) -> str:
 
 
 def why_unusable(path: Path, root: str) -> str | None:
-    """Of a file that may be a link: None when it leads to a file below `root`, a real path. What may not be looked at
-    counts as there: opening it says why."""
+    """Return why a file or link cannot be used. None if it leads to a file below `root`, a real path.
+
+    A path that may not be inspected counts as usable: opening it reports why.
+    """
     try:
         target = os.path.realpath(path, strict=True)
     except PermissionError:
@@ -197,8 +205,8 @@ def why_unusable(path: Path, root: str) -> str | None:
     if not Path(target).is_relative_to(root):
         return "it links out of its folder"
     if target.endswith(INCOMPLETE):
-        return "it was not fetched to its end"
-    return None if os.path.isfile(target) else "it is no file"  # noqa: PTH113 - the real path is a string
+        return "its download is not finished"
+    return None if os.path.isfile(target) else "it is not a file"  # noqa: PTH113 - the real path is a string
 
 
 def _files(folder: Path, depth: int, budget: Iterator[int]) -> Iterator[Path]:
@@ -218,11 +226,11 @@ def _modified_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
-        return 0  # it was just removed
+        return 0  # the path was just removed
 
 
 def _scan(folder: Path, budget: Iterator[int]) -> list[Path]:
-    """Without hidden ones, sorted; none of a folder that is not there."""
+    """List a folder without hidden entries, sorted; empty if it does not exist."""
     try:
         with os.scandir(folder) as entries:
             found = [Path(entry.path) for _, entry in zip(budget, entries, strict=False)]

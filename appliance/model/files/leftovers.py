@@ -1,6 +1,7 @@
-"""Files that lie in a folder of models and cannot be served as they are, told by their names: parts of a split model
-whose others are missing, pieces of a file that was cut by bytes, downloads that did not end, projectors alone, and
-empty folders that Docker made.
+"""Recognise files in a models folder that cannot be served as they are, by their names.
+
+These are incomplete split models, pieces of a file that was cut by bytes, unfinished downloads, projectors without a
+model, and empty folders made by Docker.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from appliance.system.disk import hint_of_empty
 from appliance.values import dataclass
 
 _DEPTH = 2
-# Names of pieces as people and `split` give them, with their place: x.gguf.part1of2, x.part1of2.gguf, x.gguf-split-a,
+# Names of pieces, given by people or by `split`, with their position: x.gguf.part1of2, x.part1of2.gguf, x.gguf-split-a,
 # x.gguf.001, x.gguf.part1, x.gguf.aa.
 _PIECES = (
     re.compile(r"(?P<file>.+\.gguf)[._-]part[._-]?(?P<at>\d+)[._-]?of[._-]?(?P<of>\d+)", re.IGNORECASE),
     re.compile(r"(?P<stem>.+)[._-]part[._-]?(?P<at>\d+)[._-]?of[._-]?(?P<of>\d+)\.gguf", re.IGNORECASE),
     re.compile(r"(?P<file>.+\.gguf)(?:-split-|\.)(?P<at>[a-z])", re.IGNORECASE),
-    re.compile(r"(?P<file>.+\.gguf)\.(?P<at>part\d+|\d{3})", re.IGNORECASE),  # x.gguf.1 is wget's second copy
+    re.compile(r"(?P<file>.+\.gguf)\.(?P<at>part\d+|\d{3})", re.IGNORECASE),  # not x.gguf.1: that is wget's second copy
     re.compile(r"(?P<file>.+\.gguf)\.?(?P<at>a[a-z])", re.IGNORECASE),
 )
 _UNFINISHED = re.compile(
@@ -37,7 +38,7 @@ _UNFINISHED = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """`file` is what all of them make together. `of` is None where the name does not count them."""
+    """A piece of `file`. `at` is its position; `of` is None if the name does not say how many there are."""
 
     path: Path
     file: str
@@ -47,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """`names` mean it, in small letters."""
+    """An unusable file and its error. `names` are the requests that mean it, in lower case."""
 
     names: frozenset[str]
     error: FatalError
@@ -64,7 +65,7 @@ def piece_of(path: Path) -> Piece | None:
 
 
 def why_piece(path: Path) -> ModelUnreadableError | None:
-    """What is said of a file whose name makes it one of several pieces; None for another."""
+    """Return an error if the file's name shows that it is one of several pieces, else None."""
     piece = piece_of(path)
     if piece is None:
         return None
@@ -73,7 +74,7 @@ def why_piece(path: Path) -> ModelUnreadableError | None:
 
 
 def why_empty_folder(path: Path) -> ModelUnreadableError | None:
-    """What is said of a folder with nothing in it; None for another."""
+    """Return an error if the folder is empty, else None."""
     hint = hint_of_empty(path)
     if hint is None:
         return None
@@ -86,7 +87,7 @@ def _names_a_file(path: Path) -> bool:
 
 
 def why_nothing(folder: Path, request: str | None = None) -> FatalError | None:
-    """What is said of the first of them in a folder without a model, or of the one that was asked for."""
+    """Return the error for the requested leftover, or for the first one without a request. None if nothing matches."""
     found = _leftovers(folder)
     wanted = (request or "").casefold()
     return next((each.error for each in found if not wanted or wanted in each.names), None)
@@ -109,23 +110,23 @@ def _leftovers(folder: Path) -> Iterator[Leftover]:
             yield Leftover(names=names, error=lacking)
     projectors = [path for path in paths if is_projector(path.name)]
     if projectors and not any(path.name.lower().endswith(".gguf") for path in paths if path not in projectors):
-        message = f"only a multimodal projector is there, and no model: {printable(str(projectors[0]))}"
-        yield Leftover(names=frozenset(), error=ConfigError(message, hint="put the model that it is of beside it"))
+        message = f"folder has only a multimodal projector and no model: {printable(str(projectors[0]))}"
+        yield Leftover(names=frozenset(), error=ConfigError(message, hint="put its model beside it"))
 
 
 def why_no_weights(path: Path) -> ModelUnreadableError | None:
-    """What is said of a folder with a config.json and not one of its files of weights; None for another."""
+    """Return an error if a folder has a config.json but none of its weight files, else None."""
     missing = missing_weights(path)
     if not missing:
         return None
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    message = f"model has no weights: {printable(str(path))}: {printable(missing[0])}{more} are not there"
+    message = f"model has no weights: {printable(str(path))}: {printable(missing[0])}{more} missing"
     hint = "fetch the whole folder again; with git, `git lfs pull` brings them"
     return ModelUnreadableError(message, hint=hint)
 
 
 def _parts(paths: Iterable[Path]) -> Iterator[Leftover]:
-    """Split models of which a part is not there."""
+    """Yield split models with a missing part."""
     found: defaultdict[tuple[Path, str, int], set[int]] = defaultdict(set)
     for path in paths:
         if part := PART.search(path.name):
@@ -138,7 +139,7 @@ def _parts(paths: Iterable[Path]) -> Iterator[Leftover]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         where = printable(str(folder / stem))
         message = f"model cannot be used: {where}: a part is missing: {printable(names[0])}{more}"
-        error = ModelUnreadableError(message, hint="fetch what is missing, and put all parts beside each other")
+        error = ModelUnreadableError(message, hint="fetch what is missing, and put all parts into one folder")
         first = f"{stem}-00001-of-{count:05}"
         meant = (stem, f"{stem}.gguf", first, f"{first}.gguf")
         yield Leftover(names=frozenset(name.casefold() for name in meant), error=error)
@@ -157,7 +158,7 @@ def _cut(paths: Iterable[Path]) -> Iterator[Leftover]:
 def _of_pieces(pieces: Sequence[Piece]) -> ModelUnreadableError:
     ordered = sorted(pieces, key=lambda each: (len(each.at), each.at))
     folder, file, of = ordered[0].path.parent, ordered[0].file, ordered[0].of
-    message = f"model is cut into pieces by bytes: {printable(str(folder / file))}: here are {len(ordered)}"
+    message = f"model is cut into pieces by bytes: {printable(str(folder / file))}: found {len(ordered)}"
     if of is not None and len(ordered) < of:
         hint = "fetch the others as well, then join all of them in their order with `cat`"
         return ModelUnreadableError(f"{message} of {of}", hint=hint)
@@ -169,7 +170,7 @@ def _entries(folder: Path, depth: int) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in islice(entries, ENTRIES_LIMIT))
-    except OSError:  # a list of what lies there says so
+    except OSError:  # the listing of models reports it
         return
     for name in names:
         if name.startswith((".", "models--")) or name == "lost+found":

@@ -1,6 +1,7 @@
-"""What config.json says of a model, under the names that architectures give the same thing.
+"""Values of config.json, under the different names that architectures use for them.
 
-Names: `CONFIG_FIELD_ALIASES` of vLLM 0.33.0 transformers_utils/config.py, and model_arch_config_convertor.py beside it.
+Names: `CONFIG_FIELD_ALIASES` of vLLM 0.33.0 transformers_utils/config.py, and model_arch_config_convertor.py beside
+it.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ _NAMES = {
     "window": ("sliding_window",),
     "window_period": ("sliding_window_pattern",),
 }
-# `is_deepseek_mla`: other models with latents have them expanded to keys and values.
+# `is_deepseek_mla`: in other models with latents, these are expanded to keys and values.
 _LATENTS_CACHED = frozenset(
     ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash", "pangu_ultra_moe")
 )
 _ATTENDING = {"attention": False, "full_attention": False, "sliding_attention": True, "chunked_attention": True}
-# Every layer slides where the file has a window and names no layers: their configurations in transformers 5.19 add
-# none, and vLLM then gives all layers the model's window.
+# All layers slide if the file has a window and names no layers: their configurations in transformers 5.19 add no layer
+# list, and vLLM then gives all layers the model's window.
 _ALL_SLIDE = frozenset(("ministral", "mistral", "mixtral", "phi3", "starcoder2"))
-# What tells of a cache that is not one of keys and values, or of one latent row, of every token in every layer.
+# Keys that show another kind of cache than keys and values, or one latent row, for every token in every layer.
 _OTHER_CACHES = {
     "index_topk": "sparse attention keeps a second cache, for its indexer",
     "indexer_n_heads": "sparse attention keeps a second cache, for its indexer",
@@ -59,14 +60,15 @@ _OTHER_CACHES = {
 
 
 class Config:
-    """config.json, read and asked with errors that name the key. Of a multimodal model its language part."""
+    """config.json with typed access; errors name the key. For a multimodal model, values come from its language
+    part."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "config.json"
         self._outer = read_json(self.path)
         inner = self._outer.get("text_config") or self._outer.get("llm_config") or self._outer
         if not isinstance(inner, dict):
-            self.fail("its text_config is no object")
+            self.fail("its text_config is not an object")
         self._inner: Mapping[str, object] = inner
 
     def fail(
@@ -77,7 +79,7 @@ class Config:
 
     @property
     def values(self) -> Mapping[str, object]:
-        """As they stand in the file."""
+        """All values as they are in the file."""
         return self._outer
 
     @property
@@ -89,7 +91,7 @@ class Config:
         return name
 
     def number(self, what: str, *, default: int | None = None, low: int = 0, high: int = _UINT32_MAX) -> int:
-        """A whole number within bounds under the first of its names that is there and not null."""
+        """Return a whole number within bounds, from the first of its names that exists and is not null."""
         for name in _NAMES[what]:
             value = self._inner.get(name)
             if value is not None:
@@ -105,24 +107,24 @@ class Config:
         return default if value is None else bool(value)
 
     def why_unsupported(self) -> str | None:
-        """In words, why nothing may be computed of this model's cache."""
+        """Return why this model's cache cannot be computed, else None."""
         if self._outer.get("is_encoder_decoder"):
             return "an encoder-decoder model keeps two caches"
         for name, words in _OTHER_CACHES.items():
             if self._inner.get(name):
                 return f"{words}: {name}"
         if self.number("latent", default=0) and str(self._inner.get("model_type")) not in _LATENTS_CACHED:
-            return "latent attention of a model that is not known to cache the latents: kv_lora_rank"
+            return "it is unknown whether this model with latent attention caches the latents: kv_lora_rank"
         other = sorted({str(kind)[:40] for kind in self._layer_types() or () if kind not in _ATTENDING})
         if other:
-            return f"layers of a kind whose cache is not known: {', '.join(other[:4])}"
+            return f"layers of a kind whose cache is unknown: {', '.join(other[:4])}"
         says_which = self._layer_types() is not None or self.number("window_period", default=0) or self._all_slide()
         if self._has_window() and not says_which:
-            return "it has a sliding window and does not say which layers slide: sliding_window"
+            return "it has a sliding window, but does not say which layers use it: sliding_window"
         return None
 
     def slides(self, layers: int) -> list[bool]:
-        """For each layer whether it sees `window` tokens only."""
+        """For each layer, True if it attends only to `window` tokens."""
         kinds = self._layer_types()
         period = self.number("window_period", default=0)
         if not self._has_window():
@@ -130,17 +132,17 @@ class Config:
         if kinds is None:
             return [(number + 1) % period != 0 if period else self._all_slide() for number in range(layers)]
         if len(kinds) != layers:
-            self.fail(f"its layer_types must name {layers} layers, and names {len(kinds)}")
+            self.fail(f"its layer_types must name {layers} layers, but names {len(kinds)}")
         return [_ATTENDING.get(kind, False) for kind in kinds]
 
     def quantization(self) -> str | None:
-        """The method and, where it says so, the bits of its weights; None for weights as they were trained."""
+        """Quantization method, with the bits of the weights if they are given; None for unquantized weights."""
         settings = self._outer.get("quantization_config", self._inner.get("quantization_config"))
         settings = settings or self._outer.get("compression_config")
         if settings is None:
             return None
         if not isinstance(settings, dict):
-            self.fail("its quantization_config is no object")
+            self.fail("its quantization_config is not an object")
         return describe_quantization(settings)
 
     def _has_window(self) -> bool:
@@ -159,7 +161,7 @@ class Config:
 
 
 def describe_quantization(settings: Mapping[str, object]) -> str:
-    """`awq 4-bit`, `fp8`, `compressed-tensors nvfp4-pack-quantized 4-bit`, `modelopt NVFP4`."""
+    """Format it: `awq 4-bit`, `fp8`, `compressed-tensors nvfp4-pack-quantized 4-bit`, `modelopt NVFP4`."""
     inner = settings.get("quantization")
     algorithm = settings.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, dict) else None)
     method = settings.get("quant_method") or ("modelopt" if algorithm else "unknown")
@@ -170,7 +172,7 @@ def describe_quantization(settings: Mapping[str, object]) -> str:
 
 
 def _group_bits(groups: object) -> object:
-    """The fewest bits of all groups' weights."""
+    """Smallest number of bits of all groups' weights; None if there is none."""
     if not isinstance(groups, dict):
         return None
     weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]

@@ -1,4 +1,4 @@
-"""Which model a file is, without reading all of it: a profile's key, not a proof that the weights are whole."""
+"""Identify a model file without reading all of it: part of a profile's key, no proof that the weights are intact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDigest:
-    """`samples_sha256` covers SAMPLES evenly spaced pieces, or the whole of a file that is no longer than they are."""
+    """`samples_sha256` covers SAMPLES evenly spaced pieces, or the whole file if it is no longer than these pieces."""
 
     size: int
     header_sha256: str
@@ -24,15 +24,15 @@ class ModelDigest:
 
     @property
     def key(self) -> str:
-        """Sixteen hexadecimal digits over all of it."""
+        """Sixteen hexadecimal digits of a hash over all fields."""
         text = f"{self.size}:{self.header_sha256}:{self.samples_sha256}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def digest(paths: Sequence[Path], header_bytes: int) -> ModelDigest:
-    """Of a model's files, in order; `header_bytes` is the first one's.
+    """Digest a model's files, in order; `header_bytes` belongs to the first file.
 
-    Two models with the same shape differ in their weights: the samples see that. Raises ModelUnreadableError.
+    Models of the same shape have different weights, which the samples show. Raises ModelUnreadableError.
     """
     found = [_digest(path, header_bytes if path is paths[0] else 0) for path in paths]
     if len(found) == 1:
@@ -55,11 +55,11 @@ def _digest(path: Path, header_bytes: int) -> ModelDigest:
             )
     except OSError as error:
         message = f"model cannot be read: {path}: {error.strerror or error}"
-        raise ModelUnreadableError(message, hint="look at the file's owner and mode, and at the disk") from error
+        raise ModelUnreadableError(message, hint="check the file's owner and mode, and the disk") from error
 
 
 def _pieces(size: int) -> list[tuple[int, int]]:
-    """Offsets and lengths; the first piece begins the file and the last ends it."""
+    """Offsets and lengths of the samples; the first begins and the last ends the file."""
     if size <= SAMPLES * SAMPLE_BYTES:
         return [(0, size)]
     last = size - SAMPLE_BYTES

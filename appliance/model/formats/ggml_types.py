@@ -1,5 +1,7 @@
-"""ggml's types of tensors: block and byte sizes from llama.cpp's ggml.h (numbers) and ggml-common.h (blocks); names of
-whole files' quantizations from `llama_ftype` of its llama.h."""
+"""ggml's tensor types: block and byte sizes from llama.cpp's ggml.h (numbers) and ggml-common.h (blocks).
+
+Names of whole files' quantizations are from `llama_ftype` of its llama.h.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import NamedTuple
 
 class GgmlType(NamedTuple):
     name: str
-    block_size: int  # values in a block; rows are whole blocks
+    block_size: int  # values per block; a row consists of whole blocks
     block_bytes: int
 
 

@@ -1,7 +1,8 @@
-"""Read the header of a GGUF file from anybody: facts or ModelUnreadableError, in bounded memory and time.
+"""Read the header of an untrusted GGUF file: facts or ModelUnreadableError, in bounded memory and time.
 
-Format: llama.cpp's ggml/include/gguf.h; what is refused here, its ggml/src/gguf.cpp refuses too, except for the limits
-below, which no real file comes near. Plain reads, not mmap: a mapped file that is cut while it is read is a SIGBUS.
+Format: llama.cpp's ggml/include/gguf.h. Everything refused here is also refused by its ggml/src/gguf.cpp, except for
+the limits below, which no real file reaches. Plain reads, not mmap: truncating a mapped file during the read causes
+a SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from appliance.model.formats.entries import why_no_target
 from appliance.model.formats.ggml_types import GGML_TYPES, REMOVED_TYPES, GgmlType
 from appliance.values import dataclass
 
-# The largest vocabularies there are (262k tokens, 514k merges) need 15 MiB.
+# The largest known vocabularies (262k tokens, 514k merges) need 15 MiB.
 HEADER_LIMIT_BYTES = 64 * 1024 * 1024
 KEYS_LIMIT = 8192
 KEY_LIMIT_BYTES = 1024
 TENSORS_LIMIT = 65536
-TEXT_KEPT_BYTES = 512  # a longer text is kept as its length
+TEXT_KEPT_BYTES = 512  # of a longer text only the length is kept
 TEMPLATE = "tokenizer.chat_template"
-TEMPLATE_KEPT_BYTES = 256 * 1024  # what it calls tells what the model can do; the longest there are have 30 KiB
-ARRAY_KEPT = 1024  # llama.cpp allows 512 layers, and only arrays over layers are of use
-ARRAYS_KEPT = 65536  # entries of all kept arrays together
-CONVERT_ANEW = "convert the original model anew with a current GGUF converter"
+TEMPLATE_KEPT_BYTES = 256 * 1024  # the template shows the model's abilities; the longest known one has 30 KiB
+ARRAY_KEPT = 1024  # llama.cpp allows 512 layers, and only arrays over layers are used
+ARRAYS_KEPT = 65536  # total number of entries in kept arrays
+CONVERT_ANEW = "convert the original model again with a current GGUF converter"
 _NAME_LIMIT_BYTES = 63  # GGML_MAX_NAME - 1
 _DIMENSIONS_LIMIT = 4  # GGML_MAX_DIMS
 _INT64_MAX = (1 << 63) - 1
 _FIRST_READ_BYTES = 1024 * 1024
 _MAGIC = b"GGUF"
-_TEXT_BYTES = 8  # fewer printable ones may be numbers
+_TEXT_BYTES = 8  # shorter printable data may be numbers
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-# gguf_type in gguf.h: its number -> the struct code of one value.
+# gguf_type in gguf.h: number -> struct code of one value.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DAMAGED_HINT = "the file is damaged or was not downloaded whole: fetch it again and compare its size and checksum"
 _GIVE_ONE = "this image serves GGUF files: give it one"
-_FETCH_ANEW = "fetch the file anew, from its address for downloads (…/resolve/main/…), with a token if it is gated"
-# How a file begins that is none, what it is, and what to do.
+_FETCH_ANEW = "fetch the file again, from its download address (…/resolve/main/…), with a token if it is gated"
+# First bytes of other file types, what they are, and what to do.
 _FOREIGN = (
     (b"\x89PNG", "a PNG image", _GIVE_ONE),
     (b"PK\x03\x04", "a ZIP archive or a PyTorch checkpoint", f"{_GIVE_ONE}, or unpack the archive"),
@@ -57,14 +58,14 @@ _FOREIGN = (
     ),
     (b"<", "a web page or XML, as a failed download leaves it", _FETCH_ANEW),
     (b'{"', "JSON, as an answer of a server that was kept", _FETCH_ANEW),
-    (b"lmgg", "a GGML file from before GGUF", "take the model as GGUF: files of that age can no longer be read"),
-    (b"tjgg", "a GGML file from before GGUF", "take the model as GGUF: files of that age can no longer be read"),
+    (b"lmgg", "a GGML file from before GGUF", "get the model as GGUF: files of that age can no longer be read"),
+    (b"tjgg", "a GGML file from before GGUF", "get the model as GGUF: files of that age can no longer be read"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A value that was not kept: an array's number of entries, or a text's length in bytes."""
+    """A value that was not kept. `count` is an array's number of entries, or a text's length in bytes."""
 
     count: int
 
@@ -87,14 +88,15 @@ class Gguf:
     version: int
     metadata: Mapping[str, Value]
     tensors: tuple[Tensor, ...]
-    header_bytes: int  # where the first tensor's data begins, or the end of the header when there are none
+    header_bytes: int  # offset of the first tensor's data; without tensors, the end of the header
     file_bytes: int
-    parts: tuple[Path, ...] = ()  # all files of a split model, in order; empty: this one is all there is
-    is_joined: bool = False  # behind its last tensor another GGUF file begins
+    parts: tuple[Path, ...] = ()  # all files of a split model, in order; empty if there is only this file
+    is_joined: bool = False  # True if another GGUF file begins after the last tensor
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Raises ModelUnreadableError with path, byte offset and what was expected; memory stays below 200 MB."""
+    """Read a header. Raises ModelUnreadableError with path, byte offset and what was expected. Uses less than 200 MB
+    of memory."""
     descriptor = _open(path)
     try:
         return _read(_Reader(path, descriptor))
@@ -103,7 +105,8 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def read_texts(path: Path, key: str) -> tuple[bytes, ...]:
-    """The texts of the array `key`, which `read_gguf` passes over; none where it is not there. Raises as that does."""
+    """Read the texts of array `key`, which `read_gguf` skips; empty if there is no such array. Raises
+    ModelUnreadableError."""
     descriptor = _open(path)
     try:
         reader = _Reader(path, descriptor)
@@ -129,7 +132,7 @@ def _read_texts(reader: _Reader, key: str) -> tuple[bytes, ...]:
 
 def _open(path: Path) -> int:
     try:
-        # Without O_NONBLOCK a named pipe called model.gguf would stop the start for ever.
+        # Without O_NONBLOCK, opening a named pipe called model.gguf would block the start for ever.
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         if astray := why_no_target(path):
@@ -143,7 +146,7 @@ def _open(path: Path) -> int:
 
 
 class _Reader:
-    """A cursor over the beginning of a file that never trusts a length before the file has been seen to hold it."""
+    """Cursor over the beginning of a file. Every length is checked against the file's size before it is used."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         status = os.fstat(descriptor)
@@ -171,7 +174,7 @@ class _Reader:
         return self._number(_U64, what)
 
     def count(self, what: str, *, each_bytes: int, limit: int) -> int:
-        """A number of things that have to follow, each at least `each_bytes` long."""
+        """Read a number of following items, each at least `each_bytes` long."""
         at = self.offset
         count = self.u64(what)
         possible = (self.file_bytes - self.offset) // each_bytes
@@ -204,11 +207,12 @@ class _Reader:
         return _printable(self.take(length, what))
 
     def skip_texts(self, count: int, what: str) -> None:
-        """The hot loop of every start: up to 800,000 entries, so nothing is called in it but the unpacking."""
+        """Skip texts. This is the hot loop of every start, up to 800,000 entries, so it calls nothing but the
+        unpacking."""
         data, length_at, at, done = self._bytes, _U64.unpack_from, self.offset, 0
         while done < count:
             try:
-                for done in range(done, count):  # noqa: B007, B020 - goes on where more of the file was needed
+                for done in range(done, count):  # noqa: B007, B020 - continues after more of the file was read
                     at += 8 + length_at(data, at)[0]
                 done = count
             except (struct.error, OverflowError):
@@ -217,7 +221,7 @@ class _Reader:
         self.offset = at
 
     def begins_at(self, offset: int) -> bool:
-        """True if the letters of a GGUF file stand there."""
+        """True if the magic letters of a GGUF file are at this offset."""
         try:
             return os.pread(self._descriptor, len(_MAGIC), offset) == _MAGIC
         except OSError:
@@ -230,7 +234,7 @@ class _Reader:
         return value
 
     def _fill(self, end: int, what: str) -> None:
-        """Have the file's first `end` bytes at hand."""
+        """Read the file's first `end` bytes into memory."""
         if end <= len(self._bytes):
             return
         if end > self.file_bytes:
@@ -246,7 +250,7 @@ class _Reader:
             chunk = os.pread(self._descriptor, size, len(self._bytes))
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, "an error")
-            self.fail("readable bytes", f"{name}: {error.strerror}", at=len(self._bytes), hint="look at the disk")
+            self.fail("readable bytes", f"{name}: {error.strerror}", at=len(self._bytes), hint="check the disk")
         if not chunk:
             self.fail("more of the file", "its end: it became shorter while it was read", at=len(self._bytes))
         return chunk
@@ -358,7 +362,7 @@ def _read_scalars(reader: _Reader, key: str, kind: int, count: int) -> tuple[int
 
 
 def _printable(data: bytes) -> str:
-    """Names reach logs and terminals: a file must not bring control sequences to them."""
+    """Decode a text and replace control characters: names reach logs and terminals."""
     text = data.decode("utf-8", "replace")
     return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
@@ -375,9 +379,9 @@ class _Entry:
     name: str
     type: GgmlType
     shape: tuple[int, ...]
-    offset: int  # from where the data begins
+    offset: int  # relative to the begin of the data
     size_bytes: int
-    at: int  # of the entry itself
+    at: int  # offset of the entry itself
 
 
 def _read_tensor_entries(reader: _Reader, count: int) -> list[_Entry]:
@@ -429,7 +433,8 @@ def _read_type(reader: _Reader, name: str) -> GgmlType:
 
 
 def _placed(reader: _Reader, entries: list[_Entry], data_offset: int, alignment: int) -> tuple[Tensor, ...]:
-    """Each tensor has to follow the one before it: then none overlap, and llama.cpp takes them in no other way."""
+    """Compute the offsets. Each tensor must directly follow the previous one, as llama.cpp requires; so none
+    overlap."""
     tensors, end = [], 0
     for entry in entries:
         if entry.offset != end:

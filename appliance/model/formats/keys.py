@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file by architecture, with errors that name the key."""
+"""The metadata of a GGUF file by architecture; errors name the key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UINT32_MAX = (1 << 32) - 1
 
 
 class Keys:
-    """The metadata with the architecture's prefix put before each name, and its errors in words."""
+    """Typed access to the metadata; names get the architecture's prefix."""
 
     def __init__(self, gguf: Gguf) -> None:
         self._gguf = gguf
@@ -27,7 +27,7 @@ class Keys:
         return f"{self.architecture}.{name}" in self._gguf.metadata
 
     def has_any(self) -> bool:
-        """True if a key of the architecture is there."""
+        """True if there is any key of the architecture."""
         return any(key.startswith(f"{self.architecture}.") for key in self._gguf.metadata)
 
     def starting_with(self, name: str) -> list[str]:
@@ -39,7 +39,7 @@ class Keys:
         return value if isinstance(value, str) else None
 
     def entries(self, key: str) -> int | None:
-        """The length of the array `key`; None when there is no such array."""
+        """Return the length of the array `key`; None if there is no such array."""
         value = self._gguf.metadata.get(key)
         if isinstance(value, Skipped):
             return value.count
@@ -52,7 +52,7 @@ class Keys:
         return bool(self._gguf.metadata.get(f"{self.architecture}.{name}", default))
 
     def number(self, name: str, *, default: int | None = None, low: int = 0, high: int = _UINT32_MAX) -> int:
-        """A whole number within bounds; without a default the key has to be there."""
+        """Return a whole number within bounds. Without a default, the key is required."""
         key = f"{self.architecture}.{name}"
         value = self._gguf.metadata.get(key, default)
         if value is None:
@@ -69,7 +69,7 @@ class Keys:
         return float(value)
 
     def by_layer(self, name: str, layers: int, *, default: int | tuple[int, ...] | None) -> tuple[int, ...]:
-        """A number for each layer: the key holds one for all or an array of them."""
+        """Return a number for each layer: the key has one for all layers or an array."""
         key = f"{self.architecture}.{name}"
         value = self._gguf.metadata.get(key)
         if value is None and isinstance(default, tuple):
@@ -82,9 +82,9 @@ class Keys:
         return tuple(int(number) for number in numbers)
 
     def flags(self, name: str) -> tuple[bool, ...] | None:
-        """The array `name` as truths; None when there is none or it is one number."""
+        """Return the array `name` as booleans; None if it is missing or a single number."""
         key = f"{self.architecture}.{name}"
         value = self._gguf.metadata.get(key)
         if isinstance(value, Skipped) or (isinstance(value, tuple) and any(isinstance(flag, float) for flag in value)):
-            self.fail(f"its key {key} must hold truths or whole numbers, one a layer")
+            self.fail(f"its key {key} must hold booleans or whole numbers, one a layer")
         return tuple(map(bool, value)) if isinstance(value, tuple) else None

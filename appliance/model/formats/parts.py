@@ -1,7 +1,7 @@
-"""A model that is split over several files: `name-00001-of-0000N.gguf`, as llama-gguf-split writes them.
+"""A model that is split into several files: `name-00001-of-0000N.gguf`, as llama-gguf-split writes them.
 
-The first part holds the metadata, every part the header of its own tensors; the engine is given the first and finds the
-others by name, so they must lie beside it.
+The first part has the metadata, every part the header of its own tensors. The engine gets the first part and finds
+the others by name, so they must be in the same folder.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from appliance.errors import ModelUnreadableError
 from appliance.model.formats.gguf import Gguf, read_gguf
 
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
-PARTS_LIMIT = 1024  # the largest splits there are have some dozens
+PARTS_LIMIT = 1024  # the largest known splits have some dozens
 
 
 def read_whole(path: Path) -> Gguf:
-    """The file, or all parts of which it is the first, as one: tensors of all, metadata of the first.
+    """Read a file, or all parts after a first one, as one model: tensors of all parts, metadata of the first.
 
-    Raises ModelUnreadableError naming the part that is missing, damaged, or of another model.
+    Raises ModelUnreadableError naming the part that is missing, damaged, or from another model.
     """
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
@@ -31,7 +31,7 @@ def read_whole(path: Path) -> Gguf:
         return first
     if first.is_joined:
         hint = (
-            "keep the parts as they were fetched, beside each other, and give the first; or merge them with "
+            "keep the parts as they were fetched, in one folder, and give the first; or merge them with "
             "`llama-gguf-split --merge FIRST-PART OUT.gguf`"
         )
         _fail(path, f"its {count} parts were put into one file by bytes, as with cat", hint=hint)
@@ -42,41 +42,40 @@ def read_whole(path: Path) -> Gguf:
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
     names = {tensor.name for tensor in tensors}
     if len(names) < len(tensors):
-        _fail(path, f"its parts hold {len(tensors) - len(names)} tensors more than once")
+        _fail(path, f"its parts have {len(tensors) - len(names)} tensors more than once")
     announced = first.metadata.get("split.tensors.count", len(tensors))
     if announced != len(tensors):
-        _fail(path, f"its parts hold {len(tensors)} tensors, and the first announces {announced}")
+        _fail(path, f"its parts have {len(tensors)} tensors, but the first announces {announced}")
     return replace(first, tensors=tensors, file_bytes=sum(part.file_bytes for part in parts), parts=tuple(paths))
 
 
 def part_paths(path: Path, count: int) -> list[Path]:
-    """All parts by name. Raises ModelUnreadableError for a name that is not the first part's, or a part not there."""
+    """Return the paths of all parts. Raises ModelUnreadableError if `path` is not named as the first part, or a part
+    is missing."""
     named = PART.search(path.name)
     if named and int(named[2]) == count and int(named[1]) != 1:
         first = path.with_name(f"{path.name[: named.start()]}-00001-of-{count:05}.gguf")
-        there = (
-            f"give {first.name}" if first.exists() else "it is missing: fetch it, and put all parts beside each other"
-        )
+        there = f"give {first.name}" if first.exists() else "it is missing: fetch it, and put all parts into one folder"
         _fail(path, f"it is part {int(named[1])} of {count}, and the first is {first.name}", hint=there)
     if not named or int(named[2]) != count:
-        hint = f"name the parts as they were, the first …-00001-of-{count:05}.gguf, and put all beside each other"
-        _fail(path, f"it is one of {count} parts, and its name does not say that it is the first", hint=hint)
+        hint = f"name the parts as they were, the first …-00001-of-{count:05}.gguf, and put all into one folder"
+        _fail(path, f"it is one of {count} parts, but its name does not say that it is the first", hint=hint)
     stem = path.name[: named.start()]
     paths = [path, *(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1))]
     missing = [part.name for part in paths if not part.exists()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        _fail(path, f"a part is missing: {missing[0]}{more}", hint="put all parts beside each other")
+        _fail(path, f"a part is missing: {missing[0]}{more}", hint="put all parts into one folder")
     return paths
 
 
 def plain_name(path: Path) -> str:
-    """The name without `.gguf` and without what says which part it is: what the model is called in the API."""
+    """Name of the model in the API: the file's name without `.gguf` and part number."""
     if PART.search(path.name):
         return PART.sub("", path.name)
     if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
-        return path.parents[1].name.rpartition("--")[2]  # the folder's own name is a commit
-    return path.stem if path.suffix.lower() == ".gguf" else path.name  # a folder's dots are its own: Qwen2.5-7B
+        return path.parents[1].name.rpartition("--")[2]  # the snapshot's own name is a commit
+    return path.stem if path.suffix.lower() == ".gguf" else path.name  # a folder's name may have dots: Qwen2.5-7B
 
 
 def _check(part: Gguf, number: int, count: int) -> None:

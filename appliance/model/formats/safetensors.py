@@ -1,8 +1,8 @@
-"""Read the headers of safetensors files from anybody: facts or ModelUnreadableError, in bounded memory and time.
+"""Read the headers of untrusted safetensors files: facts or ModelUnreadableError, in bounded memory and time.
 
 Format: https://github.com/huggingface/safetensors, `Metadata::validate` of safetensors/src/tensor.rs: eight bytes of
-length, that much JSON, then data that the tensors cover without gap or overlap. What is refused here it refuses too,
-except for the limits below, which no real file comes near.
+length, JSON of that length, then data that the tensors cover without gap or overlap. Everything refused here is also
+refused there, except for the limits below, which no real file reaches.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from appliance.values import dataclass
 
 HEADER_LIMIT_BYTES = 16 * 1024 * 1024  # 73,000 tensors of one GPTQ file need 10 MiB
 JSON_LIMIT_BYTES = 32 * 1024 * 1024  # the index of 140,000 tensors needs 14 MiB
-NAME_LIMIT = 255  # bytes, of Linux
+NAME_LIMIT = 255  # bytes, Linux's limit of a file name
 SHARDS_LIMIT = 1024
-# Brackets and commas: each can become an object of Python's, so this is what bounds memory, and not the text's length.
+# Brackets and commas. Each can become a Python object, so their number limits the memory, not the text's length.
 _MARKS_LIMIT = 4_000_000
 _NAME_LIMIT = 512
 _PIECE = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -37,7 +37,7 @@ _BITS = {
     "F4": 4,
 }
 _DAMAGED_HINT = "the file is damaged or was not downloaded whole: fetch it again and compare its size and checksum"
-_END_BYTES = 4096  # a line break or two may follow
+_END_BYTES = 4096  # line breaks may follow the last bracket
 _MIXED_HINT = "fetch the whole folder again, from one place, into an empty one"
 
 
@@ -58,19 +58,19 @@ class Shard:
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
-    """All files of one model, in order of their names. Raises ModelUnreadableError naming the file that is at fault."""
+    """Read all files of one model, in order of their names. Raises ModelUnreadableError naming the file at fault."""
     index = _index(folder)
     names = sorted(set(index.values())) if index else _unindexed(folder)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        _unusable(folder, f"a part is missing: {_short(missing[0])}{more}", hint="put all parts beside each other")
+        _unusable(folder, f"a part is missing: {_short(missing[0])}{more}", hint="put all parts into one folder")
     shards = tuple(read_shard(folder / name) for name in names)
     seen: dict[str, str] = {}
     for shard in shards:
         for tensor in shard.tensors:
             if tensor.name in seen:
-                reason = f"{seen[tensor.name]} and {shard.path.name} both hold {tensor.name}"
+                reason = f"{seen[tensor.name]} and {shard.path.name} both have {tensor.name}"
                 _unusable(folder, reason, hint=_MIXED_HINT)
             seen[tensor.name] = shard.path.name
     if index:
@@ -79,7 +79,7 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
 
 
 def missing_weights(folder: Path) -> tuple[str, ...]:
-    """Files that the index of a folder names, where not one of them is there; empty for any other folder."""
+    """Return the files in a folder's index if none of them exists; empty for any other folder."""
     try:
         if not (folder / INDEX).is_file() or any(folder.glob("*.safetensors")):
             return ()
@@ -93,23 +93,25 @@ def read_shard(path: Path) -> Shard:
     entries = parse_json(data, path, "its header")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        _damaged(path, "its __metadata__ is no object")
+        _damaged(path, "its __metadata__ is not an object")
     begin = 8 + len(data)
     tensors = _tensors(path, entries, file_bytes - begin)
     return Shard(path=path, tensors=tensors, header_bytes=begin, file_bytes=file_bytes)
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """An object from a file of limited size. Raises ModelUnreadableError, also when the file is not there."""
+    """Read an object from a file of limited size. Raises ModelUnreadableError, also if the file is missing."""
     with _Opened(path) as file:
         if file.size > JSON_LIMIT_BYTES:
-            _unusable(path, f"it is {file.size} bytes long, and such a file has a few thousand", hint=_MIXED_HINT)
+            _unusable(path, f"it is {file.size} bytes long; such a file usually has a few thousand", hint=_MIXED_HINT)
         return parse_json(file.read(file.size), path, "it")
 
 
 def check_json(path: Path) -> None:
-    """Raises ModelUnreadableError for a file that is there and no JSON object. Names may stand in it twice, as in all
-    that reads such files."""
+    """Check that the file, if it exists, is a JSON object. Raises ModelUnreadableError.
+
+    Repeated names are allowed, as in every program that reads such files.
+    """
     if os.path.lexists(path):
         with _Opened(path) as file:
             if file.size <= JSON_LIMIT_BYTES:
@@ -117,37 +119,37 @@ def check_json(path: Path) -> None:
 
 
 def check_end(path: Path) -> None:
-    """Raises ModelUnreadableError for a JSON file of megabytes that is there and was cut off."""
+    """Check that a large JSON file, if it exists, was not cut off. Raises ModelUnreadableError."""
     if os.path.lexists(path):
         with _Opened(path) as file:
             if not file.read_end(_END_BYTES).rstrip().endswith(b"}"):
-                _damaged(path, "it was cut off: its last character is no }")
+                _damaged(path, "it was cut off: its last character is not }")
 
 
 def parse_json(data: bytes, path: Path, what: str, *, repeats: bool = False) -> dict[str, object]:
     if sum(map(data.count, (b"[", b"{", b","))) > _MARKS_LIMIT:
-        _damaged(path, f"{what} holds more than {_MARKS_LIMIT} entries")
+        _damaged(path, f"{what} has more than {_MARKS_LIMIT} entries")
     try:
         value = json.loads(data, object_pairs_hook=dict if repeats else _without_repeats)
     except RecursionError:
         _damaged(path, f"{what} is nested too deeply to be read")
-    except ValueError as error:  # also for what is not UTF-8, and a number of thousands of digits
-        _damaged(path, f"{what} is no JSON: {_short(str(error))}")
+    except ValueError as error:  # also for invalid UTF-8, and for a number of thousands of digits
+        _damaged(path, f"{what} is not JSON: {_short(str(error))}")
     if not isinstance(value, dict):
-        _damaged(path, f"{what} is no JSON object")
+        _damaged(path, f"{what} is not a JSON object")
     return value
 
 
 def _without_repeats(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        message = "a name stands in one object twice"
+        message = "a name is twice in one object"
         raise ValueError(message)
     return found
 
 
 def _short(text: str) -> str:
-    """Of a file's own words no more than a line, and no control sequences for the terminal."""
+    """Shorten a text from the file to one line, without control characters for the terminal."""
     shown = "".join(c if c.isprintable() else "\ufffd" for c in text[:160])
     return shown + ("…" if len(text) > len(shown) else "")
 
@@ -155,7 +157,7 @@ def _short(text: str) -> str:
 def _read_header(path: Path) -> tuple[bytes, int]:
     with _Opened(path) as file:
         if file.size < 8:
-            _damaged(path, f"it is {file.size} bytes long, and its header's length alone takes 8")
+            _damaged(path, f"it is {file.size} bytes long, but its header's length alone takes 8")
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if start[:4] == b"GGUF":
@@ -164,7 +166,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
             _unusable(path, "it is a Git LFS pointer: the file itself was never fetched", hint="fetch it with git lfs")
         if length > min(HEADER_LIMIT_BYTES, file.size - 8):
             most = min(HEADER_LIMIT_BYTES, file.size - 8)
-            _damaged(path, f"its header should be at most {most} bytes long, and it says {length}")
+            _damaged(path, f"its header should be at most {most} bytes long, but its length says {length}")
         return file.read(length), file.size
 
 
@@ -173,20 +175,20 @@ def _tensors(path: Path, entries: Mapping[str, object], data_bytes: int) -> tupl
     end = 0
     for begin, tensor_end, tensor in found:
         if begin != end:
-            _damaged(path, f"tensor {tensor.name} should begin at {end} of its data, and begins at {begin}")
+            _damaged(path, f"tensor {tensor.name} should begin at {end} of its data, but begins at {begin}")
         end = tensor_end
     if end != data_bytes:
-        _damaged(path, f"its tensors end at {end} of its data, and its data at {data_bytes}")
+        _damaged(path, f"its tensors end at {end} of its data, which has {data_bytes} bytes")
     return tuple(tensor for _, _, tensor in found)
 
 
 def _tensor(path: Path, name: str, entry: object) -> tuple[int, int, Stored]:
     shown = _short(name)
     if not isinstance(entry, dict) or len(name) > _NAME_LIMIT or not name.isprintable():
-        _damaged(path, f"its entry {shown} is no tensor")
+        _damaged(path, f"its entry {shown} is not a tensor")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _BITS:
-        _unusable(path, f"tensor {shown} is of a type that is not known: {_short(str(dtype))}", hint=_DAMAGED_HINT)
+        _unusable(path, f"tensor {shown} has an unknown type: {_short(str(dtype))}", hint=_DAMAGED_HINT)
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         _damaged(path, f"tensor {shown} has no shape or no place: {_short(str(entry))}")
     elements = 1
@@ -200,7 +202,7 @@ def _tensor(path: Path, name: str, entry: object) -> tuple[int, int, Stored]:
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    """Eight dimensions at most, and no number that a product of them could make endless."""
+    """True for a list of at most eight sizes, each small enough that a product of them stays bounded."""
     return isinstance(value, list) and len(value) <= 8 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
@@ -217,28 +219,28 @@ def _index(folder: Path) -> dict[str, str]:
             _unusable(path, f"it places {_short(name)} in {_short(str(file))}", hint=_MIXED_HINT)
         files.add(file)
     if len(files) > SHARDS_LIMIT:
-        _unusable(path, f"it names {len(files)} files, and a model has at most {SHARDS_LIMIT}", hint=_MIXED_HINT)
+        _unusable(path, f"it names {len(files)} files, but a model has at most {SHARDS_LIMIT}", hint=_MIXED_HINT)
     return places
 
 
 def _is_name(file: str) -> bool:
-    """Of a file beside the index, which a name such as ../../etc/passwd is not, and that a folder can hold."""
+    """True for a plain file name of allowed length; rejects path traversal."""
     is_name = file.endswith(".safetensors") and "/" not in file and "\0" not in file
     return is_name and len(file.encode("utf-8", "replace")) <= NAME_LIMIT
 
 
 def _unindexed(folder: Path) -> list[str]:
-    """The one file, or the only complete set of numbered ones."""
+    """Return the only file, or the only complete set of numbered files."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
-        _unusable(folder, "no *.safetensors file is in it", hint="give the folder that holds the weights")
+        _unusable(folder, "it has no *.safetensors file", hint="give the folder that has the weights")
     if len(names) == 1 and not _PIECE.search(names[0]):
         return names
     counts = {match[2] for name in names if (match := _PIECE.search(name))}
     stems = {_PIECE.sub("", name) for name in names if _PIECE.search(name)}
     if len(counts) != 1 or len(stems) != 1 or not 1 <= int(min(counts)) <= SHARDS_LIMIT:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        _unusable(folder, f"no {INDEX} says which of its files belong together: {shown}", hint=_MIXED_HINT)
+        _unusable(folder, f"without {INDEX} it is unknown which files belong together: {shown}", hint=_MIXED_HINT)
     count, stem = int(counts.pop()), stems.pop()
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
@@ -246,14 +248,14 @@ def _unindexed(folder: Path) -> list[str]:
 def _compare(folder: Path, index: Mapping[str, str], seen: Mapping[str, str]) -> None:
     absent = next((name for name in index if seen.get(name) != index[name]), None)
     if absent is not None:
-        _unusable(folder, f"{index[absent]} should hold {_short(absent)}, and does not", hint=_MIXED_HINT)
+        _unusable(folder, f"{index[absent]} should have {_short(absent)}, but does not", hint=_MIXED_HINT)
     if len(seen) > len(index):
         extra = next(name for name in seen if name not in index)
-        _unusable(folder, f"{seen[extra]} holds {extra}, which {INDEX} does not list", hint=_MIXED_HINT)
+        _unusable(folder, f"{seen[extra]} has {extra}, which {INDEX} does not list", hint=_MIXED_HINT)
 
 
 class _Opened:
-    """A regular file, opened so that a named pipe of that name cannot stop the start."""
+    """A regular file, opened without blocking on a named pipe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -270,7 +272,7 @@ class _Opened:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
-            _unusable(self._path, "it is no regular file", hint=_MIXED_HINT)
+            _unusable(self._path, "it is not a regular file", hint=_MIXED_HINT)
         self.size = status.st_size
         return self
 

@@ -1,4 +1,4 @@
-"""A model from its shape and quantization, before a byte of it is here: what a file of that kind would say."""
+"""Make a `Model` from its shape and quantization, before its file is here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from appliance.model.shapes.quantize import BASES, size_bytes, tensor_type
 from appliance.model.shapes.shape import Shape, as_shape
 from appliance.model.shapes.tensors import BLOCKS, tensors
 
-# Tokens, merges, scores and types of a vocabulary in a header: 5.9 MB for the 151,936 tokens of Qwen3.
+# Header bytes per token for tokens, merges, scores and types: 5.9 MB for the 151,936 tokens of Qwen3.
 HEADER_BYTES_A_TOKEN = 39
 
 
 def describe_model(
     name: str, row: Mapping[str, Any], path: Path, *, quantization: str | None = None, file_bytes: int | None = None
 ) -> Model:
-    """`row` is the shape of a rung: `architecture`, `vocabulary`, `is_tied`, `metadata` and `quantization`.
+    """Make the model of a recipe's variant. `row` has `architecture`, `vocabulary`, `is_tied`, `metadata` and
+    `quantization`.
 
-    Where the length of the file is known, sizes are scaled to it: makers of files deviate from the usual mixtures.
-    Raises ValueError for a shape that is not whole, or of an architecture or quantization that is not known.
+    If the length of the file is known, sizes are scaled to it: publishers deviate from the usual mixtures of types.
+    Raises ValueError if the shape is incomplete, or its architecture or quantization unknown.
     """
     try:
         shape = as_shape(name, row)
@@ -36,11 +37,14 @@ def describe_model(
 
 
 def describe_shape(shape: Shape, path: Path, quantization: str, *, file_bytes: int | None = None) -> Model:
-    """Raises ValueError for an unknown quantization, and for a shape that does not tell the model's tensors: of an
-    architecture without a table of them, or without a key that they follow from."""
+    """Make the model of a shape. Raises ValueError for an unknown quantization.
+
+    The same if the tensors are unknown: there is no table for the architecture, or the shape lacks a key that they
+    follow from.
+    """
     kind = near_quantization(quantization)
     if shape.architecture not in BLOCKS:
-        message = f"no table tells the tensors of this architecture: {shape.architecture}, only of {', '.join(BLOCKS)}"
+        message = f"tensors of this architecture are unknown: {shape.architecture}; known are {', '.join(BLOCKS)}"
         raise ValueError(message)
     try:
         found = tuple(_tensors(shape, kind))
@@ -67,7 +71,7 @@ def describe_shape(shape: Shape, path: Path, quantization: str, *, file_bytes: i
 
 
 def requantized(gguf: Gguf, quantization: str, *, file_bytes: int | None = None) -> Model:
-    """The same tensors in a file of another quantization. Raises ValueError where that is unknown."""
+    """Compute the model with the same tensors in another quantization. Raises ValueError if that is unknown."""
     kind = near_quantization(quantization)
     shape = _shape_of(gguf)
     found = []
@@ -91,16 +95,16 @@ def _shape_of(gguf: Gguf) -> Shape:
 
 
 def near_quantization(name: str) -> str:
-    """The usual mixture that is most like it: Q4_K_M for UD-Q4_K_XL. Raises ValueError where there is none."""
+    """Return the most similar usual mixture of types: Q4_K_M for UD-Q4_K_XL. Raises ValueError if there is none."""
     plain = re.sub(r"^UD-", "", name.upper())
-    bare = re.sub(r"_(XL|L|M|S)$", "", plain)  # Q4_K, and Q8_K of Q8_K_XL
+    bare = re.sub(r"_(XL|L|M|S)$", "", plain)  # Q4_K, and Q8_K for Q8_K_XL
     for word in (plain, re.sub(r"_(XL|L)$", "_M", plain), bare, f"{bare}_M", bare.replace("_K", "_0")):
         if word in BASES:
             return word
     for word, near in (("IQ4", "IQ4_XS"), ("IQ3", "Q3_K_S"), ("IQ2", "Q2_K"), ("IQ1", "Q2_K"), ("MXFP4", "MXFP4")):
         if plain.startswith(word):
             return near
-    message = f"quantization is not known: {name}"
+    message = f"quantization is unknown: {name}"
     raise ValueError(message)
 
 

@@ -1,4 +1,4 @@
-"""Shapes of published models by name, read from shapes.yaml beside this: what can be planned before it is fetched."""
+"""Shapes of published models by name, from shapes.yaml in this folder, to plan a model before it is fetched."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from appliance.model_names import name_key
 from appliance.values import dataclass
 
 HERE = Path(__file__).parent
-_FILLER = re.compile(r"\b(?:meta|instruct|chat|it|hf)\b[-_. ]?", re.IGNORECASE)  # says nothing of the shape
-_DATE = re.compile(r"[-_ ]\d{4}[-_ ]?$")  # of a release with the same shape: DeepSeek-V3-0324
+_FILLER = re.compile(r"\b(?:meta|instruct|chat|it|hf)\b[-_. ]?", re.IGNORECASE)  # words that do not change the shape
+_DATE = re.compile(r"[-_ ]\d{4}[-_ ]?$")  # date of a release with the same shape: DeepSeek-V3-0324
 _GGUF = re.compile(r"[.-]gguf$", re.IGNORECASE)
-USUAL = "Q4_K_M"  # where nobody says which; gpt-oss is published as MXFP4
-_OWN = {"gpt-oss": "MXFP4"}  # by architecture: the quantization that it was trained in
+USUAL = "Q4_K_M"  # default; gpt-oss is published as MXFP4
+_OWN = {"gpt-oss": "MXFP4"}  # by architecture: the quantization of the original weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedShape:
-    """One shape and a quantization, as somebody named them: qwen3-30b-a3b@Q4_K_M."""
+    """One shape and a quantization, as requested by name: qwen3-30b-a3b@Q4_K_M."""
 
     shape: Shape
     quantization: str
@@ -35,23 +35,23 @@ class PublishedShape:
         return f"{self.shape.name}@{self.quantization}"
 
     def describe(self, folder: Path) -> Model:
-        """The model that such a file in the folder would be."""
+        """Make the model of such a file in the folder."""
         return describe_shape(self.shape, folder / f"{self.shape.name}-{self.quantization}.gguf", self.quantization)
 
 
 @cache
 def published() -> Mapping[str, Shape]:
-    import yaml  # here, since it costs 20 ms, and only a plan for a model that is nowhere needs it
+    import yaml  # here: importing yaml costs 20 ms, and only a plan for a model without a file needs it
 
     rows = yaml.safe_load((HERE / "shapes.yaml").read_text(encoding="utf-8"))
     return {name: as_shape(name, row) for name, row in rows.items()}
 
 
 def shape_called(called: str) -> PublishedShape | None:
-    """Return the shape that a name means as people write it: `Qwen/Qwen3-32B`, `llama3.1:8b`, `Gemma 3 27B it`, with a
-    quantization behind @ or : or without. None for a name of no shape, and for a repository or file of GGUF.
+    """Return the shape for a name as people write it: `Qwen/Qwen3-32B`, `llama3.1:8b`, `Gemma 3 27B it`.
 
-    A vendor before the name is passed over: another vendor's model of the same name has the same shape.
+    A quantization may follow @ or :. None if no shape has the name, and for a repository or file of GGUF. A vendor
+    before the name is ignored: another vendor's model of the same name has the same shape.
     """
     name, quantization = _split(called.rpartition("/")[2])
     if called.count("/") > 1 or "@" in name or _GGUF.search(name):
@@ -64,7 +64,8 @@ def shape_called(called: str) -> PublishedShape | None:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The quantization behind the last @ or :, and what stands before it; "" if that is none: `llama3.1:8b`."""
+    """Split the name and the quantization after the last @ or :. The latter is "" if it is no quantization:
+    `llama3.1:8b`."""
     before, sign, after = name.replace("@", ":").rpartition(":")
     try:
         near_quantization(after)
@@ -74,9 +75,9 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def find_shape(request: str) -> PublishedShape | None:
-    """By name@quantization, or the name alone. None for what is called otherwise, as repositories and files are.
+    """Find a shape by name@quantization, or by the name alone. None for other names, such as repositories and files.
 
-    Raises ConfigError (10) for a name with a quantization where one of the two is unknown.
+    Raises ConfigError (10) for name@quantization if one of the two is unknown.
     """
     name, at, quantization = request.partition("@")
     shape = None if "/" in name else published().get(name.casefold())
@@ -95,11 +96,11 @@ def find_shape(request: str) -> PublishedShape | None:
 
 
 def near_shapes(called: str) -> list[str]:
-    """Return the names of shapes that are most like one that nobody has."""
+    """Return the names of the shapes closest to an unknown name."""
     return difflib.get_close_matches(called.rpartition("/")[2].casefold(), published(), 3)
 
 
 def _unknown(request: str, name: str) -> ConfigError:
     near = difflib.get_close_matches(name.casefold(), published(), 1)
-    message = f"no shape of a published model is called that: {printable(request)}"
-    return ConfigError(message, hint=f"perhaps you meant {near[0]}" if near else f"there are {', '.join(published())}")
+    message = f"no published model's shape has this name: {printable(request)}"
+    return ConfigError(message, hint=f"perhaps you meant {near[0]}" if near else f"known: {', '.join(published())}")

@@ -1,7 +1,7 @@
-"""Which type each tensor has in a file of some quantization: `llama_tensor_get_type_impl` and `tensor_type_fallback` of
-llama.cpp's src/llama-quant.cpp, for files made without an importance matrix.
+"""Type of each tensor in a file of some quantization.
 
-Left out: Falcon, LLM_TYPE_70B, and the types below three bits.
+From `llama_tensor_get_type_impl` and `tensor_type_fallback` of llama.cpp's src/llama-quant.cpp, for files made
+without an importance matrix. Left out: Falcon, LLM_TYPE_70B, and the types below three bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BASES = {
     "MXFP4": "MXFP4",
 }
 _PLAIN = frozenset({"F32", "F16", "BF16"})
-# What a row that is no multiple of 256 is given instead.
+# Replacement types if the row length is not a multiple of 256.
 _FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 _KEPT_F32 = (
     "norm",
@@ -52,11 +52,11 @@ _KEPT_F32 = (
 )
 _MORE_BITS = frozenset({"Q4_K_M", "Q5_K_M"})
 _EIGHT_EXPERTS = 8
-_GROUPED = 4  # query heads for each KV head, from which V may cost more
+_GROUPED = 4  # query heads per KV head from which V gets a larger type
 
 
 def tensor_type(name: str, size: Sequence[int], shape: Shape, quantization: str) -> GgmlType:
-    """Of a tensor whose innermost dimension is `size[0]`. Raises KeyError for an unknown quantization."""
+    """Type of a tensor whose innermost dimension is `size[0]`. Raises KeyError for an unknown quantization."""
     base = BASES[quantization]
     if len(size) == 1 or any(part in name for part in _KEPT_F32):
         return BY_NAME["F32"]
@@ -138,7 +138,8 @@ def _fitting(kind: GgmlType, row: int) -> GgmlType:
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:
-    """`use_more_bits`: the first and the last eighth of the layers, and every third between them."""
+    """True for layers with more bits, as in `use_more_bits`: the first and last eighth, and every third layer
+    between."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 

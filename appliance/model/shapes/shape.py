@@ -1,4 +1,4 @@
-"""The shape of a model: architecture and hyper-parameters, in GGUF keys without the prefix of the architecture."""
+"""The shape of a model: architecture and hyper-parameters, in GGUF keys without the architecture's prefix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """`metadata` has no None; arrays are over layers."""
+    """Shape of a model. `metadata` has no None; its arrays are over layers."""
 
     name: str
     architecture: str
@@ -22,7 +22,7 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """With draft layers."""
+        """Number of layers, draft layers included."""
         return int(self.metadata["block_count"])
 
     @property
@@ -37,7 +37,8 @@ class Shape:
         return int(value[layer] if isinstance(value, list | tuple) else value)
 
     def changed(self, **metadata: Any) -> Shape:  # noqa: ANN401 - values of GGUF keys
-        """With other metadata; `__` stands for a dot, None takes a key out, and arrays by layer are repeated or cut."""
+        """Return a shape with other metadata. `__` stands for a dot, None removes a key, arrays by layer are
+        repeated or cut."""
         merged = {**self.metadata, **{key.replace("__", "."): value for key, value in metadata.items()}}
         layers = merged["block_count"]
         fitted = {
@@ -49,7 +50,8 @@ class Shape:
 
 
 def as_shape(name: str, row: Mapping[str, Any], *, vocabulary: int | None = None) -> Shape:
-    """From what a recipe or a YAML file says. Raises KeyError for a part that is missing, ValueError for no number."""
+    """Make a shape from a recipe's or a YAML file's row. Raises KeyError for a missing part, ValueError for an
+    invalid number."""
     return Shape(
         name=name,
         architecture=row["architecture"],

@@ -1,5 +1,5 @@
-"""The tensors that a model of some shape consists of: names and shapes as `load_arch_tensors` in llama.cpp's
-src/models/<name>.cpp creates them. A shape has its innermost dimension first."""
+"""The tensors of a model of some shape: names and shapes as created by `load_arch_tensors` in llama.cpp's
+src/models/<name>.cpp. A tensor's shape has its innermost dimension first."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _cohere(shape: Shape, layer: int) -> Tensors:
 
 
 def _qwen2(shape: Shape, layer: int) -> Tensors:
-    """Q, K and V have a bias, and the output has none."""
+    """Yield the tensors of a layer: Q, K and V have a bias, the output has none."""
     yield from _norms(shape, "attn_norm", "ffn_norm")
     found = _attention(shape, layer, has_bias=True)
     yield from (entry for entry in found if entry[0] != "attn_output.bias")
@@ -197,7 +197,7 @@ def _qwen2(shape: Shape, layer: int) -> Tensors:
 
 
 def _phi3(shape: Shape, layer: int) -> Tensors:
-    """Q, K and V are one matrix, and so are gate and up."""
+    """Yield the tensors of a layer: Q, K and V are one matrix, and gate and up are one."""
     width, rows = shape.get("embedding_length"), shape.of_layer("feed_forward_length", layer)
     key = width // shape.get("attention.head_count")
     yield from _norms(shape, "attn_norm", "ffn_norm")
@@ -278,7 +278,10 @@ def _gemma3n(shape: Shape, layer: int) -> Tensors:
 
 
 def _gemma4(shape: Shape, layer: int) -> Tensors:
-    """Global layers have longer heads; where the KV heads are given by layer, they have fewer and no V of their own."""
+    """Yield the tensors of a layer. Global layers have longer heads.
+
+    If the KV heads are given by layer, global layers have fewer of them and no V of their own.
+    """
     width, heads = shape.get("embedding_length"), shape.get("attention.head_count")
     kv_heads, is_sliding = shape.of_layer("attention.head_count_kv", layer), shape.metadata[_PATTERN][layer]
     length = shape.get("attention.key_length_swa" if is_sliding else "attention.key_length")

@@ -1,8 +1,9 @@
-"""The child that measures one GPU: `python -m appliance.probe.bandwidth.cuda LIBRARY …` prints its bandwidths as JSON.
+"""The child process that measures one GPU: `python -m appliance.probe.bandwidth.cuda LIBRARY …` prints its bandwidths
+as JSON.
 
-It is a process of its own because a driver may hang or crash it, and because CUDA_VISIBLE_DEVICES, which its caller
-sets to one uuid, is read once a process: so device 0 here is that GPU, or that slice, whatever the numbering is.
-The library is the image's own libcudart; each figure is null, and `problems` says why, where CUDA refuses.
+A separate process, because a driver may hang or crash it, and because CUDA reads CUDA_VISIBLE_DEVICES once per process.
+The caller sets that variable to one uuid, so device 0 is that GPU or MIG slice in every numbering. The library is the
+image's own libcudart. If CUDA refuses a measurement, the figure is null and `problems` says why.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from typing import Any
 from appliance.probe.bandwidth.dram import MIB, Stream
 
 HOST_TO_DEVICE, DEVICE_TO_DEVICE = 1, 3  # enum cudaMemcpyKind, driver_types.h
-# Host buffers are walked through in steps: a single one of 64 MiB would come out of the CPU's cache.
+# Uploads walk through the host buffer in steps: a single buffer of 64 MiB would be read from the CPU's cache.
 HOST_MIB = 512
 STEP_MIB = 64
-DEVICE_MIB = 512  # beyond the largest second-level cache of a GPU
+DEVICE_MIB = 512  # larger than the L2 cache of any GPU
 PASSES = 5
 PASS_S = 0.05
 OVERLAP_S = 1.0
 
 
 class CudaError(Exception):
-    """A call that returned another thing than cudaSuccess."""
+    """A CUDA call did not return cudaSuccess."""
 
 
 class Cudart:
-    """The few calls of the CUDA runtime that are needed. Every one raises CudaError in the runtime's own words."""
+    """The CUDA runtime calls that the measurement needs. Each raises CudaError with the runtime's own error text."""
 
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
@@ -62,7 +63,7 @@ class Cudart:
     @contextmanager
     def device_memory(self, size: int) -> Iterator[int]:
         with self._memory("cudaMalloc", "cudaFree", size) as address:
-            # Memory that nobody wrote may have no pages behind it yet.
+            # Memory that was never written may have no pages behind it yet.
             self.call("cudaMemset", ctypes.c_void_p(address), 0x55, ctypes.c_size_t(size))
             self.synchronize()
             yield address
@@ -88,7 +89,7 @@ class Cudart:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`has_pcie` is false where the GPU's memory is the host's. `dram_mib` is what one of `threads` reads."""
+    """What to measure. `has_pcie` is False if the GPU uses the host's memory. `dram_mib` is each thread's buffer."""
 
     has_pcie: bool
     threads: int
@@ -97,9 +98,9 @@ class Task:
 
 
 def measure(cudart: Cudart, task: Task) -> dict[str, Any]:
-    """GB/s by name, as `GpuSpeed` names them, and `problems`. Raises CudaError when the GPU cannot be used at all."""
+    """Return GB/s by the field names of `GpuSpeed`, and `problems`. Raises CudaError if the GPU is unusable."""
     cudart.call("cudaSetDevice", 0)
-    cudart.call("cudaFree", None)  # makes the context, which takes up to seconds, before anything is timed
+    cudart.call("cudaFree", None)  # creates the CUDA context, which takes up to seconds, before anything is timed
     found: dict[str, Any] = {"problems": []}
     for measure_some in (_memory, _pinned, _overlapped, _pageable) if task.has_pcie else (_memory,):
         try:
@@ -113,7 +114,7 @@ def _memory(cudart: Cudart, _: Task) -> dict[str, float]:
     size = min(DEVICE_MIB * MIB, cudart.free_bytes() // 4)
     with cudart.device_memory(size) as source, cudart.device_memory(size) as target:
         rate = _best_rate(cudart, size, lambda: cudart.copy(target, source, size, DEVICE_TO_DEVICE))
-    return {"memory_gb_s": 2 * rate}  # a copy reads every byte and writes it
+    return {"memory_gb_s": 2 * rate}  # a copy reads every byte and writes it once
 
 
 def _pinned(cudart: Cudart, task: Task) -> dict[str, float]:
@@ -122,7 +123,7 @@ def _pinned(cudart: Cudart, task: Task) -> dict[str, float]:
 
 
 def _overlapped(cudart: Cudart, task: Task) -> dict[str, float]:
-    """Both rates over the same second, in which uploads and the CPU's reads share the memory's bandwidth."""
+    """Measure uploads and the CPU's reads in the same second, while they share the memory bandwidth."""
     stream = Stream(task.threads, task.dram_mib)
     with _pinned_upload(cudart, task) as (step, upload), stream.running():
         began, before, copied = time.perf_counter(), stream.bytes_read, 0
@@ -156,7 +157,7 @@ def _sizes(task: Task) -> tuple[int, int]:
 
 
 def _upload(cudart: Cudart, target: int, source: int, size: int, step: int) -> Callable[[], None]:
-    """Each call copies the next step of the source."""
+    """Return a function that copies the next step of the source at each call."""
     offset = 0
 
     def upload() -> None:
@@ -168,7 +169,8 @@ def _upload(cudart: Cudart, target: int, source: int, size: int, step: int) -> C
 
 
 def _best_rate(cudart: Cudart, size: int, copy: Callable[[], None]) -> float:
-    """GB/s in the best of some passes. Copies within the device are only queued by a call, hence `synchronize`."""
+    """Best of PASSES passes, GB/s. `synchronize` is needed because copies within the device are only queued by the
+    call."""
     count = 1
     while (seconds := _pass_s(cudart, copy, count)) < PASS_S and count < 4096:
         count *= 2
@@ -199,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         report = measure(Cudart(options.library), task)
-    except (CudaError, OSError, AttributeError) as error:  # the last: a library without one of the calls
+    except (CudaError, OSError, AttributeError) as error:  # AttributeError: the library lacks one of the calls
         report = {"problems": [str(error)]}
     json.dump(report, sys.stdout)
     return 0

@@ -1,6 +1,7 @@
-"""How fast all cores together read host memory: threads in C's memchr, which reads every byte once and writes none.
+"""Measure how fast all cores together read host memory.
 
-ctypes lets go of the interpreter's lock during a call, so the threads really run beside each other.
+Threads run C's memchr, which reads every byte once and writes none. ctypes releases the interpreter's lock during a
+call, so the threads run in parallel.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MIB = 1024 * 1024
-# Beyond the last-level cache of the largest server CPUs together with the share of each thread.
+# Minimum in total and for each thread: larger than the last-level caches of the largest server CPUs.
 TOTAL_MIB = 1024
 THREAD_MIB = 32
-LEAST_MIB = 64  # with less to read than this the caches would be measured
-STEP_MIB = 16  # of one call: long enough that taking the interpreter's lock back costs nothing beside it
+LEAST_MIB = 64  # below this, the measurement would read from the caches
+STEP_MIB = 16  # read by one call: long enough that taking the interpreter's lock again does not count
 WINDOW_S = 0.2
 _PRESENT, _SOUGHT = 0x55, 0xAA
 
 
 def buffer_mib(threads: int, usable_mib: int) -> int | None:
-    """What one thread reads over and over; None where a quarter of the memory that is left is too little."""
+    """Buffer size of one thread, MiB; None if a quarter of the usable memory is too little to measure."""
     total_mib = min(max(TOTAL_MIB, THREAD_MIB * threads), usable_mib // 4)
     return max(1, total_mib // threads) if total_mib >= LEAST_MIB else None
 
 
 class Stream:
-    """Threads that read their own buffers until `stopped`. Buffers are first touched by their thread: NUMA-local."""
+    """Threads that read their own buffers until stopped. Each thread touches its buffer first, so it is NUMA-local."""
 
     def __init__(self, threads: int, each_mib: int) -> None:
         self._bytes = each_mib * MIB
@@ -52,7 +53,8 @@ class Stream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """From when every buffer has been filled. Raises MemoryError where one cannot be had."""
+        """Run the threads during the block, which begins when every buffer is filled. Raises MemoryError if memory is
+        short."""
         for thread in self._threads:
             thread.start()
         try:
@@ -71,13 +73,13 @@ class Stream:
             self._failure = error
             self._gate.abort()
         except threading.BrokenBarrierError:
-            return  # another thread has no memory, and says so
+            return  # another thread had no memory and has reported it
 
     def _read_over_and_over(self, number: int, memory: mmap.mmap) -> None:
         view = ctypes.c_char.from_buffer(memory)
         address = ctypes.addressof(view)
         try:
-            # Untouched pages are all one page of zeros, which would be read from the cache.
+            # Untouched pages all map to one page of zeros, which would be read from the cache.
             ctypes.memset(address, _PRESENT, self._bytes)
             self._gate.wait()
             offset = 0
@@ -86,18 +88,18 @@ class Stream:
                 self._read[number] += self._step
                 offset = (offset + self._step) % (self._bytes - self._bytes % self._step)
         finally:
-            del view  # it holds the mapping open
+            del view  # it keeps the mapping open
 
     def _wait_until_filled(self) -> None:
         try:
             self._gate.wait()
         except threading.BrokenBarrierError as error:
-            message = f"no memory to read: {self._failure}"
+            message = f"memory for the measurement cannot be allocated: {self._failure}"
             raise MemoryError(message) from error
 
 
 def measure_dram(threads: int, usable_mib: int, *, windows: int = 12) -> float | None:
-    """GB/s (10^9 bytes read a second) in the best of some windows; None with too little memory to say."""
+    """Return GB/s (10^9 bytes read per second) in the best of some windows; None if too little memory is usable."""
     each_mib = buffer_mib(threads, usable_mib)
     if each_mib is None:
         return None
@@ -107,7 +109,7 @@ def measure_dram(threads: int, usable_mib: int, *, windows: int = 12) -> float |
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The same in a process of its own, which can be ended in the middle: prints GB/s as JSON, null where unknown."""
+    """Run `measure_dram` as a process that can be ended at any time. Prints GB/s as JSON, null if unknown."""
     parser = argparse.ArgumentParser(prog="python -m appliance.probe.bandwidth.dram")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--usable-mib", type=int, required=True)

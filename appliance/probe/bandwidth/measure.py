@@ -1,8 +1,8 @@
-"""The bandwidths that plans are made of, measured within seconds instead of believed: by `appliance probe --measure`,
-and once on a new machine while nobody asks (serve/background/bandwidths.py).
+"""Measure the bandwidths that plans are computed from, within seconds.
 
-Host memory is read by all threads that this container may run. Each GPU is measured by a child process of its own,
-with a time limit: a driver that hangs or crashes costs its figures and nothing else.
+Runs by `appliance probe --measure`, and once on a new machine while idle (serve/background/bandwidths.py). All threads that this
+container may run read the host memory. Each GPU is measured by its own child process with a time limit, so a driver
+that hangs or crashes loses only that GPU's figures.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from appliance.probe.gpu.driver import reaching
 from appliance.probe.machine.hardware import Gpu, GpuSpeed, Hardware, Speeds
 from appliance.run import Finished, RunTimeout, run
 
-TIMEOUT_S = 60.0  # for one GPU; the context of a cold driver alone can take ten
+TIMEOUT_S = 60.0  # for one GPU; creating the context with a cold driver can take ten seconds
 CHILD = (sys.executable, "-m", "appliance.probe.bandwidth.cuda")
 DRAM_CHILD = (sys.executable, "-m", "appliance.probe.bandwidth.dram")
-# Beside an engine: a quarter of this is read, beyond the last-level cache of all but the largest servers.
+# While an engine is loaded: a quarter of this is read, more than the last-level cache of all but the largest servers.
 BESIDE_MIB = 2048
-LEAST_FREE_MIB = 640  # a CUDA context, and buffers of a quarter of what is left
+LEAST_FREE_MIB = 640  # room for a CUDA context, and for buffers of a quarter of the rest
 _LIBRARY = re.compile(r"libcudart\.so(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """`problems` says in words which figures are missing, and why."""
+    """Result. `problems` says which figures are missing and why."""
 
     speeds: Speeds
     problems: tuple[str, ...] = ()
 
 
 def find_cudart(engine_dir: Path) -> Path | None:
-    """The CUDA runtime beside the engine, the newest major there; None in an image without CUDA."""
+    """Return the CUDA runtime in the engine's folder, the newest major version; None in an image without CUDA."""
     found = [(int(match[1] or 0), path) for path in engine_dir.glob("libcudart.so*") if (match := _match(path))]
     return max(found, default=(0, None))[1]
 
@@ -52,7 +52,7 @@ def measure(
     child: Sequence[str] = CHILD,
     timeout_s: float = TIMEOUT_S,
 ) -> Measured:
-    """Takes some three seconds and, for each GPU, about five; `tell` is given a line before each step."""
+    """Measure host memory (about three seconds) and each GPU (about five). `tell` gets a line before each step."""
     threads, usable_mib = hardware.cpu.threads_max, hardware.memory.usable_mib
     tell(f"reading memory with {threads} threads")
     problems: list[str] = []
@@ -71,8 +71,10 @@ def measure_beside(
     dram_child: Sequence[str] = DRAM_CHILD,
     timeout_s: float = TIMEOUT_S,
 ) -> Measured | None:
-    """The same beside an engine that is loaded: in little memory, and all of it in children, so that nothing is left of
-    it a tenth of a second after `is_wanted` says no, which returns None. A GPU with little memory left is not measured.
+    """Like `measure`, but while an engine is loaded: uses little memory and works in child processes only.
+
+    Returns None within 0.1 s after `is_wanted` turns False; no child is left then. A GPU with little free memory is not
+    measured.
     """
     threads, usable_mib = hardware.cpu.threads_max, min(hardware.memory.usable_mib, BESIDE_MIB)
     problems: list[str] = []
@@ -87,13 +89,13 @@ def measure_beside(
 
 @dataclass(frozen=True, kw_only=True)
 class _Ask:
-    """How the child for one GPU is asked."""
+    """How to call the child process for one GPU."""
 
     child: tuple[str, ...]
     timeout_s: float
     usable_mib: int
     is_wanted: Callable[[], bool] = lambda: True
-    beside: bool = False  # an engine that has the GPU's memory
+    beside: bool = False  # True while a loaded engine holds the GPU's memory
 
 
 def _with_gpus(
@@ -112,12 +114,12 @@ def _with_gpus(
     for gpu in hardware.gpus.gpus:
         name = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
         if gpu.uuid is None or library is None:
-            why = "its uuid is unknown" if gpu.uuid is None else f"no libcudart beside the engine: {engine_dir}"
+            why = "its uuid is unknown" if gpu.uuid is None else f"no libcudart in the engine folder: {engine_dir}"
             problems.append(f"{name} is not measured: {why}")
             continue
         if ask.beside and not gpu.is_unified and (gpu.vram_free_mib or 0) < LEAST_FREE_MIB:
             free_mib = gpu.vram_free_mib or 0
-            problems.append(f"{name} is not measured: {free_mib:,} MiB of its memory are free beside the engine")
+            problems.append(f"{name} is not measured: only {free_mib:,} MiB are free while the engine is loaded")
             continue
         tell(f"copying to, from and within {name}")
         argv = (*ask.child, str(library), *_options(gpu, threads, ask.usable_mib))
@@ -128,7 +130,7 @@ def _with_gpus(
 
 
 def describe(measured: Measured) -> str:
-    """A line a figure; what could not be measured is said and not left out."""
+    """Return one line per figure; a missing figure is shown as unknown."""
     lines = [f"host memory, read by all cores: {_gb_s(measured.speeds.dram_gb_s)}"]
     for gpu in measured.speeds.gpus:
         lines += [
@@ -143,14 +145,14 @@ def describe(measured: Measured) -> str:
 
 
 def parse_report(text: str, uuid: str) -> tuple[GpuSpeed, list[str]]:
-    """What the child printed: figures, and problems in words. Anything else is one more problem."""
+    """Parse the child's output into figures and problems. Other output becomes a problem."""
     unknown: dict[str, float | None] = {field.name: None for field in fields(GpuSpeed) if field.name != "uuid"}
     try:
         report = json.loads(text)
     except (ValueError, RecursionError):
         return GpuSpeed(uuid=uuid, **unknown), [f"the child printed no report: {text[:80]!r}"]
     if not isinstance(report, dict) or not isinstance(report.get("problems", []), list):
-        return GpuSpeed(uuid=uuid, **unknown), [f"the child printed another thing than its report: {text[:80]!r}"]
+        return GpuSpeed(uuid=uuid, **unknown), [f"the child's output is not a report: {text[:80]!r}"]
     rates = {name: _rate(report.get(name)) for name in unknown}
     return GpuSpeed(uuid=uuid, **rates), [str(problem) for problem in report.get("problems", [])]
 
@@ -162,7 +164,7 @@ def _dram(threads: int, usable_mib: int, problems: list[str]) -> float | None:
         problems.append(f"host memory is not measured: {error}")
         return None
     if rate is None:
-        problems.append(f"host memory is not measured: {usable_mib} MiB are left, and a quarter of it is too little")
+        problems.append(f"host memory is not measured: a quarter of the usable {usable_mib} MiB is too little")
     return rate
 
 
@@ -172,7 +174,7 @@ def _dram_beside(
     problems: list[str],
     ask: _Ask,
 ) -> float | None:
-    """Raises RunTimeout where it is no longer wanted."""
+    """Measure host memory in a child process. Raises RunTimeout if `is_wanted` turns False."""
     try:
         finished = run(argv, timeout_s=ask.timeout_s, environment=environment, is_wanted=ask.is_wanted)
         report = json.loads(finished.stdout)
@@ -184,12 +186,12 @@ def _dram_beside(
     except (OSError, ValueError):
         rate = None
     if rate is None:
-        problems.append("host memory is not measured: the child that reads it printed no figure")
+        problems.append("host memory is not measured: the measuring child process printed no figure")
     return rate
 
 
 def _options(gpu: Gpu, threads: int, usable_mib: int) -> tuple[str, ...]:
-    # The child needs its share beside page-locked memory, which is 512 MiB unless little is left.
+    # Leave room for the page-locked buffer, 512 MiB or less if memory is short.
     host_mib = max(1, min(512, usable_mib // 8))
     each_mib = buffer_mib(threads, usable_mib - host_mib) or 1
     sizes = ("--threads", str(threads), "--dram-mib", str(each_mib), "--host-mib", str(host_mib))

@@ -1,7 +1,7 @@
-"""Measured bandwidths on the volume: one file a machine, beside the profiles, read at every start.
+"""Measured bandwidths on the volume: one file per machine, in the folder of the profiles, read at every start.
 
-The name hashes what was measured on: the hardware's fingerprint and the GPUs' uuids. A file for another machine is
-never found, and one that cannot be read counts as none until the next measuring sets it aside.
+The file name is a hash of the hardware's fingerprint and the GPUs' uuids, so a file of another machine is never found.
+An unreadable file counts as none until the next measurement sets it aside.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from appliance.errors import VolumeError
 from appliance.probe.machine.hardware import GpuSpeed, Hardware, Speeds, fingerprint
 
 SCHEMA = 1
-MAX_BYTES = 2**20  # ours are some hundred bytes a GPU
+MAX_BYTES = 2**20  # our files have some hundred bytes per GPU
 LIMIT_GB_S = 1e9
-# Not .json: the store of profiles beside takes every such file for one of its own.
+# Not .json: the profile store in this folder reads every .json file as a profile.
 SUFFIX = ".speeds"
 
 
@@ -30,14 +30,14 @@ def speeds_path(folder: Path, hardware: Hardware) -> Path:
 
 
 def load_speeds(folder: Path, hardware: Hardware) -> Speeds | None:
-    """What was measured on this very machine; None where nothing was, or it cannot be read. Writes nothing."""
+    """Return the bandwidths measured on this machine; None if absent or unreadable. Writes nothing."""
     with suppress(OSError, ValueError):
         return _read(speeds_path(folder, hardware), hardware)
     return None
 
 
 def why_unreadable(folder: Path, hardware: Hardware) -> str | None:
-    """In words what is wrong with this machine's file; None where there is none, and where it is sound."""
+    """Return what is wrong with this machine's file; None if it is valid or absent."""
     try:
         _read(speeds_path(folder, hardware), hardware)
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def why_unreadable(folder: Path, hardware: Hardware) -> str | None:
 
 
 def save_speeds(folder: Path, hardware: Hardware, speeds: Speeds) -> Path:
-    """Whole or not at all; a file there that cannot be read is kept as `.corrupt`. Raises VolumeError."""
+    """Write the file atomically; an unreadable old file is kept as `.corrupt`. Raises VolumeError."""
     path = speeds_path(folder, hardware)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     key = _key(hardware)
@@ -64,7 +64,7 @@ def save_speeds(folder: Path, hardware: Hardware, speeds: Speeds) -> Path:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        with suppress(OSError):  # the folder itself may be what is missing
+        with suppress(OSError):  # the folder itself may be missing
             temporary.unlink(missing_ok=True)
         message = f"measured speeds cannot be kept: {path}: {error.strerror}"
         raise VolumeError(message, hint="check free space, owner and mode of the volume") from error
@@ -72,16 +72,16 @@ def save_speeds(folder: Path, hardware: Hardware, speeds: Speeds) -> Path:
 
 
 def parse_speeds(text: str, hardware: Hardware) -> Speeds:
-    """Raises ValueError for anything that `save_speeds` would not have written for this machine."""
+    """Parse the file's content. Raises ValueError if `save_speeds` did not write it for this machine."""
     document = load(text)
     if document.get("schema") != SCHEMA or document.get("key") != _key(hardware):
-        message = "it is for another machine, or of another schema"
+        message = "it belongs to another machine or has another schema"
         raise ValueError(message)
     return read(Speeds, document.get("speeds"), rules=_RULES)
 
 
 def _are_rates(*rates: float | None) -> bool:
-    """The planner divides by them."""
+    """True if the planner can divide by every known rate."""
     return all(rate is None or 0 < rate < LIMIT_GB_S for rate in rates)
 
 

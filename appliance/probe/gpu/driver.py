@@ -1,7 +1,7 @@
-"""Where the NVIDIA driver's libraries lie, and whether a program has to be told.
+"""Find the NVIDIA driver's libraries, and decide whether child processes need LD_LIBRARY_PATH for them.
 
-They come into a container when it is started. NVIDIA's own runtime puts their folder into the loader's cache as well;
-others mount them somewhere and leave the rest to LD_LIBRARY_PATH, which the engine does not inherit.
+The libraries come into a container when it is started. NVIDIA's own runtime also adds their folder to the loader's
+cache. Other runtimes only mount them and rely on LD_LIBRARY_PATH, which the engine does not inherit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from appliance.values import dataclass
 
 CUDA, NVML = "libcuda.so.1", "libnvidia-ml.so.1"
-# Where the loader of a Debian image looks without being told (ld.so(8), Debian's multiarch folders).
+# Folders that the loader of a Debian image searches by default (ld.so(8), Debian's multiarch folders).
 _DEFAULT = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib")
-_SEPARATORS = frozenset(":;$")  # ld.so(8): two of them part folders, and the third begins $ORIGIN and $LIB
+_SEPARATORS = frozenset(":;$")  # ld.so(8): `:` and `;` separate folders, and `$` begins $ORIGIN and $LIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A folder that some runtime mounts the driver at without telling the loader."""
+    """A folder where some runtime mounts the driver without registering it with the loader."""
 
     folder: str
     used_by: str
@@ -54,16 +54,18 @@ PLACES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """`folder` is None where the loader finds the library by itself; else what has to be in LD_LIBRARY_PATH."""
+    """Result of `find`. `folder` must be added to LD_LIBRARY_PATH; None if the loader finds the library by itself."""
 
     library: Path | None = None
     folder: Path | None = None
-    refused: tuple[str, ...] = ()  # folders that hold it and are not trusted, with the reason
+    refused: tuple[str, ...] = ()  # folders that hold the library and are not trusted, with the reason
 
 
 def find(name: str, root: Path, environment: Mapping[str, str], volume: Path | None) -> Found:
-    """In the loader's order: what LD_LIBRARY_PATH names, its cache, its own folders; then where runtimes are known to
-    put it. Never on `volume`: whoever can write there would run code in every container that shares it."""
+    """Find a library in the loader's order: LD_LIBRARY_PATH, the loader's cache, its default folders, then PLACES.
+
+    Never on `volume`: otherwise whoever can write there could run code in every container that shares it.
+    """
     refused: list[str] = []
     unasked = [*_cached(root, name), *(root / folder / name for folder in _DEFAULT)]
     for named in environment.get("LD_LIBRARY_PATH", "").split(":"):
@@ -85,8 +87,10 @@ def find(name: str, root: Path, environment: Mapping[str, str], volume: Path | N
 
 
 def reaching(environment: Mapping[str, str], folder: Path | str | None, volume: Path | None) -> dict[str, str]:
-    """For a child: LD_LIBRARY_PATH with this folder last, and without those that `find` would refuse, since the loader
-    does not. An empty one is the folder that a program is started in."""
+    """Return the environment for a child: LD_LIBRARY_PATH without untrusted folders, and with `folder` at its end.
+
+    The loader itself would use every folder named there. An empty name would be the working folder.
+    """
     found = {name: value for name, value in environment.items() if name != "LD_LIBRARY_PATH"}
     before = environment.get("LD_LIBRARY_PATH", "").split(":")
     folders = [named for named in before if _why_untrusted(named, volume) is None]
@@ -96,7 +100,7 @@ def reaching(environment: Mapping[str, str], folder: Path | str | None, volume: 
 
 
 def _cached(root: Path, name: str) -> Iterator[Path]:
-    """Paths of this library in the loader's cache, which keeps them as strings that end with a zero."""
+    """Yield paths of this library from the loader's cache, where they are stored as zero-terminated strings."""
     try:
         cache = (root / "etc/ld.so.cache").read_bytes()
     except OSError:
@@ -106,7 +110,8 @@ def _cached(root: Path, name: str) -> Iterator[Path]:
 
 
 def _is_there(path: Path) -> bool:
-    """Not where this user may not look, and not where the name is too long: there `exists` raises."""
+    """True if the path exists. False if this user may not look there or the name is too long; `exists` would raise
+    then."""
     try:
         path.stat()
     except OSError:
@@ -117,18 +122,18 @@ def _is_there(path: Path) -> bool:
 def _why_untrusted(named: str, volume: Path | None) -> str | None:
     folder = Path(named)
     if not folder.is_absolute():
-        return "it is relative, so it depends on where a program is started"
+        return "it is a relative path"
     if _SEPARATORS & set(named):
-        return "the dynamic loader would read its name as another one"
+        return "its name contains a separator of the dynamic loader"
     try:
         mode = folder.stat().st_mode
     except OSError as error:
-        return f"it cannot be looked into: {error.strerror}"
+        return f"it cannot be read: {error.strerror}"
     if _is_within(folder, volume):
         return f"it is on the volume {volume}, where others may write"
-    return "everybody may write there" if mode & stat.S_IWOTH else None
+    return "everyone may write there" if mode & stat.S_IWOTH else None
 
 
 def _is_within(folder: Path, volume: Path | None) -> bool:
-    """Also by way of a link."""
+    """True if the folder lies on the volume, links resolved."""
     return volume is not None and folder.resolve().is_relative_to(volume.resolve())

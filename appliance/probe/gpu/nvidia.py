@@ -1,6 +1,6 @@
-"""NVIDIA GPUs, asked for in a child process with a time limit: a hung driver cannot take the server with it.
+"""NVIDIA GPUs, queried in a child process with a time limit, so that a hung driver cannot block the server.
 
-Nothing here raises for what a driver does; it becomes `GpuProbe.problem`.
+Driver problems never raise here; they become `GpuProbe.problem`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from appliance.run import RunTimeout, run
 
 TIMEOUT_S = 15.0
 CHILD = (sys.executable, "-m", "appliance.probe.gpu.nvml")
-_ABSURD = 1e6  # GB/s and watts beyond this are no readings
+_ABSURD = 1e6  # GB/s and watts above this are not real readings
 _UUIDS = ("GPU-", "MIG-")
 _NO_DEVICE = ("", "void", "none")
 
 
 def is_gpu_requested(root: Path, environment: Mapping[str, str]) -> bool:
-    """Whether this container was given a GPU: by the NVIDIA runtime's variable, or by device files: dxg is WSL's."""
+    """True if this container was given a GPU: by the NVIDIA runtime's variable or by device files (dxg is WSL's)."""
     has_device = any((root / "dev").glob("nvidia*")) or (root / "dev/dxg").exists()
     return has_device or environment.get("NVIDIA_VISIBLE_DEVICES", "") not in _NO_DEVICE
 
@@ -39,26 +39,28 @@ def query_gpus(
     timeout_s: float = TIMEOUT_S,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> GpuProbe:
-    """What NVML says. Without its library no child is started, and no GPU is known. The child is ended as soon as
-    `is_wanted` says no, from whichever thread."""
+    """Query NVML. Without its library no child is started and no GPU is reported.
+
+    The child is ended as soon as `is_wanted` returns False; another thread may change that.
+    """
     found, seen = find(NVML, root, environment, volume), GpuProbe()
     if found.library is not None:
         told = _ask_child(reaching(environment, found.folder, volume), child, timeout_s, is_wanted)
         seen = only_visible(told, environment)
     elif (root / "dev/nvidiactl").exists() or (root / "proc/driver/nvidia").exists():
-        seen = GpuProbe(problem=f"the NVIDIA driver is here but {NVML} is not: start the container with --gpus all")
+        seen = GpuProbe(problem=f"the NVIDIA driver is here but {NVML} is missing: start the container with --gpus all")
     return replace(seen, warnings=(*seen.warnings, *found.refused))
 
 
 def parse_nvidia_report(text: str) -> GpuProbe:
-    """What the child printed. Anything else than its report is a problem, never an exception."""
+    """Parse the child's output. Any other output becomes a problem, never an exception."""
     try:
         report = json.loads(text)
     except (ValueError, RecursionError):
         return GpuProbe(problem=f"the NVML child printed no report: {text[:80]!r}")
     entries = report.get("gpus", []) if isinstance(report, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        return GpuProbe(problem=f"the NVML child printed another thing than its report: {text[:80]!r}")
+        return GpuProbe(problem=f"the NVML child's output is not a report: {text[:80]!r}")
     gpus = [_parse_gpu(entry, position) for position, entry in enumerate(entries)]
     said = [words for each in _entries(report.get("warnings")) if (words := _word(each))]
     return GpuProbe(
@@ -71,12 +73,12 @@ def parse_nvidia_report(text: str) -> GpuProbe:
 
 
 def _beyond(gpu: Gpu) -> str | None:
-    """What is said of a card that reports more free memory than it has."""
+    """Return a warning if the GPU reports more free memory than it has in total, else None."""
     if gpu.vram_free_mib is None or gpu.vram_total_mib is None or gpu.vram_free_mib <= gpu.vram_total_mib:
         return None
     return (
         f"NVML says that {gpu.vram_free_mib:,} of {gpu.vram_total_mib:,} MiB of {gpu.name or f'GPU {gpu.index}'} are "
-        "free: no more than the whole is believed"
+        "free: the total is used instead"
     )
 
 
@@ -85,12 +87,12 @@ def _clipped(gpu: Gpu) -> Gpu:
 
 
 def only_visible(found: GpuProbe, environment: Mapping[str, str]) -> GpuProbe:
-    """The devices that CUDA_VISIBLE_DEVICES leaves, where somebody set it, with a warning that says so.
+    """Keep the devices that CUDA_VISIBLE_DEVICES selects, if it is set, and add a warning.
 
-    A uuid may be cut short, and what follows a word that names nothing counts for nothing, both as in CUDA. Numbers are
-    taken in PCI order, the order of all that is shown here; CUDA's own default is the fastest first.
-    NVIDIA_VISIBLE_DEVICES is the container runtime's. Where NVML shows more than its uuids name, as in a privileged
-    container, they are kept to; its numbers are the host's, and cannot be told from the container's.
+    A uuid may be abbreviated, and everything after an unknown entry is ignored, both as in CUDA. Numbers follow the PCI
+    order used everywhere here; CUDA's own default order is fastest first. NVIDIA_VISIBLE_DEVICES is read by the
+    container runtime. If NVML shows more GPUs than its uuids name, as in a privileged container, only the named ones
+    are kept. Its numbers are ignored: they are the host's and cannot be mapped to the container's.
     """
     given = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     if given.startswith(_UUIDS):
@@ -100,7 +102,7 @@ def only_visible(found: GpuProbe, environment: Mapping[str, str]) -> GpuProbe:
 
 
 def is_narrowed(environment: Mapping[str, str]) -> bool:
-    """Whether `only_visible` may leave out GPUs that there are."""
+    """True if `only_visible` may leave out some of the GPUs."""
     given = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     return "CUDA_VISIBLE_DEVICES" in environment or given.startswith(_UUIDS)
 

@@ -1,7 +1,7 @@
-"""The child that talks to the NVIDIA driver: `python -m appliance.probe.gpu.nvml` prints what NVML says as JSON.
+"""The child process that queries the NVIDIA driver: `python -m appliance.probe.gpu.nvml` prints NVML's answers as JSON.
 
-It is a process of its own because a driver may hang or crash it. Each fact is asked for by itself and is null where
-NVML does not tell it: "not supported" of one must not cost the others. Names are those of `Gpu`.
+A separate process, because a driver may hang or crash it. Each fact is queried alone and is null if NVML does not
+report it, so that one "not supported" does not lose the others. Names are those of `Gpu`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pynvml  # type: ignore[import-untyped]
 
 T = TypeVar("T")
 MIB = 1024 * 1024
-# More than any machine has: a driver that counts wrong must not keep the child busy until its time is up.
+# More than any machine has: a driver that miscounts must not keep the child busy until its time limit.
 GPUS_MAX, SLICES_MAX = 256, 64
-# A MIG slice has so many eighths of the memory and of its bandwidth (NVIDIA MIG User Guide, "GPU slices").
+# A MIG slice has this many eighths of the memory and of its bandwidth (NVIDIA MIG User Guide, "GPU slices").
 MEMORY_SLICES = 8
 COMPUTE_SLICES = 7
 MEMORY_OF_COMPUTE = {1: 1, 2: 2, 3: 4, 4: 4, 7: 8}  # eighths of the memory by sevenths of the compute, same guide
@@ -29,24 +29,24 @@ CHIPS = Path(__file__).with_name("chips.json")
 FROM_CLOCK = "memory clock x bus width"
 LIBCUDA = "libcuda.so.1"
 _CU_DEVICE_ATTRIBUTE_INTEGRATED = 18  # cuda.h
-# "GRID A100-10C", "NVIDIA A40-24Q": GB of the share, and its series (NVIDIA vGPU user guide, "Virtual GPU types").
+# "GRID A100-10C", "NVIDIA A40-24Q": size in GB and series of a vGPU (NVIDIA vGPU user guide, "Virtual GPU types").
 _VGPU_NAME = re.compile(r"-\d+[ABCQ](?:ME)?$")
 _OF_A_CARD = (
     "bus_bits", "memory_clock_mhz", "pcie_generation", "pcie_width", "pcie_generation_max", "pcie_width_max",
 )  # fmt: skip
 _SAYS_0 = "NVML says 0"
-_SHARES_HOST = 0.9  # of the host's memory: a driver that gives it as the chip's own may keep a part
+_SHARES_HOST = 0.9  # of the host's memory: a driver that reports it as the GPU's own may subtract a reserved part
 
 
 def collect() -> dict[str, Any]:
-    """The report of an initialised NVML. Raises NVMLError when not even the devices can be counted."""
+    """Return the report of an initialised NVML. Raises NVMLError if the devices cannot even be counted."""
     cuda = fact(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     count = pynvml.nvmlDeviceGetCount()
     answers = [_answer(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(min(count, GPUS_MAX))]
     handles = [handle for handle, _ in answers]
     gpus = [_gpu(handle, index) if handle else _silent(index, why) for index, (handle, why) in enumerate(answers)]
     by_bus = {gpu["pci_bus_id"]: gpu["index"] for gpu in gpus if gpu.get("pci_bus_id")}
-    warnings = [f"NVML counts {count} GPUs: only the first {GPUS_MAX} are asked"] if count > GPUS_MAX else []
+    warnings = [f"NVML counts {count} GPUs: only the first {GPUS_MAX} are queried"] if count > GPUS_MAX else []
     devices: list[dict[str, Any]] = []
     for gpu, handle in zip(gpus, handles, strict=True):
         if handle is not None:
@@ -92,14 +92,17 @@ def _gpu(handle: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - NVML's op
     }
     gpu |= memory_of(handle) | _compute(handle, sm) | _bandwidth(handle, name, sm)
     if sm in _chips()["unified"] or _shares_host_memory(gpu, handle):
-        # Some drivers give such a chip the host's memory as its own: that must not be counted a second time.
+        # Some drivers report the host's memory as the GPU's own; it must not be counted twice.
         return gpu | {"is_unified": True, "vram_total_mib": None, "vram_free_mib": None, "problem": None}
     return gpu | (_UNKNOWN_SHARE if _is_virtual(handle, name) else {})
 
 
 def memory_of(handle: Any) -> dict[str, Any]:  # noqa: ANN401
-    """MiB, and in words why they are unknown. No device has 0: that is a driver that does not know."""
-    # The second version takes the driver's own reserve out of what is free; old drivers lack it.
+    """Total and free MiB, or `problem` with the reason why they are unknown.
+
+    A total of 0 means that the driver does not know.
+    """
+    # Version 2 subtracts the driver's own reserve from the free memory; old drivers lack it.
     memory = fact(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     memory, why = (memory, "") if memory else _answer(pynvml.nvmlDeviceGetMemoryInfo, handle)
     if memory is not None and int(memory.total) < MIB:
@@ -112,8 +115,11 @@ def memory_of(handle: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _shares_host_memory(gpu: dict[str, Any], handle: Any) -> bool:  # noqa: ANN401
-    """True for an integrated chip that no table names. Its driver tells of no memory bus and no PCIe link, and of no
-    memory or of the host's. Where the CUDA driver can be asked it decides, as for the engines themselves."""
+    """True for an integrated GPU that is not in the table of chips.
+
+    Its driver reports no memory bus and no PCIe link, and either no memory or the host's. If the CUDA driver can be
+    queried, its answer decides, as it does for the engines.
+    """
     if gpu["sm"] is None or any(gpu[name] for name in _OF_A_CARD) or is_cut(handle) or _is_virtual(handle, gpu["name"]):
         return False
     if (by_cuda := _is_integrated(gpu["pci_bus_id"])) is not None:
@@ -133,7 +139,7 @@ def _host_mib() -> int | None:
 
 
 def _is_integrated(bus_id: str | None) -> bool | None:
-    """By the CUDA driver. None where it cannot be asked, or does not show this device."""
+    """Ask the CUDA driver whether the device is integrated. None if it cannot be asked or does not show the device."""
     device, value = ctypes.c_int(), ctypes.c_int()
     try:
         cuda = ctypes.CDLL(LIBCUDA)
@@ -143,12 +149,12 @@ def _is_integrated(bus_id: str | None) -> bool | None:
             or cuda.cuDeviceGetByPCIBusId(ctypes.byref(device), bus_id.encode())
             or cuda.cuDeviceGetAttribute(ctypes.byref(value), _CU_DEVICE_ATTRIBUTE_INTEGRATED, device)
         )
-    except (OSError, AttributeError):  # no driver's library, or another one
+    except (OSError, AttributeError):  # no driver library, or one without these calls
         return None
     return None if failed else bool(value.value)
 
 
-# A virtual GPU is a part of a card in space or in time, and NVML tells of the whole: which part, nobody says.
+# A virtual GPU is a share of a card in space or time. NVML reports the whole card and not the size of the share.
 _UNKNOWN_SHARE = {
     "sm_count": None,
     "bus_bits": None,
@@ -164,14 +170,14 @@ def _is_virtual(handle: Any, name: str | None) -> bool:  # noqa: ANN401
 
 
 def _compute(handle: Any, sm: str | None) -> dict[str, Any]:  # noqa: ANN401
-    """NVML counts CUDA cores, of which an SM has as many as its compute capability says."""
+    """SM count and clock. NVML counts CUDA cores; their number per SM follows from the compute capability."""
     cores, a_sm = fact(pynvml.nvmlDeviceGetNumGpuCores, handle) or None, _chips()["cores_of_sm"].get(sm, 128)
     clock_mhz = fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM) or None
     return {"sm_count": cores // a_sm or None if cores and sm else None, "sm_clock_mhz": clock_mhz}
 
 
 def _bandwidth(handle: Any, name: str | None, sm: str | None) -> dict[str, Any]:  # noqa: ANN401
-    """2 x clock x bus, as double data rate transfers twice a clock; from `chips.json` where NVML is silent."""
+    """2 x clock x bus width (double data rate), or the value of `chips.json` if NVML does not report them."""
     clock_mhz = fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM) or None
     bits = fact(pynvml.nvmlDeviceGetMemoryBusWidth, handle) or None
     gb_s = 2 * clock_mhz * bits / 8000 if clock_mhz and bits else None
@@ -192,7 +198,7 @@ def _chips() -> dict[str, Any]:
 
 
 def _nvlinks(handle: Any) -> Iterator[str]:  # noqa: ANN401
-    """Bus ids at the other ends of active links; a switch is such an end, too."""
+    """Yield the bus ids at the other end of active links; an NVSwitch is such an end too."""
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         is_active = fact(pynvml.nvmlDeviceGetNvLinkState, handle, link)
         if is_active is None:
@@ -232,15 +238,15 @@ def _slices(parent: dict[str, Any], handle: Any) -> Iterator[dict[str, Any]]:  #
                 "mig_profile": profile[1] if profile else "unknown",
                 "mig_parent": parent["uuid"],
                 "sm_count": _slice_sms(parent, attributes, profile[1] if profile else ""),
-                "nvlink_peers": [],  # slices do not speak to each other
+                "nvlink_peers": [],  # MIG slices have no NVLink
                 "holders": holders_of(cut),
             }
         )
 
 
 def _share(parent: dict[str, Any], slice_mib: int | None, profile: str) -> dict[str, Any]:
-    # A container that has only slices is refused the memory of the whole: a table or the chip's name tells it, else the
-    # profile, whose first number counts the sevenths of the compute.
+    # A container that has only slices may not read the whole GPU's memory. It then comes from a table or from the GPU's
+    # name, else from the profile, whose first number counts the sevenths of the compute.
     whole_mib, gb_s = parent["vram_total_mib"] or _whole_mib(parent["name"]), parent["bandwidth_gb_s"]
     if whole_mib and slice_mib:
         eighths = min(MEMORY_SLICES, max(1, round(slice_mib / whole_mib * MEMORY_SLICES)))
@@ -255,15 +261,17 @@ def _share(parent: dict[str, Any], slice_mib: int | None, profile: str) -> dict[
 
 
 def _slice_sms(parent: dict[str, Any], attributes: Any, profile: str) -> int | None:  # noqa: ANN401
-    """As NVML says, else so many sevenths as the profile names."""
+    """SM count as NVML reports it, else the share that the profile's name gives."""
     told = int(attributes.multiprocessorCount) if attributes is not None else 0
     sms = (parent.get("sm_count") or 0) * _slices_of(profile)[0] // COMPUTE_SLICES
     return told or sms or None
 
 
 def _slices_of(profile: str) -> tuple[int, int]:
-    """Sevenths of the compute, and those of its GPU instance, whose memory a compute instance shares: (3, 3) of
-    "3g.40gb", (1, 3) of "1c.3g.40gb". Zeros for another text."""
+    """Return the sevenths of the compute, and those of the enclosing GPU instance, whose memory it shares.
+
+    (3, 3) for "3g.40gb", (1, 3) for "1c.3g.40gb", (0, 0) for other texts.
+    """
     found = re.match(r"(?:(\d)c\.)?(\d)g\.", profile)
     return (int(found[1] or found[2]), int(found[2])) if found else (0, 0)
 
@@ -274,7 +282,7 @@ def _whole_mib(name: str | None) -> int | None:
 
 
 def _named_mib(name: str | None) -> int | None:
-    """Of "NVIDIA A100-SXM4-80GB" and of "… MIG 1g.20gb"; about, which eighths are told by."""
+    """Memory size from a name such as "NVIDIA A100-SXM4-80GB" or "… MIG 1g.20gb", MiB; accurate enough for eighths."""
     size = re.search(r"(\d+)\s?GB\b", name or "", re.IGNORECASE)
     return int(size[1]) * 1024 if size else None
 
@@ -291,7 +299,8 @@ def holders_of(handle: Any) -> list[dict[str, Any]]:  # noqa: ANN401
             "name": fact(lambda pid: _text(pynvml.nvmlSystemGetProcessName(pid)), process.pid),
             "used_mib": None if process.usedGpuMemory is None else int(process.usedGpuMemory) // MIB,
         }
-        for process in {process.pid: process for process in running}.values()  # a desktop's program may be both
+        # a desktop's program may be in both lists
+        for process in {process.pid: process for process in running}.values()
     ]
 
 
@@ -310,12 +319,12 @@ def fact(ask: Callable[..., T], *arguments: object) -> T | None:
 
 
 def _answer(ask: Callable[..., T], *arguments: object) -> tuple[T | None, str]:
-    """The answer, or None and why there is none, with NVML's number of the error."""
+    """Return the answer, or None with the reason and NVML's error number."""
     try:
         return ask(*arguments), ""
     except pynvml.NVMLError as error:
         return None, _said(error)
-    # ValueError: a name that is not UTF-8; the last two: a list of processes that no memory could hold.
+    # ValueError: a name is not UTF-8. The other two: a list of processes too large for memory.
     except (ValueError, MemoryError, OverflowError) as error:
         return None, f"NVML: {error}"
 

@@ -1,8 +1,8 @@
-"""A second witness: `nvidia-smi -q -x`, compared with what NVML told the child.
+"""A second source: `nvidia-smi -q -x`, compared with what NVML told the child.
 
-Both ask the same driver, but by two libraries that a container may have from two places. What they disagree on becomes
-a warning with both values, and NVML's reading stands. It can take seconds: `probe` and `doctor` ask it, a start
-only before it measures.
+Both query the same driver through two libraries, which may come from different places in a container. A difference
+becomes a warning with both values; NVML's value is used. It can take seconds, so only `probe`, `doctor` and a start
+that measures run it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from appliance.run import OUTPUT_LIMIT_BYTES, RunTimeout, run
 
 COMMAND = ("nvidia-smi", "-q", "-x")
 TIMEOUT_S = 10.0
-ROUNDING_MIB = 1  # nvidia-smi may round up what is cut off here
+ROUNDING_MIB = 1  # nvidia-smi may round up where we round down
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmiGpu:
-    """One GPU as nvidia-smi prints it; None where it says N/A."""
+    """One GPU as nvidia-smi prints it; None for N/A."""
 
     pci_bus_id: str
     name: str | None
@@ -42,18 +42,19 @@ class SmiReport:
 
 
 def parse_smi(text: str) -> SmiReport:
-    """The report in `text`; raises ValueError for anything else, saying what it is instead."""
+    """Parse the report. Raises ValueError, with the reason, for any other text."""
     if len(text) > OUTPUT_LIMIT_BYTES:
         message = f"it is longer than {OUTPUT_LIMIT_BYTES} characters"
         raise ValueError(message)
-    # The true document names a DTD, which is never fetched, and declares nothing: entities are how a small one grows.
+    # A real report names a DTD, which is never fetched, and declares no entities: with them a small document can grow
+    # huge.
     if "<!ENTITY" in text:
         message = "it declares entities"
         raise ValueError(message)
     try:
-        root = ElementTree.fromstring(text)  # noqa: S314 - bounded, and without entities, above
-    except (ElementTree.ParseError, ValueError) as error:  # ValueError: an encoding that there is not
-        message = f"it is no XML: {error}"
+        root = ElementTree.fromstring(text)  # noqa: S314 - size and entities are checked above
+    except (ElementTree.ParseError, ValueError) as error:  # ValueError: unknown encoding
+        message = f"it is not XML: {error}"
         raise ValueError(message) from error
     if root.tag != "nvidia_smi_log":
         message = f"it is another document: <{root.tag[:40]}>"
@@ -66,12 +67,12 @@ def parse_smi(text: str) -> SmiReport:
 
 
 def disagreements(found: GpuProbe, report: SmiReport, *, is_filtered: bool = False) -> tuple[str, ...]:
-    """In words, with both values, what NVML and nvidia-smi say differently; what one does not tell is not compared.
+    """List the differences between NVML and nvidia-smi, with both values; a missing value is not compared.
 
-    `is_filtered`: some GPUs were left out of `found` on purpose.
+    `is_filtered` is True if some GPUs were left out of `found` on purpose.
     """
     gpus = {_bus(gpu.pci_bus_id): gpu for gpu in found.gpus if gpu.pci_bus_id}
-    # Where NVML does not tell an address, nobody can say which of nvidia-smi's GPUs is missing.
+    # Without NVML's address of a GPU, it is unknown which of nvidia-smi's GPUs is missing.
     is_filtered = is_filtered or any(gpu.pci_bus_id is None for gpu in found.gpus)
     said = [
         *_differ("the driver is", found.driver, report.driver),
@@ -82,7 +83,7 @@ def disagreements(found: GpuProbe, report: SmiReport, *, is_filtered: bool = Fal
         if gpu is not None:
             said += _compared(gpu, other)
         elif not is_filtered:
-            said.append(f"nvidia-smi shows a GPU at {other.pci_bus_id} ({other.name}) that NVML does not give")
+            said.append(f"nvidia-smi shows a GPU at {other.pci_bus_id} ({other.name}) that NVML does not show")
     shown = {_bus(other.pci_bus_id) for other in report.gpus}
     missing = [gpu for bus, gpu in gpus.items() if bus not in shown]
     said += [f"NVML shows a GPU at {gpu.pci_bus_id} ({gpu.name}) that nvidia-smi does not" for gpu in missing]
@@ -97,7 +98,7 @@ def cross_check(
     command: Sequence[str] = COMMAND,
     timeout_s: float = TIMEOUT_S,
 ) -> GpuProbe:
-    """`found` with a warning for each disagreement; as it is without nvidia-smi, and where there is no driver."""
+    """Return `found` with a warning for each difference; unchanged if there is no driver or no nvidia-smi."""
     if not found.gpus and found.problem is None:
         return found
     try:
@@ -106,20 +107,20 @@ def cross_check(
     except FileNotFoundError:
         return found
     except (RunTimeout, OSError) as error:
-        return _warned(found, f"nvidia-smi cannot be compared with: {error}")
+        return _warned(found, f"nvidia-smi gave no answer: {error}")
     if finished.returncode != 0:
         last = ((finished.stdout + finished.stderr).strip().splitlines() or ["it printed nothing"])[-1]
         return _warned(found, f"nvidia-smi ended with {finished.returncode}: {last[:200]}")
     try:
         report = parse_smi(finished.stdout)
     except ValueError as error:
-        return _warned(found, f"nvidia-smi printed no report that can be read: {error}")
+        return _warned(found, f"nvidia-smi printed no readable report: {error}")
     return _warned(found, *disagreements(found, report, is_filtered=is_narrowed(environment)))
 
 
 def _compared(gpu: Gpu, other: SmiGpu) -> Iterator[str]:
     where = f"GPU {gpu.index}"
-    if gpu.mig_profile is None:  # a slice has its own name and memory, and nvidia-smi's are its parent's
+    if gpu.mig_profile is None:  # a slice has its own name and memory; nvidia-smi shows those of the whole GPU
         yield from _differ(f"{where} is", gpu.name, other.name)
         mine, theirs = gpu.vram_total_mib, other.vram_total_mib
         if mine is not None and theirs is not None and abs(mine - theirs) > ROUNDING_MIB:
@@ -153,12 +154,12 @@ def _words(element: ElementTree.Element, path: str) -> str | None:
 
 
 def _count(element: ElementTree.Element, path: str) -> int | None:
-    """The number before the unit, as in "15360 MiB" and "16x"."""
+    """Return the number before the unit in "15360 MiB" or "16x"."""
     match = re.fullmatch(r"(\d{1,9})(?:x| MiB)?", _words(element, path) or "", re.ASCII)
     return int(match[1]) if match else None
 
 
 def _bus(bus_id: str | None) -> str:
-    """NVML and nvidia-smi write the domain with eight digits, sysfs with four; letters in either case."""
+    """Normalise the address: NVML and nvidia-smi write the domain with eight digits, sysfs with four; case varies."""
     domain, _, rest = (bus_id or "").lower().partition(":")
     return f"{domain.zfill(8)}:{rest}"

@@ -1,7 +1,8 @@
-"""(what was counted before, meanwhile, after) -> what else the machine did while something was measured: pure.
+"""Compute what else the machine did during a measurement, from counters before and after it and samples in between.
+Pure.
 
-A measurement under foreign load is worth little: it is kept as provisional. So what is called a disturbance must be
-somebody else's doing, and enough of it to be seen in a figure; our own threads and our own quota are part of the plan.
+A measurement under foreign load is only provisional. So a disturbance must be caused by others and large enough to
+change a figure. Our own threads and our own CPU quota are part of the plan.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from appliance.probe.load.load import GpuLoad, GpuLoads, LoadSample
 from appliance.probe.machine.hardware import GpuHolder, GpuProbe
 from appliance.values import dataclass
 
-# The kernel counts in hundredths of a second: of less than half a second, shares of a few per cent cannot be told.
+# The kernel counts in hundredths of a second: over less than half a second, shares of a few per cent are not visible.
 SHORTEST_S = 0.5
-# Of the CPUs that we may use. They share caches, clock and memory bandwidth, which decoding is bound by: it loses about
-# the share that others take, and 5 % is what measurements differ by anyway.
+# Share of the CPUs that we may use. Caches, clock and memory bandwidth are shared, and decode is bound by bandwidth: it
+# loses about the share that others take. Measurements vary by 5 % anyway.
 FOREIGN_CPU = 0.05
-# Threads of a matrix product wait for the slowest at each barrier. With no CPU idle, one process of others that takes
-# half of one holds up all of ours, however many they are.
+# Threads of a matrix product wait for the slowest at each barrier. If no CPU is idle, one foreign process that takes
+# half a core slows all our threads.
 CROWDED, FOREIGN_CORES = 0.95, 0.5
-STEAL = 0.02  # of the time in which a CPU was wanted; a vCPU that is taken away stops at a barrier, too
+STEAL = 0.02  # of the time in which a CPU was wanted; a vCPU that is taken away also delays a barrier
 FOREIGN_GPU = 5  # per cent: a desktop that redraws a clock stays below, a video or a second model does not
-SLOWED = 0.1  # of the looks: a single one may be the power supply's own moment
-WORKING = 20  # per cent of utilization from which a clock tells of work; an idle GPU clocks down, which means nothing
+SLOWED = 0.1  # of the samples: a single one may be a short event of the power supply
+WORKING = 20  # per cent of utilization above which clocks count; an idle GPU clocks down, which means nothing
 
-# NVML's bits of nvmlClocksEventReasons, in words. An idle GPU and clocks that somebody set are no slowing down.
+# NVML's bits of nvmlClocksEventReasons. Left out: an idle GPU and clocks set by the user, which are no slowdown.
 REASONS = {
     0x0004: "power cap",
     0x0008: "hardware slowdown",
@@ -35,28 +36,29 @@ REASONS = {
     0x0040: "thermal slowdown by hardware",
     0x0080: "power brake",
 }
-# A power cap is none of them: it is how a GPU with a limit always works, and it will while it serves.
+# A power cap is not among them: a GPU with a power limit always works under it, also while it serves.
 SLOWDOWN_BITS = 0x0008 | 0x0020 | 0x0040 | 0x0080
 SLOWDOWNS = frozenset(word for bit, word in REASONS.items() if bit & SLOWDOWN_BITS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConditions:
-    """One device meanwhile; clocks are the mean while it worked, as a share of the highest."""
+    """One device during the measurement. `clock_share` is the mean clock while it worked, relative to the highest."""
 
     index: int
     uuid: str | None = None
     clock_share: float | None = None
-    utilization: float | None = None  # per cent, the mean of the looks
-    reasons: tuple[str, ...] = ()  # why it did not clock higher, each that was seen
-    slowed: float | None = None  # the share of looks in which heat or its power supply slowed it
-    foreign_utilization: int | None = None  # per cent; the most of what was seen at rest and of others' processes
+    utilization: float | None = None  # per cent, mean of the samples
+    reasons: tuple[str, ...] = ()  # all reasons seen for not clocking higher
+    slowed: float | None = None  # share of samples in which heat or the power supply slowed it
+    # per cent; the larger of the utilization at rest and that of other processes
+    foreign_utilization: int | None = None
     foreign: tuple[GpuHolder, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Shares from 0 to 1 over the interval. None: nobody can say."""
+    """Shares from 0 to 1 over the interval; None means unknown."""
 
     interval_s: float
     cpus: int | None = None
@@ -64,12 +66,11 @@ class Conditions:
     foreign_cpu: float | None = None
     steal: float | None = None  # of the time in which a CPU was wanted
     gpus: tuple[GpuConditions, ...] = ()
-    problem: str | None = None  # why nothing is known of the GPUs
+    problem: str | None = None  # why nothing is known about the GPUs
 
     @property
     def crowd(self) -> str | None:
-        """Others that take so much of the machine that work of ours would be in their way, as one sentence; None: there
-        is room beside them."""
+        """Describe others' load if it is so large that our work would disturb them; None if there is room."""
         cores = (self.foreign_cpu or 0.0) * (self.cpus or 0)
         is_crowded = cores >= max(FOREIGN_CORES, FOREIGN_CPU * (self.cpus or 0))
         cpu = _cpu_disturbances(replace(self, steal=None)) if is_crowded else ()
@@ -78,7 +79,7 @@ class Conditions:
 
     @property
     def disturbance(self) -> str | None:
-        """What others did to the measurement, and by how much, as one sentence; None: it was quiet."""
+        """Describe what others did during the measurement, and how much; None if it was undisturbed."""
         return " and ".join([*_cpu_disturbances(self), *(words for gpu in self.gpus for words in _gpu(gpu))]) or None
 
 
@@ -89,7 +90,8 @@ def conditions(
     known: GpuProbe | None = None,
     gpus: GpuLoads | None = None,
 ) -> Conditions:
-    """`known` is what the probe saw before our engine started: who held memory then is not our engine."""
+    """Compute the conditions. `known` is the probe before our engine started: processes that held memory then are not
+    ours."""
     interval_s = max(0.0, after.time_s - before.time_s)
     gpus = gpus or GpuLoads()
     return Conditions(
@@ -106,7 +108,7 @@ def _cpu_shares(before: LoadSample, after: LoadSample, interval_s: float) -> dic
     steal_s = _risen(before.steal_s, after.steal_s)
     room_s = interval_s * after.cpus if after.cpus and after.cpus == before.cpus else None
     wanted_s = None if busy_s is None or steal_s is None else busy_s + steal_s
-    # Our own time is counted to the nanosecond, that of CPUs by what runs at a tick: it may come out as more.
+    # Our own time is exact to the nanosecond, that of CPUs is sampled at ticks: the difference may be negative.
     foreign_s = None if busy_s is None or own_s is None else max(0.0, busy_s - own_s)
     return {
         "own_cpu": None if own_s is None or room_s is None else min(1.0, own_s / room_s),
@@ -116,7 +118,7 @@ def _cpu_shares(before: LoadSample, after: LoadSample, interval_s: float) -> dic
 
 
 def _risen(before: float | None, after: float | None) -> float | None:
-    """None also for a counter that went backwards: a machine that was moved, a group that was made anew."""
+    """Return the increase; None if unknown, or if the counter fell because the machine migrated or the group is new."""
     return after - before if before is not None and after is not None and after >= before else None
 
 
@@ -145,7 +147,7 @@ def _gpu(gpu: GpuConditions) -> Iterator[str]:
 
 
 def people(holders: Sequence[GpuHolder]) -> str:
-    """As in "python (pid 4711), a process (pid 12)"."""
+    """Describe processes, such as "python (pid 4711), a process (pid 12)"."""
     return ", ".join(f"{(holder.name or 'a process').rsplit('/', 1)[-1]} (pid {holder.pid})" for holder in holders)
 
 
@@ -158,13 +160,14 @@ def _gpus(known: GpuProbe, samples: Sequence[Sequence[GpuLoad]], own_pids: froze
 
 
 def _one_gpu(known: GpuProbe, looks: Sequence[GpuLoad], own_pids: frozenset[int]) -> GpuConditions:
-    """The first look and the last are at rest."""
-    meanwhile = looks[1:-1]  # while our engine worked; at both ends it rests, and all that is seen is of others
+    """Conditions of one GPU. The first and the last sample were taken while our engine rested."""
+    # our engine works in these samples; it rests in the first and the last, so all load there is of others
+    meanwhile = looks[1:-1]
     probed = next((gpu for gpu in known.gpus if (gpu.uuid, gpu.index) == (looks[0].uuid, looks[0].index)), None)
     earlier = {holder.pid for holder in probed.holders} if probed else set()
     ours = _ours(looks, earlier, own_pids)
     others = {process.pid: process for look in looks for process in look.processes if process.pid not in ours}
-    # Clocks of an idle GPU are low by design and say nothing of heat or power.
+    # Clocks of an idle GPU are low by design and do not show heat or power limits.
     working = [look for look in meanwhile if (look.utilization or 0) >= WORKING]
     reasons = [look.reasons for look in meanwhile if look.reasons is not None]
     return GpuConditions(
@@ -180,8 +183,11 @@ def _one_gpu(known: GpuProbe, looks: Sequence[GpuLoad], own_pids: frozenset[int]
 
 
 def _ours(looks: Sequence[GpuLoad], earlier: set[int], own_pids: frozenset[int]) -> set[int]:
-    """Which pids are our engine's. In a container the driver may number processes as the host does, so that none is
-    of our tree: then they are those that came first, beyond the ones that were there before our engine."""
+    """Return the pids of our engine.
+
+    In a container the driver may use the host's pids, so none is in our process tree. Then ours are the first ones that
+    appear and were not there before our engine.
+    """
     listed = [{process.pid for process in look.processes} - earlier for look in looks]
     if any(pids & own_pids for pids in listed):
         return set(own_pids) - earlier
@@ -189,8 +195,8 @@ def _ours(looks: Sequence[GpuLoad], earlier: set[int], own_pids: frozenset[int])
 
 
 def _foreign_utilization(looks: Sequence[GpuLoad], ours: set[int]) -> int | None:
-    # Two witnesses: the whole GPU while we rest, and single processes while we work. Some drivers name no processes in
-    # a container, and a job that began meanwhile is in no look at rest; the larger figure is believed.
+    # Two sources: the whole GPU while we rest, and single processes while we work. Some drivers name no processes in a
+    # container, and a job that began later is in no sample at rest. The larger figure is used.
     at_rest = [look.utilization for look in (looks[0], looks[-1]) if look.utilization is not None]
     told = [
         sum(process.utilization or 0 for process in others)

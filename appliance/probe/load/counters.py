@@ -1,4 +1,4 @@
-"""The CPU's counters, which only rise: asked for before and after a measurement, in a millisecond or two."""
+"""The CPU's cumulative counters, read before and after a measurement in a millisecond or two."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from appliance.probe.load.load import LoadSample
 from appliance.probe.load.processes import query_tree
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # of /proc, whatever the kernel's own tick is
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # the unit of /proc, whatever the kernel's own tick is
 _STAT = Path("/proc/stat")
 
 
 def parse_cpu_times(text: str, cpus: frozenset[int]) -> tuple[int, float, float] | None:
-    """/proc/stat as the number of CPUs counted, their busy seconds and their stolen seconds: those of `cpus`, or all
-    where none of these is listed, as in some containers. None: no such line.
+    """Parse /proc/stat into the number of CPUs counted, their busy seconds and their stolen seconds.
 
-    psutil tells the CPUs in order and without their numbers: beside one that is off, ours would be another's.
+    Counts `cpus`, or all CPUs if none of them is listed, as in some containers. None if there is no usable line. psutil
+    is not used: it returns the CPUs in order without numbers, so if one is offline the others would be mixed up.
     """
     total: tuple[float, float] | None = None
     each: dict[int, tuple[float, float]] = {}
@@ -39,8 +39,10 @@ def parse_cpu_times(text: str, cpus: frozenset[int]) -> tuple[int, float, float]
 
 
 def query_load(*, own_pid: int | None = None) -> LoadSample:
-    """`own_pid` heads the tree of what is our own work, by default this process: what else runs in our container is
-    somebody else's, as is the rest of the machine."""
+    """Sample the counters. Our own work is the process tree below `own_pid`, by default this process.
+
+    Everything else counts as foreign, also in our container.
+    """
     counted, busy_s, steal_s = parse_cpu_times(_text(_STAT), frozenset(os.sched_getaffinity(0))) or (None, None, None)
     own = query_tree(os.getpid() if own_pid is None else own_pid)
     return LoadSample(
@@ -58,7 +60,7 @@ def _is_count(word: str) -> bool:
 
 
 def _text(path: Path) -> str:
-    """The file's text; "" where it cannot be read: this container does not tell."""
+    """Return the file's text, or "" if it cannot be read, as in some containers."""
     try:
         return path.read_text("utf-8", "replace")
     except OSError:

@@ -1,8 +1,8 @@
 """Child process that samples GPUs until its standard input ends, then prints JSON.
 
-Clocks, reasons and utilization are of the moment, so what they were while something was measured has to be seen
-meanwhile. The first sample and the last are at rest: utilization is an average of up to a second, so it is waited for
-to fall. A line says when the first is done. When whoever started this dies, its input ends, and it does too.
+Clocks, reasons and utilization are momentary values, so they must be sampled during the measurement. The first and the
+last sample are taken at rest: utilization is an average of up to a second, so the child waits until it has fallen. It
+prints a line after the first sample. If its parent dies, its input ends and it exits.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from appliance.probe.load.load import GpuLoad, GpuLoads, GpuProcess
 from appliance.probe.load.processes import query_tree
 
 EVERY_S = 0.5
-SAMPLES_MAX = 240  # two minutes; beyond that every second one is dropped and samples are taken half as often
-REST_S = 1.2  # the longest window that utilization is averaged over is a second
+SAMPLES_MAX = 240  # two minutes; beyond that every second sample is dropped and the interval doubles
+REST_S = 1.2  # utilization is averaged over at most a second
 REST_UTILIZATION = 2
 RUNNING_S = 1.0
 _SAMPLE_S = 0.1
 
 
 def watch(parent: int) -> GpuLoads:
-    """The report. `parent` heads the tree of processes that is ours."""
+    """Sample until the input ends and return the report. Our own work is the process tree below `parent`."""
     first = at_rest()
     print("watching", flush=True)
     samples: list[tuple[GpuLoad, ...]] = []
@@ -46,7 +46,7 @@ def watch(parent: int) -> GpuLoads:
 
 
 def at_rest() -> tuple[GpuLoad, ...]:
-    """One sample whose `utilization` is the least of the next moments."""
+    """Return one sample with the lowest `utilization` seen within REST_S."""
     deadline_s = time.monotonic() + REST_S
     seen = tuple(query_loads())
     while time.monotonic() < deadline_s and any((gpu.utilization or 0) > REST_UTILIZATION for gpu in seen):
@@ -56,7 +56,7 @@ def at_rest() -> tuple[GpuLoad, ...]:
 
 
 def query_loads() -> Iterator[GpuLoad]:
-    """Every device. Raises NVMLError when not even the devices can be counted."""
+    """Yield one sample per device. Raises NVMLError if the devices cannot even be counted."""
     for index in range(min(pynvml.nvmlDeviceGetCount(), GPUS_MAX)):
         handle = fact(pynvml.nvmlDeviceGetHandleByIndex, index)
         if handle is None:
@@ -92,13 +92,16 @@ def _with_use(whole: GpuLoad, device: Any) -> GpuLoad:  # noqa: ANN401
 
 
 def _running(device: Any, pids: list[int]) -> dict[int, int]:  # noqa: ANN401
-    """Per cent of the last second by pid; empty where the driver does not tell it, or tells of pids that are no
-    holder's, as when only one of its two lists is of this container's pids."""
+    """Return the per cent of the last second by pid.
+
+    Empty if the driver does not report it, or if it reports other pids than the holders, as when only one of its two
+    lists uses this container's pids.
+    """
     since_us = int((time.time() - RUNNING_S) * 1e6)
     try:
         entries = pynvml.nvmlDeviceGetProcessUtilization(device, since_us)
     except pynvml.NVMLError as error:
-        # "No entry" is an answer: none of them ran.
+        # "No entry" is an answer: no process ran.
         return dict.fromkeys(pids, 0) if error.value in (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND) else {}
     newest = {entry.pid: min(100, entry.smUtil) for entry in sorted(entries, key=lambda entry: entry.timeStamp)}
     return {pid: newest.get(pid, 0) for pid in pids} if newest.keys() & set(pids) else {}

@@ -1,4 +1,4 @@
-"""Who holds the memory: asked for when a plan that was measured here does not fit any more."""
+"""Find who holds the memory, when a plan that was measured here no longer fits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 from appliance.probe.load.processes import query_tree
 from appliance.probe.machine.hardware import Gpu, GpuHolder, Hardware
 
-NOTABLE_MIB = 256  # less makes no plan unfit
+NOTABLE_MIB = 256  # smaller amounts do not decide whether a plan fits
 NAMED_MAX = 3
 _FIELDS = re.compile(r"^(Name|VmRSS|RssAnon|RssShmem):\s*(.*?)(?: kB)?$", re.MULTILINE)
 
 
 def who_holds(hardware: Hardware, root: Path = Path("/")) -> str:
-    """As in "5,120 MiB of GPU 0 are held by python (pid 4711)"; our own process and its descendants are left out."""
+    """Describe the holders, such as "5,120 MiB of GPU 0 are held by python (pid 4711)". Our own process tree is left
+    out."""
     own = frozenset(query_tree(os.getpid()))
     parts = [words for gpu in hardware.gpus.gpus for words in _of_gpu(gpu, own)]
     parts += _of_host(hardware, query_residents(root, own))
@@ -24,21 +25,25 @@ def who_holds(hardware: Hardware, root: Path = Path("/")) -> str:
 
 
 def own_pids(gpu: Gpu, tree: Collection[int], before: Gpu) -> frozenset[int]:
-    """Which holders of its memory are of the tree. Where the driver numbers processes as the host does, none is: then
-    the only one that was not there `before` our engine. Empty: nobody can say."""
+    """Return the pids in `tree` that hold this GPU's memory.
+
+    If the driver uses the host's pids, none is in the tree. Then the only holder that was absent `before` our engine
+    started is returned. Empty if that is ambiguous.
+    """
     ours = frozenset(holder.pid for holder in gpu.holders if holder.pid in tree)
     others = frozenset(holder.pid for holder in gpu.holders) - {holder.pid for holder in before.holders}
     return ours or (others if len(others) == 1 else frozenset())
 
 
 def held_mib(gpu: Gpu, pids: Collection[int]) -> int | None:
-    """By all of these processes; None where one is gone, or the driver does not tell of it."""
+    """Memory held by all of these processes, MiB. None if one is gone or the driver does not report it."""
     used = {holder.pid: holder.used_mib for holder in gpu.holders if holder.pid in pids and holder.used_mib is not None}
     return sum(used.values()) if used and len(used) == len(pids) else None
 
 
 def parse_resident(text: str) -> tuple[str | None, int | None]:
-    """Name and MiB of /proc/<pid>/status. Mapped files are left out where the kernel tells them apart: it is cache."""
+    """Parse name and MiB from /proc/<pid>/status. Mapped files are left out if the kernel reports them apart: they are
+    cache."""
     fields = dict(_FIELDS.findall(text))
     counted = [fields.get(name) for name in ("RssAnon", "RssShmem")]
     sizes = [each for each in (counted if counted[0] else [fields.get("VmRSS")]) if each]
@@ -47,13 +52,13 @@ def parse_resident(text: str) -> tuple[str | None, int | None]:
 
 
 def query_residents(root: Path, own: frozenset[int]) -> tuple[GpuHolder, ...]:
-    """Processes that can be seen and hold a notable amount of host memory, the largest first, without `own`."""
+    """List visible processes with a notable amount of host memory, largest first, without `own`."""
     found = []
     for folder in (root / "proc").glob("[0-9]*"):
         try:
             text = (folder / "status").read_text("utf-8", "replace")
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process ended meanwhile
         name, mib = parse_resident(text)
         if folder.name.isdecimal() and int(folder.name) not in own and mib is not None and mib >= NOTABLE_MIB:
             found.append(GpuHolder(pid=int(folder.name), name=name, used_mib=mib))

@@ -1,4 +1,5 @@
-"""How busy the machine is and with whose work: nouns. `counters.py` asks the CPUs, the child `gpu_load.py` the GPUs."""
+"""Data types: how busy the machine is and with whose work. `counters.py` reads the CPUs, the child `gpu_load.py` the
+GPUs."""
 
 from __future__ import annotations
 
@@ -12,41 +13,44 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProcess(GpuHolder):
-    utilization: int | None = None  # per cent of the time in which its kernels ran; None: the driver does not tell
+    utilization: int | None = None  # per cent of time in which its kernels ran; None if the driver does not report it
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLoad:
-    """One device at one moment. Of a MIG slice clocks and reasons are those of the GPU that it is cut from."""
+    """One device at one moment. Clocks and reasons of a MIG slice are those of its GPU."""
 
     index: int
     uuid: str | None = None
     sm_clock_mhz: int | None = None
     sm_clock_max_mhz: int | None = None
-    reasons: int | None = None  # NVML's bits for why it does not clock higher
-    utilization: int | None = None  # per cent of the last moments in which a kernel ran, whoever's
+    reasons: int | None = None  # NVML's bits for the reasons of not clocking higher
+    utilization: int | None = None  # per cent of the last moments in which a kernel of any process ran
     processes: tuple[GpuProcess, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLoads:
-    """What the child saw, oldest first. In the first and the last of `samples` the devices had time to come to rest, so
-    `utilization` there is somebody else's. `problem` says in words why there is nothing."""
+    """The child's samples, oldest first.
+
+    The first and the last of `samples` were taken after our engine came to rest, so their `utilization` is foreign.
+    `problem` says why there are no samples.
+    """
 
     samples: tuple[tuple[GpuLoad, ...], ...] = ()
-    own_pids: tuple[int, ...] = ()  # of our tree meanwhile: an engine may have come and gone
+    own_pids: tuple[int, ...] = ()  # of our process tree during the measurement: an engine may have come and gone
     problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSample:
-    """Counters since the machine began, in seconds. None: nobody can say."""
+    """Counters since boot, in seconds. None means unknown."""
 
     time_s: float  # monotonic
-    cpus: int | None = None  # the CPUs that we may use and that are counted in the next two
-    busy_s: float | None = None  # of programs, whoever's; interrupts are left out: they are anybody's
-    steal_s: float | None = None  # that a hypervisor gave to others while something here wanted to run
-    own_s: float | None = None  # CPU time of our process, its descendants and those of them that have ended
+    cpus: int | None = None  # CPUs that we may use and that the next two fields count
+    busy_s: float | None = None  # of all programs; interrupts are left out, because they cannot be attributed
+    steal_s: float | None = None  # taken by a hypervisor for other machines while something here wanted to run
+    own_s: float | None = None  # CPU time of our process, its descendants and those that have ended
     own_pids: frozenset[int] = frozenset()
 
 
@@ -58,15 +62,15 @@ def parse_answer(finished: Finished) -> GpuLoads:
 
 
 def parse_gpu_loads(text: str) -> GpuLoads:
-    """What the child printed last. Anything else than its report is a problem, never an exception."""
+    """Parse the child's last line. Any other output becomes a problem, never an exception."""
     try:
         return read(GpuLoads, load(text.strip().rpartition("\n")[2]))
     except ValueError:
-        return GpuLoads(problem=f"the child that watches GPUs printed another thing than its report: {text[:80]!r}")
+        return GpuLoads(problem=f"the output of the child that watches GPUs is not a report: {text[:80]!r}")
 
 
 def only_known(loads: GpuLoads, known: GpuProbe) -> GpuLoads:
-    """Without the devices that `only_visible` left out of the probe: they are not ours."""
+    """Return the samples without the devices that `only_visible` left out of the probe: they are not ours."""
     uuids = {gpu.uuid for gpu in known.gpus if gpu.uuid}
     nameless = {gpu.index for gpu in known.gpus if gpu.uuid is None}
     samples = tuple(

@@ -1,4 +1,4 @@
-"""Our own tree of processes and the CPU time that it took, by psutil: imported when something is watched."""
+"""Our own process tree and its CPU time, by psutil. Imported only when something is watched."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import psutil  # type: ignore[import-untyped]
 
 
 def query_tree(own_pid: int) -> dict[int, float]:
-    """The CPU seconds of `own_pid` and of its descendants, by pid; empty when it is not there, or /proc is hidden.
+    """CPU seconds of `own_pid` and its descendants, by pid; empty if the process does not exist or /proc is hidden.
 
-    A child's time goes to its parent when it is waited for, so the sum does not fall when one ends.
+    A child's time is added to its parent when it is waited for, so the sum does not fall when a child ends.
     """
     tree: dict[int, float] = {}
-    # Denied: /proc is mounted with hidepid, and a part of the tree would make our own work that of others.
+    # Access denied: /proc is mounted with hidepid. A part of the tree would count our own work as foreign.
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         head = psutil.Process(own_pid)
         for process in (head, *head.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            with suppress(psutil.NoSuchProcess):  # the process ended meanwhile
                 tree[process.pid] = _cpu_seconds(process)
         return tree
     return {}
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """Of it and of those of its children that were waited for."""
+    """CPU time of the process and of its children that were waited for."""
     times = process.cpu_times()
     return float(times.user + times.system + times.children_user + times.children_system)

@@ -1,4 +1,4 @@
-"""What else the machine does while a block runs: `with Watch(hardware, environment) as watch: …; watch.conditions`."""
+"""Watch the machine while a block runs: `with Watch(hardware, environment) as watch: …; watch.conditions`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TIMEOUT_S = 15.0
 
 
 class Watch:
-    """Around one measurement. Our own engine must be at rest, or not there, as the block begins and as it ends: what
-    the GPUs do at these moments is taken for the work of others.
+    """Watches other load during one measurement.
 
-    Without GPUs it costs two samples of a millisecond or two. With them a child looks before the block, now and then
-    during it, and up to 1.2 s after it, until the GPUs are at rest: its start and its end are no part of the interval.
-    `async with` waits for them without holding up the event loop.
+    Our own engine must be at rest or absent when the block begins and ends: GPU load at these moments counts as
+    foreign. Without GPUs this costs two samples of a millisecond or two. With GPUs a child samples before the block,
+    during it, and up to 1.2 s after it, until the GPUs are at rest; its start and end are outside the measured
+    interval. `async with` waits without blocking the event loop.
     """
 
     def __init__(
@@ -41,14 +41,16 @@ class Watch:
         child: Sequence[str] = CHILD,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else. Of its GPUs
-        only `gpus` count, if given: a card that the engine cannot use may work for somebody else."""
+        """`hardware` must be probed before our engine started: processes that held GPU memory then are foreign.
+
+        Only `gpus` count, if given: a card that the engine cannot use may work for others.
+        """
         self._known = hardware.gpus if gpus is None else replace(hardware.gpus, gpus=tuple(gpus))
         self._environment = reaching(environment, hardware.gpus.driver_dir, hardware.volume.path)
         self._sample = sample
         self._child = tuple(child)
         self._timeout_s = timeout_s
-        self._gpus = GpuLoads()  # what keeps them from being watched
+        self._gpus = GpuLoads()  # holds a `problem` if the child could not be started
         self._before: LoadSample
         self._running: Running | None = None
         self._is_wanted = True
@@ -56,23 +58,25 @@ class Watch:
 
     @property
     def conditions(self) -> Conditions:
-        """Once the block has ended, and not by an exception."""
+        """Conditions during the block. Raises RuntimeError before the block has ended without an exception."""
         if self._seen is None:
-            message = "the conditions are known when what is watched has ended"
+            message = "the conditions are known only after the watched block has ended"
             raise RuntimeError(message)
         return self._seen
 
     def so_far(self) -> Conditions:
-        """Of the CPUs, inside of the block."""
+        """CPU conditions so far, inside the block."""
         return conditions(self._before, self._sample(), known=self._known)
 
     async def until_crowded(self, *, every_s: float = LOOK_EVERY_S) -> str:
-        """Returns when others take a good part of the CPUs, in two looks in a row: one may be a moment's work. Also
-        outside of the block."""
+        """Return a description when others take much of the CPUs in two samples in a row: one may be a short event.
+
+        May be called outside the block.
+        """
         before: LoadSample | None = None
         was_crowded = False
         while True:
-            with suppress(OSError):  # no file is left: nobody can say
+            with suppress(OSError):  # too many open files: the next sample is tried
                 now = self._sample()
                 words = conditions(before, now, known=self._known).crowd if before else None
                 if words and was_crowded:
@@ -104,14 +108,16 @@ class Watch:
         return await self._in_thread(self.__enter__)
 
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:  # a thread could not be waited for by a task that is being cancelled
+        if kind is not None:  # a task that is being cancelled cannot wait for a thread
             self.__exit__(kind, *rest)
             return
         await self._in_thread(lambda: self.__exit__(None))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """When it is cancelled the thread is told so, which it sees within a twentieth of a second, however long the
-        driver hangs: a thread cannot be stopped, and what it started must not stay behind."""
+        """Run `work` in a thread. If cancelled, tell the thread, which stops within 0.05 s even if the driver hangs.
+
+        A thread cannot be killed, and the child that it started must not be left behind.
+        """
         self._is_wanted = True
         working = asyncio.create_task(asyncio.to_thread(work))
         try:
@@ -125,7 +131,7 @@ class Watch:
             raise
 
     def _watched(self) -> GpuLoads:
-        """Starts the child and waits for its first look."""
+        """Start the child and wait for its first sample."""
         try:
             running = Running(self._child, environment=self._environment)
             if not running.wait_line(timeout_s=self._timeout_s, is_wanted=lambda: self._is_wanted):

@@ -1,8 +1,8 @@
-"""The limits that control groups set for this process, version 1 and 2.
+"""The limits that control groups set for this process, versions 1 and 2.
 
-A limit anywhere on the way from the process's own group up to the root of the mount binds, so every level is read and
-the tightest counts. What lies above the mount's root cannot be seen from a container; for memory, version 1 tells it
-all the same (`hierarchical_memory_limit`).
+A limit at any level from the process's own group up to the root of the mount applies, so every level is read and the
+tightest one counts. Levels above the mount's root are not visible from a container; only version 1's memory controller
+reports them (`hierarchical_memory_limit`).
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from pathlib import Path, PurePosixPath
 
 from appliance.values import dataclass
 
-# Version 1 says "no limit" with the largest multiple of the page size that fits; anything near it is no limit either.
+# Version 1 writes "no limit" as the largest multiple of the page size; values near it are no limit either.
 NO_LIMIT_BYTES = 1 << 60
 _ESCAPES = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """One mounted hierarchy. `controllers` is None for version 2, where one tree carries all."""
+    """One mounted hierarchy. `controllers` is None for version 2, where one tree has all controllers."""
 
-    root: str  # which group of the hierarchy is mounted, as seen from our cgroup namespace
+    root: str  # group of the hierarchy that is mounted, as seen from our cgroup namespace
     path: str
     controllers: frozenset[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`memory_headroom_bytes` is the least that any limited level has left. None: no limit."""
+    """Limits; None means no limit. `memory_headroom_bytes` is the smallest remainder of all limited levels."""
 
     quota: float | None = None
     memory_bytes: int | None = None
@@ -36,7 +36,7 @@ class Limits:
 
 
 def parse_mountinfo(text: str) -> tuple[Mount, ...]:
-    """The cgroup mounts of /proc/self/mountinfo; format in proc(5)."""
+    """Parse the cgroup mounts of /proc/self/mountinfo; format in proc(5)."""
     mounts = []
     for line in text.splitlines():
         head, separator, tail = line.partition(" - ")
@@ -49,7 +49,7 @@ def parse_mountinfo(text: str) -> tuple[Mount, ...]:
 
 
 def parse_membership(text: str) -> dict[str, str]:
-    """/proc/self/cgroup as controller -> path; the empty controller is version 2."""
+    """Parse /proc/self/cgroup into controller -> path; the empty controller is version 2."""
     paths: dict[str, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
@@ -60,25 +60,25 @@ def parse_membership(text: str) -> dict[str, str]:
 
 
 def parse_cpu_max(text: str) -> float | None:
-    """Version 2's cpu.max, "200000 100000" or "max 100000", in cores; None: no limit."""
+    """Parse version 2's cpu.max, "200000 100000" or "max 100000", into cores; None means no limit."""
     quota, _, period = text.strip().partition(" ")
     return parse_cfs_quota(quota, period)
 
 
 def parse_cfs_quota(quota: str, period: str) -> float | None:
-    """Version 1's cpu.cfs_quota_us and cpu.cfs_period_us in cores; None: no limit, or not two numbers."""
+    """Convert version 1's cpu.cfs_quota_us and cpu.cfs_period_us into cores; None for no limit or other text."""
     quota_us, period_us = parse_count(quota), parse_count(period)
     return quota_us / period_us if quota_us and period_us else None
 
 
 def parse_limit(text: str) -> int | None:
-    """Version 1's memory.limit_in_bytes, version 2's memory.max and memory.high; None: no limit."""
+    """Parse version 1's memory.limit_in_bytes, or version 2's memory.max and memory.high; None means no limit."""
     limit = parse_count(text)
     return limit if limit is not None and limit < NO_LIMIT_BYTES else None
 
 
 def parse_stat(text: str) -> dict[str, int]:
-    """memory.stat; lines that are not a name and a number are left out."""
+    """Parse memory.stat; lines that are not a name and a number are skipped."""
     pairs = (line.split() for line in text.splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal() and pair[1].isascii()}
 
@@ -89,7 +89,7 @@ def parse_count(text: str) -> int | None:
 
 
 def query_limits(root: Path) -> Limits:
-    """The limits of this process, with /proc and /sys below `root`. No cgroups mounted: no limits."""
+    """Read the limits of this process from /proc and /sys below `root`. Without cgroup mounts there are no limits."""
     mounts = parse_mountinfo(_text(root / "proc/self/mountinfo"))
     paths = parse_membership(_text(root / "proc/self/cgroup"))
     quotas: list[float | None] = []
@@ -112,9 +112,9 @@ def query_limits(root: Path) -> Limits:
 
 
 def query_oom_kills(root: Path) -> int | None:
-    """How many processes of this process's group a memory killer has ended; None where nobody counts.
+    """Number of processes of this process's group that a memory killer has ended; None if nothing counts them.
 
-    Version 2 counts groups below too, version 1 the group alone; both count a kill for the whole machine's sake.
+    Version 2 includes the groups below, version 1 does not. Both count kills caused by a shortage of the whole machine.
     """
     paths = parse_membership(_text(root / "proc/self/cgroup"))
     for mount in parse_mountinfo(_text(root / "proc/self/mountinfo")):
@@ -131,11 +131,12 @@ def query_oom_kills(root: Path) -> int | None:
 
 
 def _levels(root: Path, mount: Mount, path: str) -> Iterator[Path]:
-    """The folders from the process's own group up to the root of the mount."""
+    """Yield the folders from the process's own group up to the root of the mount."""
     top = root / mount.path.lstrip("/")
     below = _below(mount.root, path)
     own = top / below
-    # A container may be shown the host's path although its mount begins at its own group: then that is the group.
+    # A container may see the host's path although its mount begins at its own group; then the mount's root is its
+    # group.
     if below and not own.is_dir():
         own = top
     while own != top:
@@ -145,7 +146,7 @@ def _levels(root: Path, mount: Mount, path: str) -> Iterator[Path]:
 
 
 def _below(mount_root: str, path: str) -> str:
-    """`path` relative to what is mounted; "" when it lies outside, as `/..` does in a cgroup namespace."""
+    """Return `path` relative to the mounted root; "" if it lies outside, as `/..` does in a cgroup namespace."""
     if ".." in PurePosixPath(path).parts:
         return ""
     prefix = mount_root.rstrip("/") + "/"
@@ -153,7 +154,7 @@ def _below(mount_root: str, path: str) -> str:
 
 
 def _memory_v2(level: Path) -> tuple[int | None, int | None]:
-    # Above memory.high a group is throttled until it crawls: for planning that is as much an end as memory.max.
+    # Above memory.high a group is throttled until it hardly runs, so planning treats it as a limit like memory.max.
     bounds = (parse_limit(_text(level / name)) for name in ("memory.max", "memory.high"))
     limit = min((bound for bound in bounds if bound is not None), default=None)
     if limit is None:
@@ -179,7 +180,7 @@ def _headroom(limit: int, used: int | None, stat: dict[str, int], *, prefix: str
 
 
 def _text(path: Path) -> str:
-    """The file's text; "" where it cannot be read: a controller that is not there sets no limit."""
+    """Return the file's text, or "" if it cannot be read: a missing controller sets no limit."""
     try:
         return path.read_text("utf-8", "replace")
     except OSError:

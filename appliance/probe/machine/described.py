@@ -1,8 +1,8 @@
-"""A machine from a file: what `appliance probe --json` wrote there, a doctor's bundle, or what somebody wrote by hand
-in the same words, as JSON or YAML (docs/plan.md).
+"""A machine described by a file: the output of `appliance probe --json`, a doctor's bundle, or the same keys written by
+hand as JSON or YAML (docs/plan.md).
 
-What the file does not say is unknown, as where a probe finds nothing; what a plan cannot do without is assumed, and
-said. What contradicts itself is refused with its key: no plan is made for a machine that cannot be.
+A missing fact is unknown, as if a probe had found nothing. Facts that a plan requires are assumed, and the assumption
+is reported. A contradiction is refused with its key, because no such machine can exist.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from appliance.values import dataclass
 
 STDIN = "-"
 MAX_BYTES = 4 * 2**20  # a bundle has some 100 KB
-MAX_YAML_BYTES = 64 * 2**10  # written by hand; its parser needs a second for each 100 KB
+MAX_YAML_BYTES = 64 * 2**10  # written by hand; the YAML parser needs a second for each 100 KB
 MAX_GPUS = 64
-LARGEST = 2**50  # of any number: MiB, MHz, GB/s, pids
-SYSTEM_MIB = 2048  # what a system of its own holds of the memory, where nobody says what is free
-HIDDEN = "<hidden>"  # by a doctor's bundle
-# What `as_document` adds to the facts: it follows from them.
+LARGEST = 2**50  # limit for any number: MiB, MHz, GB/s, pids
+SYSTEM_MIB = 2048  # assumed memory use of the operating system if the file does not give the free memory
+HIDDEN = "<hidden>"  # written by a doctor's bundle
+# Values that `as_document` adds and that follow from the facts.
 _DERIVED: Mapping[type, frozenset[str]] = {
     Cpu: frozenset({"threads_max", "cores"}),
     Memory: frozenset({"usable_mib"}),
@@ -39,7 +39,7 @@ _MAY_BE_ZERO = frozenset({
     "cpus", "free_mib", "hugetlb_mib", "id", "index", "limit_used_mib", "memlock_limit_mib", "memory_mib", "numa_node",
     "nvlink_peers", "pid", "shm_mib", "used_mib", "available_mib", "vram_free_mib", "volume.total_mib",
 })  # fmt: skip
-# More of it no machine has today, by far: what is above is a slip of the keys.
+# Far above today's machines: a larger value is a typing error.
 _MOST: Mapping[str, float] = {
     "bandwidth_gb_s": 40_000,
     "dram_gb_s": 4_000,
@@ -56,15 +56,18 @@ _MOST: Mapping[str, float] = {
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 MAX_CPUS, MAX_SOCKETS = 8192, 16
 _LANES = (1, 2, 4, 8, 16)
-_WITHOUT_MIG = {"60", "61", "62", "70", "72", "75", "86", "87", "89", "121"}  # no card of these can be cut
+# no GPU with these compute capabilities supports MIG
+_WITHOUT_MIG = {"60", "61", "62", "70", "72", "75", "86", "87", "89", "121"}
 _UNQUOTED = re.compile(r"expected `str(?: \| null)?`, got `(?:int|float)`")
 _SM = re.compile(r"[1-9]\d{1,2}[af]?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedMachine:
-    """`assumed` says what the file did not; `build_id` and `settings` are a bundle's: the build that it is of, and what
-    was asked for there, by name."""
+    """Machine from a file. `assumed` lists the facts that the file lacks.
+
+    For a doctor's bundle, `build_id` is its image's build and `settings` are the settings that its user gave, by name.
+    """
 
     source: str
     hardware: Hardware
@@ -74,7 +77,7 @@ class DescribedMachine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For a person."""
+        """Remarks for a person."""
         told = [f"{self.source} does not say {words}" for words in self.assumed]
         if self.settings:
             asked = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.settings.items())
@@ -85,7 +88,7 @@ class DescribedMachine:
 
 
 def read_machine(name: str) -> DescribedMachine:
-    """Of a file, or of stdin for "-". Raises ConfigError (10) with file and key."""
+    """Read a machine from a file, or from stdin for "-". Raises ConfigError (10) with file and key."""
     source = "stdin" if name == STDIN else name
     return parse_machine(_text(name, source), source)
 
@@ -118,17 +121,17 @@ def _text(name: str, source: str) -> str:
     except OSError as error:
         _refuse(source, f"it cannot be read: {error.strerror or error}")
     except ValueError as error:  # also a NUL in the name
-        _refuse(source, f"it is no text: {error}")
+        _refuse(source, f"it is not text: {error}")
 
 
 def _refuse(source: str, words: str, key: str = "", hint: str | None = None) -> NoReturn:
     where = f"{key}: " if key else ""
     message = f"machine file {printable(source)}: {printable(where + words)}"
-    raise ConfigError(message, hint=hint or "`appliance probe --json` writes such a file; docs/plan.md tells its keys")
+    raise ConfigError(message, hint=hint or "`appliance probe --json` writes such a file; docs/plan.md lists its keys")
 
 
 def _asked(settings: object) -> dict[str, str]:
-    """What a bundle's settings have from somebody, without folders and files of that machine."""
+    """Return the settings that a bundle's user gave, without folders and files of that machine."""
     rows = settings if isinstance(settings, dict) else {}
     return {
         str(name): str(row.get("value"))
@@ -143,12 +146,12 @@ def _is_place(name: str) -> bool:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """They are compiled from source each time: most of what a file with eight cards takes."""
+    """Return the field types. Cached: compiling them takes most of the time for a file with eight cards."""
     return get_type_hints(kind)
 
 
 class _Reader:
-    """Of one file."""
+    """Reads one file and collects the assumptions."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -160,12 +163,12 @@ class _Reader:
         except (ValueError, RecursionError) as error:
             _refuse(self.source, f"it is neither JSON nor YAML: {' '.join(str(error).split())[:300]}")
         if not isinstance(document, dict):
-            _refuse(self.source, f"it holds no keys: {document!r:.80}")
+            _refuse(self.source, f"it has no keys: {document!r:.80}")
         return document
 
     def _yaml(self, text: str) -> object:
         from appliance.probe.machine.plain_yaml import (
-            load_plain,  # here: it costs 20 ms, and what a program wrote is JSON
+            load_plain,  # here: importing it costs 20 ms, and output of a program is JSON
         )
 
         if len(text.encode()) > MAX_YAML_BYTES:
@@ -189,9 +192,9 @@ class _Reader:
         _refuse(self.source, words, key)
 
     def _filled(self, kind: type, given: object, key: str) -> dict[str, Any]:
-        """With every field of the dataclass: what is not given, by its default, or None for unknown."""
+        """Return every field of the dataclass: the given value, else the default, else None for unknown."""
         if not isinstance(given, Mapping):
-            self._refuse(key, f"holds keys of its own, and not {given!r:.60}")
+            self._refuse(key, f"must hold keys, got {given!r:.60}")
         known = {field.name: field for field in fields(kind)}
         self._check_names(given, known.keys() | _DERIVED.get(kind, frozenset()), key)
         named = self._told(kind, dict(given), key)
@@ -204,7 +207,7 @@ class _Reader:
             elif type(None) in get_args(hint):
                 filled[name] = None
             else:
-                self._refuse(_join(key, name), "it is missing, and no plan can do without it")
+                self._refuse(_join(key, name), "it is missing, and a plan needs it")
         return filled
 
     def _check_names(self, given: Mapping[str, Any], known: Sequence[str] | set[str], key: str) -> None:
@@ -223,27 +226,28 @@ class _Reader:
         if not _is_many(hint):
             return self._filled(kind, given, key)
         if not isinstance(given, list):
-            self._refuse(key, f"is a list, and not {given!r:.60}")
+            self._refuse(key, f"must be a list, got {given!r:.60}")
         if len(given) > MAX_GPUS:
-            self._refuse(key, f"{len(given)} are more than {MAX_GPUS}")
+            self._refuse(key, f"{len(given)} entries, at most {MAX_GPUS} are allowed")
         rows = [self._filled(kind, each, f"{key}[{at}]") for at, each in enumerate(given)]
         return _named_apart(rows) if kind is Gpu else rows
 
     def _cpus(self, text: str, key: str) -> list[int]:
-        """Numbers of CPUs as lscpu writes them: "0-23,48-71"."""
+        """Parse CPU numbers as lscpu writes them: "0-23,48-71"."""
         found: list[int] = []
         for part in text.split(","):
             ends = _RANGE.fullmatch(part.strip())
             first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
             if not first <= last <= MAX_CPUS:
-                self._refuse(key, f"it is no list of CPUs such as 0-23,48-71: {text!r:.60}")
+                self._refuse(key, f"it is not a list of CPUs such as 0-23,48-71: {text!r:.60}")
             found += range(first, last + 1)
         return found
 
     def _with_sockets(self, given: dict[str, Any]) -> dict[str, Any]:
         """Add a NUMA node for each socket if the file only counts sockets.
 
-        CPUs and memory are in equal parts; CPUs are numbered as Linux does, second threads behind the cores of all.
+        Each node gets an equal part of the CPUs and the memory. CPUs are numbered as in Linux: first all cores, then
+        their second threads.
         """
         cpu = given.get("cpu")
         if not isinstance(cpu, dict) or "sockets" not in cpu:
@@ -251,13 +255,13 @@ class _Reader:
         sockets, logical, cores = cpu["sockets"], cpu.get("logical"), cpu.get("physical") or cpu.get("logical")
         given = {**given, "cpu": {name: value for name, value in cpu.items() if name != "sockets"}}
         if type(sockets) is not int or not 1 <= sockets <= MAX_SOCKETS:
-            self._refuse("cpu.sockets", f"it is no number from 1 to {MAX_SOCKETS}: {sockets!r:.40}")
+            self._refuse("cpu.sockets", f"it is not a number from 1 to {MAX_SOCKETS}: {sockets!r:.40}")
         if given.get("numa"):
-            self._refuse("cpu.sockets", "numa tells the nodes already: leave one of the two out")
+            self._refuse("cpu.sockets", "numa already lists the nodes: remove one of the two")
         if type(logical) is not int or type(cores) is not int or not 0 < cores <= logical <= MAX_CPUS or sockets == 1:
-            return given  # what is wrong with these is said by their own names
+            return given  # errors in these values are reported under their own keys
         if cores % sockets or logical % cores:
-            self._refuse("cpu.sockets", f"{cores} cores with {logical} CPUs are no equal parts of {sockets} sockets")
+            self._refuse("cpu.sockets", f"{cores} cores with {logical} CPUs do not divide into {sockets} equal sockets")
         self.assumed.append(f"numa: taken as {sockets} nodes with equal parts of CPUs and memory, by cpu.sockets")
         return {**given, "numa": [self._node(given, at, sockets, logical, cores) for at in range(sockets)]}
 
@@ -268,7 +272,7 @@ class _Reader:
         return {"id": at, "cpus": cpus, "memory_mib": total // sockets if type(total) is int else None}
 
     def _told(self, kind: type, given: dict[str, Any], key: str) -> dict[str, Any]:
-        """With what is assumed of a machine that was written by hand or cleaned for a report."""
+        """Add what is assumed for a machine that was written by hand, or whose bundle was cleaned."""
         for name in _DERIVED.get(kind, ()):
             given.pop(name, None)
         if kind is Hardware:
@@ -286,7 +290,7 @@ class _Reader:
             self.assumed.append("cpu.isa: planned with kernels that run on every CPU")
         elif kind is Memory and "total_mib" in given and "available_mib" not in given:
             total = given["total_mib"]
-            given["available_mib"] = total  # where that is no number it is refused by its own name
+            given["available_mib"] = total  # if it is not a number, it is refused under its own key
             if isinstance(total, int):
                 given["available_mib"] = max(0, total - SYSTEM_MIB)
                 words = f"memory.available_mib: taken as {given['available_mib']:,}, all but {SYSTEM_MIB:,}"
@@ -304,7 +308,7 @@ class _Reader:
         if given.get("is_unified") or given.get("problem"):
             return
         if given.get("vram_total_mib") is None:
-            self._refuse(f"{key}.vram_total_mib", "it is missing, and no plan can do without it")
+            self._refuse(f"{key}.vram_total_mib", "it is missing, and a plan needs it")
         if "vram_free_mib" not in given:
             given["vram_free_mib"] = given["vram_total_mib"]
             self.assumed.append(f"{key}.vram_free_mib: taken as {given['vram_total_mib']}, all of it")
@@ -318,7 +322,7 @@ class _Reader:
         if value > (most := _MOST.get(name, LARGEST)):
             self._refuse(key, f"no machine has that much: {value:,}, more than {most:,}")
         if value == 0 and not {name, key} & _MAY_BE_ZERO:
-            self._refuse(key, "it is 0; leave it out where it is not known")
+            self._refuse(key, "it is 0; leave it out if it is unknown")
 
     def _check(self, hardware: Hardware) -> None:
         cpu, memory = hardware.cpu, hardware.memory
@@ -342,35 +346,36 @@ class _Reader:
         self._check_most(f"{key}.vram_free_mib", gpu.vram_free_mib, f"{key}.vram_total_mib", gpu.vram_total_mib)
         if gpu.is_unified and gpu.vram_total_mib is not None:
             self._refuse(
-                f"{key}.is_unified", f"its memory is the host's, and it has {gpu.vram_total_mib:,} MiB of its own"
+                f"{key}.is_unified",
+                f"true, but vram_total_mib is {gpu.vram_total_mib:,}: such a GPU has none",
             )
         if gpu.sm is not None and not _SM.fullmatch(gpu.sm):
-            self._refuse(f"{key}.sm", f"it is no compute capability: {gpu.sm!r}; 90 stands for 9.0")
+            self._refuse(f"{key}.sm", f"it is not a compute capability: {gpu.sm!r}; 90 means 9.0")
         if gpu.mig_profile is not None and gpu.sm in _WITHOUT_MIG:
-            self._refuse(f"{key}.mig_profile", f"no GPU of compute capability {gpu.sm} can be cut: {gpu.mig_profile}")
+            self._refuse(f"{key}.mig_profile", f"compute capability {gpu.sm} does not support MIG: {gpu.mig_profile}")
         for name, lanes in (("pcie_width", gpu.pcie_width), ("pcie_width_max", gpu.pcie_width_max)):
             if lanes is not None and lanes not in _LANES:
-                self._refuse(f"{key}.{name}", f"no link has {lanes} lanes, but {', '.join(map(str, _LANES))}")
+                self._refuse(f"{key}.{name}", f"no PCIe link has {lanes} lanes, only {', '.join(map(str, _LANES))}")
 
     def _check_groups(self, cpu: Cpu) -> None:
-        """Of all cores or of none: a core without a capacity has no speed."""
+        """Check that groups cover all cores, or that there are none: a core without a capacity has no speed."""
         groups, cores = cpu.groups, cpu.physical or cpu.logical
         if groups and (told := sum(group.cores for group in groups)) != cores:
             self._refuse("cpu.groups", f"they have {told} cores, and the CPU has {cores}")
         for at, group in enumerate(groups):
             key = f"cpu.groups[{at}]"
             if group.capacity > 1:
-                self._refuse(f"{key}.capacity", f"{group.capacity:g} is more than 1, the fastest core's")
+                self._refuse(f"{key}.capacity", f"{group.capacity:g} is more than 1, the capacity of the fastest core")
             if at and group.capacity > groups[at - 1].capacity:
-                self._refuse(f"{key}.capacity", "groups stand in order, the fastest first")
+                self._refuse(f"{key}.capacity", "groups must be in order, the fastest first")
             if group.cpus and len(set(group.cpus)) < group.cores:
                 self._refuse(f"{key}.cpus", f"{len(set(group.cpus))} CPUs are too few for {group.cores} cores")
         cpus = [each for group in groups for each in group.cpus]
         if twice := {each for each in cpus if cpus.count(each) > 1}:
-            self._refuse("cpu.groups", f"CPU {min(twice)} stands there twice")
+            self._refuse("cpu.groups", f"CPU {min(twice)} is listed twice")
 
     def _check_numa(self, hardware: Hardware) -> None:
-        """Nodes are those of the whole machine; a container may use a part of their CPUs."""
+        """Check the nodes, which describe the whole machine; a container may use only a part of their CPUs."""
         nodes, seen = hardware.numa, set[int]()
         for at, node in enumerate(nodes):
             if any(other.id == node.id for other in nodes[:at]):
@@ -395,7 +400,7 @@ def _json(text: str) -> object:
         found = dict(pairs)
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
-            message = f"a key stands there twice: {next(name for name in names if names.count(name) > 1)}"
+            message = f"a key is listed twice: {next(name for name in names if names.count(name) > 1)}"
             raise ValueError(message)
         return found
 
@@ -408,7 +413,7 @@ def _default(field: Any) -> object:  # noqa: ANN401 - generic in its type
 
 
 def _dataclass_in(hint: Any) -> type | None:  # noqa: ANN401
-    """That a field is of, or has several of; None for plain values."""
+    """Return the dataclass that a field holds, once or several times; None for plain values."""
     kinds = (hint, *get_args(hint))
     return next((kind for kind in kinds if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__")), None)
 
@@ -418,7 +423,7 @@ def _is_many(hint: Any) -> bool:  # noqa: ANN401
 
 
 def _named_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With a uuid for each GPU of which none is told: plans know a GPU by it."""
+    """Give each GPU without a uuid a made-up one: plans identify a GPU by it."""
     for at, row in enumerate(rows):
         if row["uuid"] is None:
             row["uuid"] = f"{'MIG' if row['mig_profile'] else 'GPU'}-{at}"
@@ -426,7 +431,7 @@ def _named_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_own_speeds(hardware: Hardware) -> Hardware:
-    """What was measured is kept by uuid; where a bundle hides that, GPUs were measured in their order."""
+    """Assign measured speeds to GPUs by order if a bundle hides the uuids, by which they are stored."""
     speeds, gpus = hardware.speeds, hardware.gpus.gpus
     if speeds is None or len(speeds.gpus) != len(gpus) or any(speed.uuid != HIDDEN for speed in speeds.gpus):
         return hardware
@@ -435,13 +440,13 @@ def _with_own_speeds(hardware: Hardware) -> Hardware:
 
 
 def _volume(given: Mapping[str, Any]) -> Volume:
-    """Raises ValueError."""
+    """Build the Volume. Raises ValueError."""
     if not isinstance(given["path"], str) or not isinstance(given["is_writable"], bool):
-        message = "volume: path is a text, is_writable is true or false"
+        message = "volume: path must be a string, is_writable true or false"
         raise ValueError(message)
     for name in ("free_mib", "total_mib"):
         if type(given[name]) not in (int, type(None)):
-            message = f"volume.{name}: it is no whole number: {given[name]!r:.40}"
+            message = f"volume.{name}: it is not a whole number: {given[name]!r:.40}"
             raise ValueError(message)
     return Volume(**{**given, "path": Path(given["path"])})
 
@@ -462,6 +467,6 @@ def _join(key: str, name: str) -> str:
 
 
 def _key_first(words: str) -> str:
-    """Of "Hardware: Expected `int`, got `str` - at `$.cpu.logical`" the key before the rest, as everywhere here."""
+    """Move the key of a msgspec message to its front: "Hardware: Expected `int`, got `str` - at `$.cpu.logical`"."""
     found = re.fullmatch(r"(?:\w+: )?(.*?) - at `\$\.?(.*)`", words)
     return f"{found[2]}: {found[1][:1].lower()}{found[1][1:]}" if found else words

@@ -1,4 +1,4 @@
-"""What a probe found. Facts only: None means unknown, unless a field's comment says that it means "no limit"."""
+"""Results of a probe. Facts only: None means unknown, unless a field's comment says that it means "no limit"."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from appliance.values import dataclass
 class CoreGroup:
     """Cores of one kind."""
 
-    capacity: float  # what one of them computes beside the fastest core of the machine, above 0 and up to 1
-    cores: int  # those that this process may use
-    cpus: tuple[int, ...] = ()  # of these cores; empty: unknown which they are
-    part: str | None = None  # of Arm: maker and part, "0x41.0xd81"; None where a CPU says no such thing
+    capacity: float  # speed relative to the fastest core of the machine, above 0 and up to 1
+    cores: int  # number of cores that this process may use
+    cpus: tuple[int, ...] = ()  # CPUs of these cores; empty if unknown
+    part: str | None = None  # Arm: maker and part, "0x41.0xd81"; None if the CPU does not report it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,28 +26,29 @@ class Cpu:
     """The CPU as far as this process may use it."""
 
     model_name: str | None
-    logical: int  # CPUs in the affinity mask, which a cpuset narrows
+    logical: int  # CPUs in the affinity mask, which a cpuset limits
     physical: int | None  # distinct cores among those
-    quota: float | None  # cores' worth of time, the tightest of the cgroup path; None: no limit
-    isa: tuple[str, ...]  # the kernel's names of the flags that an engine's kernels are chosen by, sorted
+    quota: float | None  # CPU time in cores, the tightest limit of the cgroup path; None: no limit
+    isa: tuple[str, ...]  # the kernel's names of the CPU flags that select an engine's kernels, sorted
     vendor: str | None = None
-    stepping: str | None = None  # family, model and stepping, or what Arm has instead: "6.85.7", "8.0xd0c.0x3.1"
-    groups: tuple[CoreGroup, ...] = ()  # of cores, the fastest first; empty: unknown whether they are equal
-    groups_problem: str | None = None  # what sysfs says of them and cannot be
+    stepping: str | None = None  # family, model and stepping, or Arm's equivalent: "6.85.7", "8.0xd0c.0x3.1"
+    groups: tuple[CoreGroup, ...] = ()  # fastest first; empty if unknown whether the cores are equal
+    groups_problem: str | None = None  # contradiction in what sysfs reports about the cores
 
     @property
     def threads_max(self) -> int:
-        """More threads than this are throttled or share a CPU."""
+        """Upper limit of useful threads: more are throttled or share a CPU."""
         return _whole_cores(self.logical, self.quota)
 
     @property
     def cores(self) -> int:
-        """Where tuning of the thread count starts: SMT siblings rarely help matrix work."""
+        """Physical cores within the quota, where tuning of the thread count starts: SMT siblings rarely help matrix
+        work."""
         return _whole_cores(self.physical or self.logical, self.quota)
 
     @property
     def capacities(self) -> tuple[float, ...]:
-        """Of each of these cores, the fastest first; empty where they are unknown."""
+        """Capacity of each of these cores, fastest first; empty if unknown."""
         return tuple(group.capacity for group in self.groups for _ in range(group.cores))[: self.cores]
 
     @property
@@ -62,15 +63,16 @@ class Memory:
     total_mib: int
     available_mib: int  # the kernel's own estimate (MemAvailable)
     limit_mib: int | None  # the tightest limit of the cgroup path; None: no limit
-    limit_used_mib: int | None  # of that limit; cache of files, which the kernel drops on demand, is not counted
-    memlock_limit_mib: int | None  # RLIMIT_MEMLOCK, which always can be read; None: no limit
+    # used part of that limit; file cache is not counted, because the kernel drops it on demand
+    limit_used_mib: int | None
+    memlock_limit_mib: int | None  # RLIMIT_MEMLOCK; None: no limit
     shm_mib: int | None = None  # the size of /dev/shm; a container's is 64 unless --shm-size says otherwise
-    hugetlb_mib: int | None = None  # set aside for explicit huge pages: nobody else can allocate it
+    hugetlb_mib: int | None = None  # reserved for explicit huge pages: other allocations cannot use it
     transparent_hugepages: str | None = None  # "always", "madvise" or "never"
 
     @property
     def usable_mib(self) -> int:
-        """What can be allocated now without swapping and without being killed."""
+        """Memory that can be allocated now without swapping or being killed."""
         if self.limit_mib is None:
             return self.available_mib
         return max(0, min(self.available_mib, self.limit_mib - (self.limit_used_mib or 0)))
@@ -79,21 +81,21 @@ class Memory:
 @dataclass(frozen=True, kw_only=True)
 class NumaNode:
     id: int
-    cpus: tuple[int, ...]  # all of the node, not only those that this process may use
+    cpus: tuple[int, ...]  # all CPUs of the node, not only those that this process may use
     memory_mib: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
     path: Path
-    free_mib: int | None  # for this user; None: the folder is not there
+    free_mib: int | None  # for this user; None if the folder does not exist
     total_mib: int | None
     is_writable: bool  # by permission and mount; a full disk still counts as writable
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuHolder:
-    """A process that has memory on a GPU. Inside a container the name is mostly unknown: its pid is the host's."""
+    """A process that holds GPU memory. In a container its name is usually unknown, because its pid is the host's."""
 
     pid: int
     name: str | None
@@ -102,49 +104,50 @@ class GpuHolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One device that an engine could use: a whole GPU, or a slice of one (MIG), which is a device of its own."""
+    """One device that an engine can use: a whole GPU, or a MIG slice, which is a device of its own."""
 
-    index: int  # NVML's, which is PCI order; of a slice its parent's
+    index: int  # NVML's index, in PCI order; for a slice, its parent's
     name: str | None
     uuid: str | None
     sm: str | None  # "90" for compute capability 9.0
-    vram_total_mib: int | None  # None also where the GPU has no memory of its own, see is_unified
+    vram_total_mib: int | None  # None also if the GPU has no memory of its own, see is_unified
     vram_free_mib: int | None
     pci_bus_id: str | None
-    sm_count: int | None = None  # streaming multiprocessors; of a slice its own
-    sm_clock_mhz: int | None = None  # the highest, which no load sustains on every card
-    is_unified: bool = False  # its memory is the host's: plan with MemAvailable, and count it once
-    problem: str | None = None  # why nothing can be planned on it: "does not answer: …"; None: nothing is wrong
+    sm_count: int | None = None  # streaming multiprocessors; for a slice, its own
+    sm_clock_mhz: int | None = None  # the highest, which not every card sustains under load
+    is_unified: bool = False  # uses the host's memory: plan with MemAvailable, and count it once
+    problem: str | None = None  # why the device cannot be planned for: "does not answer: …"; None if it can
     bus_bits: int | None = None
-    memory_clock_mhz: int | None = None  # the highest; NVML's clock, half the transfers of a double data rate
-    bandwidth_gb_s: float | None = None  # of its memory, 10^9 bytes; of a slice the slice's own
-    bandwidth_source: str | None = None  # "memory clock x bus width", or "table: …" where NVML is silent
-    pcie_generation: int | None = None  # now; a sleeping card steps down
+    memory_clock_mhz: int | None = None  # the highest; NVML's clock, half the transfer rate of double data rate memory
+    bandwidth_gb_s: float | None = None  # of its memory, 10^9 bytes/s; for a slice, its share
+    bandwidth_source: str | None = None  # "memory clock x bus width", or "table: …" if NVML does not report them
+    pcie_generation: int | None = None  # current value; an idle card steps down
     pcie_width: int | None = None
-    pcie_generation_max: int | None = None  # the most that card and slot can
+    pcie_generation_max: int | None = None  # the most that card and slot support
     pcie_width_max: int | None = None
-    nvlink_peers: tuple[int, ...] = ()  # indices of GPUs that an active link leads to
-    mig_profile: str | None = None  # "1g.10gb" of a slice; None: a whole GPU
-    mig_parent: str | None = None  # uuid of the GPU that it is cut from
+    nvlink_peers: tuple[int, ...] = ()  # indices of GPUs at the other end of active links
+    mig_profile: str | None = None  # "1g.10gb" for a slice; None for a whole GPU
+    mig_parent: str | None = None  # uuid of the slice's GPU
     ecc: bool | None = None
     display: bool | None = None  # a screen is attached, or a desktop runs on it
     power_limit_w: float | None = None
     power_limit_default_w: float | None = None
-    numa_node: int | None = None  # that its slot hangs on
+    numa_node: int | None = None  # NUMA node of its slot
     holders: tuple[GpuHolder, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProbe:
-    """What NVML said. `problem` says in words why less is known than should be; None with no GPUs: there is none."""
+    """NVML's answers. `problem` says why less is known than expected; None together with no GPUs means that there are
+    none."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
-    cuda_driver: str | None = None  # the newest CUDA release that the driver runs: "13.0"
+    cuda_driver: str | None = None  # newest CUDA release that the driver supports: "13.0"
     problem: str | None = None
-    warnings: tuple[str, ...] = ()  # two sources that disagree, with both values
-    libcuda: str | None = None  # the driver's library for programs that compute
-    driver_dir: str | None = None  # what a program's LD_LIBRARY_PATH needs for it; None: the loader finds it unasked
+    warnings: tuple[str, ...] = ()  # two sources that differ, with both values
+    libcuda: str | None = None  # path of the driver's CUDA library
+    driver_dir: str | None = None  # needed in LD_LIBRARY_PATH for it; None if the loader finds it by default
 
     @property
     def driver_folder(self) -> Path | None:
@@ -153,21 +156,21 @@ class GpuProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpeed:
-    """Bandwidths of one GPU as measured, GB/s (10^9)."""
+    """Measured bandwidths of one GPU, GB/s (10^9)."""
 
     uuid: str
     pinned_gb_s: float | None  # host to device from page-locked memory
     pageable_gb_s: float | None
-    memory_gb_s: float | None  # reads of its own memory
-    overlapped_pinned_gb_s: float | None  # host to device while the CPU streams its memory
-    overlapped_dram_gb_s: float | None  # what the CPU still reads meanwhile
+    memory_gb_s: float | None  # read + write of its own memory
+    overlapped_pinned_gb_s: float | None  # host to device while the CPU reads its memory
+    overlapped_dram_gb_s: float | None  # the CPU's reads during the same time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """What `probe --measure` found on this machine; kept on the volume."""
+    """Bandwidths that `probe --measure` found on this machine; kept on the volume."""
 
-    dram_gb_s: float | None  # reads by all cores that this container may use
+    dram_gb_s: float | None  # read by all cores that this container may use
     gpus: tuple[GpuSpeed, ...] = ()
 
 
@@ -178,12 +181,12 @@ class Hardware:
     numa: tuple[NumaNode, ...]
     volume: Volume
     gpus: GpuProbe
-    gpu_requested: bool  # somebody gave this container a GPU, whether or not it can be used
-    speeds: Speeds | None = None  # None: never measured here
+    gpu_requested: bool  # True if this container was given a GPU, even if it cannot be used
+    speeds: Speeds | None = None  # None if never measured here
 
 
 def as_document(hardware: Hardware) -> dict[str, Any]:
-    """All facts, with what follows from them, as values that JSON knows."""
+    """Return all facts and the values that follow from them, as JSON types."""
     document = asdict(hardware)
     document["volume"]["path"] = str(hardware.volume.path)
     document["cpu"] |= {"threads_max": hardware.cpu.threads_max, "cores": hardware.cpu.cores}
@@ -192,14 +195,14 @@ def as_document(hardware: Hardware) -> dict[str, Any]:
 
 
 def fingerprint(hardware: Hardware, gpus: Sequence[Gpu] | None = None) -> dict[str, Any]:
-    """The parts that a profile is keyed by: kinds and limits; no serial numbers, nothing that changes while it runs."""
+    """Return the parts of a profile's key: kinds and limits, no serial numbers and nothing that changes at run time."""
     cpu, memory = hardware.cpu, hardware.memory
     kinds = {"cores": [[group.capacity, group.cores] for group in cpu.groups]} if cpu.is_unequal else {}
     return {
         "cpu": cpu.model_name,
         "threads_max": cpu.threads_max,
         "physical": cpu.physical,
-        **kinds,  # of equal cores all is said
+        **kinds,  # only if the cores differ
         "isa": list(cpu.isa),
         "memory_mib": memory.total_mib if memory.limit_mib is None else min(memory.limit_mib, memory.total_mib),
         "gpus": [_kind(gpu) for gpu in _in_pci_order(hardware, gpus)],
@@ -208,12 +211,12 @@ def fingerprint(hardware: Hardware, gpus: Sequence[Gpu] | None = None) -> dict[s
 
 
 def gpu_uuids(hardware: Hardware, gpus: Sequence[Gpu] | None = None) -> tuple[str, ...]:
-    """In the order of the fingerprint; without those that have none."""
+    """Return the uuids in the order of the fingerprint, without GPUs that have none."""
     return tuple(gpu.uuid for gpu in _in_pci_order(hardware, gpus) if gpu.uuid is not None)
 
 
 def _in_pci_order(hardware: Hardware, gpus: Sequence[Gpu] | None) -> list[Gpu]:
-    """Of all GPUs, or of those that are given."""
+    """Sort the given GPUs, or all of them, by PCI address."""
     return sorted(hardware.gpus.gpus if gpus is None else gpus, key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
 
 
@@ -223,7 +226,7 @@ def _kind(gpu: Gpu) -> dict[str, Any]:
         "sm": gpu.sm,
         "vram_mib": gpu.vram_total_mib,
         "bus_bits": gpu.bus_bits,
-        # The width that was negotiated, which a card in another slot changes; the generation steps down in sleep.
+        # The negotiated width, which depends on the slot. The generation is left out: it steps down when idle.
         "pcie_width": gpu.pcie_width,
         "power_limit_w": gpu.power_limit_w,
     }

@@ -1,6 +1,6 @@
-"""CPU, memory, NUMA and the volume, from /proc and /sys. Under 15 ms: it is on the path of every start.
+"""CPU, memory, NUMA and the volume, from /proc and /sys. Under 15 ms, because every start runs it.
 
-The `query_` functions take the folder that /proc and /sys lie in, so that a recorded machine can be asked like this.
+The `query_` functions take the folder that contains /proc and /sys, so that tests can use a recorded machine.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _ISA = re.compile(
     r"|asimd|asimdhp|asimddp|i8mm|bf16|sve\w*|sme\d?|sme_\w+"  # Arm
 )
 
-# "CPU architecture" to "CPU revision" are Arm's.
+# Arm's fields are "CPU architecture" to "CPU revision".
 _STEPPING = ("cpu family", "model", "stepping", "CPU architecture", "CPU part", "CPU variant", "CPU revision")
 
 
 def parse_cpuinfo(text: str) -> tuple[str | None, tuple[str, ...]]:
-    """Model name and ISA flags of the first CPU in /proc/cpuinfo; flags that no kernel is chosen by are left out."""
+    """Parse model name and ISA flags of the first CPU in /proc/cpuinfo. Flags that select no kernel are left out."""
     fields = _fields_of_first(text)
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return fields.get("model name") or None, tuple(sorted({flag for flag in flags if _ISA.fullmatch(flag)}))
 
 
 def parse_stepping(text: str) -> tuple[str | None, str | None]:
-    """Vendor, and which silicon it is, of the first CPU in /proc/cpuinfo; None where it does not say."""
+    """Parse vendor and silicon revision of the first CPU in /proc/cpuinfo; None if they are not reported."""
     fields = _fields_of_first(text)
     numbers = [fields[name] for name in _STEPPING if fields.get(name)]
     return fields.get("vendor_id") or fields.get("CPU implementer") or None, ".".join(numbers) or None
@@ -48,19 +48,19 @@ def _fields_of_first(text: str) -> dict[str, str]:
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
-    """/proc/meminfo, or a NUMA node's, in MiB by name; lines without a number of kB are left out."""
+    """Parse /proc/meminfo, or a NUMA node's, into MiB by name; lines without a number of kB are skipped."""
     found = re.findall(r"^(?:Node \d+ )?([\w()]+):\s*(\d{1,20}) kB$", text, re.MULTILINE | re.ASCII)
     return {name: int(kib) // 1024 for name, kib in found}
 
 
 def parse_choice(text: str) -> str | None:
-    """The word in brackets: sysfs shows a setting as "always [madvise] never"."""
+    """Return the word in brackets: sysfs shows a setting as "always [madvise] never"."""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else None
 
 
 def query_cpu(root: Path, affinity: frozenset[int], quota: float | None) -> Cpu:
-    """`affinity` is the set of CPUs that this process may run on, `quota` its share of time in cores."""
+    """Query the CPU. `affinity` is the set of CPUs that this process may run on, `quota` its share of time in cores."""
     text = first_bytes(root / "proc/cpuinfo")
     model_name, isa = parse_cpuinfo(text)
     vendor, stepping = parse_stepping(text)
@@ -80,16 +80,16 @@ def query_cpu(root: Path, affinity: frozenset[int], quota: float | None) -> Cpu:
 
 
 def query_memory(root: Path, limit_bytes: int | None, headroom_bytes: int | None) -> Memory:
-    """Raises OSError when /proc/meminfo does not tell the memory: there is no planning without it."""
+    """Query the memory. Raises OSError if /proc/meminfo does not report it: a plan needs it."""
     meminfo = parse_meminfo((root / "proc/meminfo").read_text("utf-8", "replace"))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     used_mib = None
     if limit_bytes is not None and headroom_bytes is not None:
-        # An outer limit may have less left than the tightest has: what the others took counts as used.
+        # An outer limit may leave less than the tightest limit: memory taken by others under it counts as used.
         used_mib = -((headroom_bytes - limit_bytes) // MIB)
     return Memory(
         total_mib=_first_of(meminfo, "MemTotal"),
-        # Kernels before 3.14 have no MemAvailable; free memory alone is the careful answer.
+        # Kernels before 3.14 have no MemAvailable; free memory alone is a safe lower bound.
         available_mib=_first_of(meminfo, "MemAvailable", "MemFree"),
         limit_mib=None if limit_bytes is None else limit_bytes // MIB,
         limit_used_mib=used_mib,
@@ -101,7 +101,7 @@ def query_memory(root: Path, limit_bytes: int | None, headroom_bytes: int | None
 
 
 def query_numa(root: Path) -> tuple[NumaNode, ...]:
-    """Every node in the order of its number; empty where the kernel shows none."""
+    """List the NUMA nodes by number; empty if the kernel shows none."""
     folder = root / "sys/devices/system/node"
     try:
         nodes = [node for node in folder.iterdir() if re.fullmatch(r"node\d+", node.name, re.ASCII)]
@@ -111,17 +111,18 @@ def query_numa(root: Path) -> tuple[NumaNode, ...]:
 
 
 def query_numa_node(root: Path, pci_bus_id: str | None) -> int | None:
-    """The node whose CPUs are nearest to a PCI device; None where there is one node only, or sysfs does not tell.
+    """NUMA node nearest to a PCI device; None if there is only one node or sysfs does not report it.
 
-    Not NVML's nvmlDeviceGetNumaNodeId: that is the node which a GPU's own memory forms on Grace.
+    NVML's nvmlDeviceGetNumaNodeId is not used: it returns the node that a GPU's own memory forms on Grace.
     """
     match = re.fullmatch(r"([0-9a-f]{4,8})(:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", (pci_bus_id or "").lower())
     if match is None:
         return None
-    # NVML writes the domain with eight digits, the kernel with four and more only where it must.
+    # NVML writes the domain with eight digits, the kernel with four, and more only if needed.
     address = f"{int(match[1], 16):04x}{match[2]}"
     text = first_bytes(root / f"sys/bus/pci/devices/{address}/numa_node").strip()
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else None  # -1: it hangs on none
+    # -1: the device belongs to no node
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else None
 
 
 def query_volume(path: Path) -> Volume:

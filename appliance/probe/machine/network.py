@@ -1,5 +1,6 @@
-"""Whether this container has a network of its own, told by its interfaces: what listens on the loopback there is
-reached from nowhere else, whichever port is published.
+"""Tell from the interfaces whether this container has its own network.
+
+If it has, a server on the loopback address cannot be reached from outside, whichever port is published.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False
 
 
 def has_own_network(root: Path = Path("/")) -> bool:
-    """True if the default route leaves by an interface whose other end is elsewhere, as veth, macvlan and the taps of
-    rootless containers. False with a host's network: there it is a card, or bridges are there."""
+    """True if the default route uses an interface whose peer is outside: veth, macvlan, or a rootless container's tap.
+
+    False in the host's network, where it is a physical card, or where there are bridges.
+    """
     folder = root / "sys/class/net"
     names = {path.name for path in folder.glob("*")}
     if any((folder / name / "bridge").exists() for name in names):
@@ -34,10 +37,10 @@ def has_own_network(root: Path = Path("/")) -> bool:
 
 
 def why_unreachable(host: str, root: Path = Path("/")) -> str | None:
-    """What is said of an address to listen on that nobody outside of this container reaches; None for another."""
+    """Return a warning if nothing outside this container can reach the listening address `host`, else None."""
     if not is_loopback(host) or not has_own_network(root):
         return None
-    return f"only this container can reach {host}: a port that is published with -p leads to another address"
+    return f"only this container can reach {host}: a port published with -p leads to another address"
 
 
 def _default_interfaces(root: Path) -> set[str]:

@@ -1,16 +1,17 @@
-"""Files of /proc and /sys: short, read at once, and never trusted to be there or to hold what they should."""
+"""Read files of /proc and /sys. They are short; none is trusted to exist or to be well-formed."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-# One CPU's block is below 4 KiB. Reading on would make the kernel ask every core for its frequency: 20 ms at 128 cores.
+# One CPU's block in /proc/cpuinfo is below 4 KiB. Reading more makes the kernel query every core's frequency: 20 ms at
+# 128 cores.
 _MOST_BYTES = 16 * 1024
 
 
 def first_bytes(path: Path) -> str:
-    """At most 16 KiB in a single read; "" where the file cannot be read."""
+    """Return at most 16 KiB, in a single read; "" if the file cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             return (file.read(_MOST_BYTES) or b"").decode("utf-8", "replace")
@@ -19,7 +20,7 @@ def first_bytes(path: Path) -> str:
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:
-    """The kernel's list format, "0-3,8"; what is not a range of CPUs is left out."""
+    """Parse the kernel's list format, "0-3,8"; other parts are skipped."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip(), re.ASCII)

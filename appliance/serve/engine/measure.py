@@ -148,7 +148,7 @@ def _refuse_pinned(served: ServedModel) -> None:
     pinned = store.pinned(key)
     if store.stays(key):
         message = f"profile is pinned, and what is measured would not be kept: {key.id}"
-        raise ConfigError(message, hint=f"`appliance profiles unpin {key.id}` lets it be measured again")
+        raise ConfigError(message, hint=f"`appliance profiles unpin {key.id}` allows a new measurement")
     if pinned is not None:
         words = (
             f"profile {pinned.key.id} of build {pinned.key.parts.get('build')} is pinned: what is measured is kept "

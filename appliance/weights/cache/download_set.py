@@ -1,4 +1,4 @@
-"""What is to be had: files with their sizes and hashes, and the names they get in a hub cache."""
+"""The files to fetch, with sizes and hashes, and their names in a hub cache."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class WantedFile:
-    """One file; `url` is absolute. `sha256` is None for small files that the hub keeps in git, and for plain URLs.
+    """One file; `url` is absolute.
 
-    `git_sha1`: the hub's hash of such a small file. `validator`: a plain URL's ETag or Last-Modified, by which a
-    partial file is known to belong to the file that is there now.
+    `sha256` is None for plain URLs, and for small files that the hub keeps in git; `git_sha1` is the hub's hash of
+    such a small file. `validator` is a plain URL's ETag or Last-Modified; it shows whether a partial file still
+    belongs to the file at the URL.
     """
 
     path: str  # below the snapshot, with slashes
@@ -24,9 +25,10 @@ class WantedFile:
 
     @property
     def key(self) -> str:
-        """Name of the blob, of its lock and of its partial file, as the hub's own client has them.
+        """Name of the blob, its lock and its partial file, as in the hub's own client.
 
-        A plain URL without a hash has no such name before it has come: its key changes with the file behind it.
+        A plain URL without a hash has no such name before the download ends, so its key is made from address,
+        validator and size.
         """
         return self.sha256 or self.git_sha1 or f"url-{short_hash(f'{self.url} {self.validator} {self.bytes}', 32)}"
 
@@ -35,7 +37,7 @@ class WantedFile:
 class Wanted:
     """The files of one model, in order: the first names the model, a projector is last.
 
-    `revision` is a commit, or 40 digits of a hash where the source has none; `ref` the branch or tag that led there.
+    `revision` is a commit, or 40 digits of a hash if the source has none. `ref` is the branch or tag that led to it.
     """
 
     repo: str | None
@@ -47,7 +49,7 @@ class Wanted:
 
     @property
     def bytes(self) -> int | None:
-        """None where one is unknown."""
+        """Total size; None if the size of a file is unknown."""
         sizes = [file.bytes for file in self.files]
         return sum(size for size in sizes if size is not None) if None not in sizes else None
 

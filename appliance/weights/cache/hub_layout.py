@@ -1,7 +1,7 @@
-"""The hub's cache on disk, `models--org--name/{blobs,refs,snapshots}`: finding whole models in it, and adding to it.
+"""The hub's cache on disk, `models--org--name/{blobs,refs,snapshots}`: find whole models in it, and add to it.
 
-Layout and names are those of huggingface_hub 2.4.0, file_download.py: a blob is named by its sha256, or by git's sha1
-for small files; a snapshot holds relative links into blobs; refs/<branch> holds a commit.
+Layout and names are those of huggingface_hub 2.4.0, file_download.py: a blob is named by its sha256, or by git's
+sha1 for small files; a snapshot holds relative links into blobs; refs/<branch> holds a commit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from appliance.system.disk import read_file
 from appliance.values import dataclass
 from appliance.weights.cache.download_set import Wanted, WantedFile
 
-# Another user of group 0 must be able to go on, and to remove: folders hand their group on.
+# Another user of group 0 must be able to resume and remove: the setgid bit passes the group on to new folders.
 FOLDER_MODE = 0o2775
 FILE_MODE = 0o664
 _REF_BYTES = 256
 _SNAPSHOTS_LIMIT = 1_000
-_UNKNOWN_NAMES = 64  # digits of a sha256: a blob whose name is shorter tells nothing about its content
+_UNKNOWN_NAMES = 64  # digits of a sha256: a blob with a shorter name is not named by a sha256
 
 OnUnreadable = Callable[[Path, OSError], None]
 
@@ -63,37 +63,37 @@ class RepoFolder:
 
 
 def make_folders(folder: Path, *, below: Path) -> None:
-    """Each missing one with FOLDER_MODE, whatever the umask is."""
+    """Create each missing folder with FOLDER_MODE, whatever the umask is."""
     missing = []
     while folder != below and not folder.is_dir():
         missing.append(folder)
         folder = folder.parent
     for path in reversed(missing):
-        with suppress(FileExistsError):  # another container was faster, and it may be another user's
+        with suppress(FileExistsError):  # another container created it first, possibly as another user
             path.mkdir()
             path.chmod(FOLDER_MODE)
 
 
 def is_whole(blob: Path, file: WantedFile) -> bool:
-    """Whether it is there. One of another size was cut by a disk or a hand, and is fetched anew."""
+    """True if the blob exists with the expected size. A blob of another size was damaged and is fetched again."""
     try:
         size = blob.stat().st_size
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return False  # what cannot be looked at is refused, in words, by whoever writes it
+        return False  # an inaccessible blob counts as missing; writing it reports the error
     return file.bytes in (None, size)
 
 
 def ignore_unreadable(_path: Path, _error: OSError) -> None:
-    """For callers that go on and fetch what they cannot read."""
+    """Ignore the error, for callers that fetch what they cannot read."""
 
 
 def find(
     wanted: Wanted, roots: Sequence[Path], on_unreadable: OnUnreadable = ignore_unreadable
 ) -> tuple[Path, ...] | None:
-    """Paths of all files in one snapshot of one root; None where none has all of them, whole.
+    """Return the paths of all files in one snapshot of one root; None if no snapshot has all of them, whole.
 
-    Of the wanted commit first, then of any other that holds the same bytes. What may not be read is told and passed
-    over. Sizes are compared; the hash was checked when a file became a blob, whose name it is.
+    The wanted commit is tried first, then other commits with the same bytes. Unreadable files are reported and
+    skipped. Only sizes are compared: the hash was checked when the file became a blob.
     """
     for root in roots:
         folder = RepoFolder(root=root, name=wanted.folder)
@@ -121,7 +121,7 @@ def _has(path: Path, file: WantedFile, is_same_commit: bool, on_unreadable: OnUn
     if file.bytes not in (None, size) or not (is_named or is_same_commit):
         return False
     if len(name) == _UNKNOWN_NAMES and file.sha256 and name != file.sha256:
-        return False  # the branch moved under a reference that stayed
+        return False  # the branch moved to another file under the same reference
     if not os.access(path, os.R_OK, effective_ids=True):
         on_unreadable(path, PermissionError(13, "Permission denied"))
         return False
@@ -129,7 +129,7 @@ def _has(path: Path, file: WantedFile, is_same_commit: bool, on_unreadable: OnUn
 
 
 def read_ref(folder: RepoFolder, name: str) -> str | None:
-    """The commit that a branch or tag led to when it was last asked for."""
+    """Return the commit that the branch or tag led to when it was last queried; None if unknown."""
     try:
         text = read_file(folder.ref(name), _REF_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -149,7 +149,8 @@ def _snapshots(folder: RepoFolder, on_unreadable: OnUnreadable) -> list[Path]:
 
 
 def link_snapshot(wanted: Wanted, folder: RepoFolder, blobs: Sequence[Path]) -> tuple[Path, ...]:
-    """Links all files of a whole set, the first last: by its name a model is found, and then it is complete."""
+    """Link all files of a complete set, the first file last: it makes the model visible, so it must come when all
+    are there."""
     snapshot = folder.snapshot(wanted.revision)
     paths = tuple(snapshot / file.path for file in wanted.files)
     for path, blob in reversed(tuple(zip(paths, blobs, strict=True))):
@@ -161,7 +162,7 @@ def link_snapshot(wanted: Wanted, folder: RepoFolder, blobs: Sequence[Path]) -> 
 
 
 def keep_ref(wanted: Wanted, folder: RepoFolder) -> None:
-    """Where the snapshot is there: the branch that led to it may have pointed elsewhere, or be damaged. Raises
+    """Write the ref if the snapshot exists: the branch may have pointed elsewhere or the ref may be damaged. Raises
     OSError."""
     ref = wanted.ref if wanted.ref != wanted.revision else None
     if ref and folder.snapshot(wanted.revision).is_dir() and read_ref(folder, ref) != wanted.revision:

@@ -1,4 +1,4 @@
-"""A rung of a recipe as files to have. Asks no network, and imports nothing that could."""
+"""A recipe's variant as files to fetch. Asks no network, and imports nothing that could."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.weights.cache.download_set import Wanted, WantedFile, folder_of_r
 
 
 def of_rung(rung: Rung, hub: HubSettings, name: str | None = None) -> Wanted:
-    """`name` is what the user called it. Raises ConfigError (10) for a rung without an address."""
+    """Return the files of a variant; `name` is the user's name for it. Raises ConfigError (10) if it has no address."""
     called = name or rung.name
     if rung.repo and rung.revision:
         base = f"{hub.endpoint}/{rung.repo}/resolve/{quote(rung.revision, safe='')}"

@@ -1,4 +1,4 @@
-"""A blocking call that a stop need not wait for."""
+"""Run a blocking call that a stop need not wait for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ T = TypeVar("T")
 
 
 async def detached(call: Callable[[], T]) -> T:
-    """Its result. Cancelled, this returns at once and the thread ends by itself; the process does not wait for it.
+    """Return the call's result. On cancellation this returns at once; the thread ends by itself, and the process
+    does not wait for it.
 
-    Only for calls without effects, such as a question to a server.
+    Only for calls without side effects, such as a query to a server.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -28,7 +29,7 @@ async def detached(call: Callable[[], T]) -> T:
             tell(done.set_result, result)
 
     def tell(set_ending: Callable[[Any], None], value: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and nobody asks any more
+        with suppress(RuntimeError):  # the loop has ended, so nothing waits for the result
             loop.call_soon_threadsafe(lambda: None if done.done() else set_ending(value))
 
     threading.Thread(target=run, name="detached", daemon=True).start()

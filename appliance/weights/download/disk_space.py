@@ -1,4 +1,5 @@
-"""Room on the volume: checked before a byte is fetched, and taken back from partial files that nobody will finish."""
+"""Free space on the volume: checked before a download, and gained by removing partial files that will not be
+resumed."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from appliance.weights.cache.hub_layout import RepoFolder, is_whole
 from appliance.weights.cache.size import as_size
 from appliance.weights.download.locks import if_free
 
-# Beside weights the volume keeps profiles, caches and a key: a start that fills it to the last block ends with 50.
+# The volume also keeps profiles, caches and a key: a start that fills it to the last block ends with 50.
 SPARED_BYTES = 16 * 2**20
-KEPT_S = 7 * 86400.0  # a partial file that nobody went on with for a week
+KEPT_S = 7 * 86400.0  # a partial file that was not resumed for a week is removed
 _PARTIAL = re.compile(r"(?P<key>[\w-]{8,80}?)(?P<unique>\.[0-9a-f]{8})?\.incomplete")
 
 
 def bytes_missing(files: Iterable[WantedFile], folder: RepoFolder) -> int:
-    """What is to be fetched, as far as sizes are known; blobs and partial files that are there are subtracted."""
+    """Bytes still to fetch, as far as sizes are known; existing blobs and partial files are subtracted."""
     missing = 0
     for file in files:
         if not is_whole(folder.blob(file.key), file):
@@ -38,24 +39,24 @@ def size_of(path: Path) -> int:
 
 
 def check_room(files: Sequence[WantedFile], folder: RepoFolder, what: str) -> None:
-    """VolumeError, with figures, where the rest of the set does not fit. Of unknown sizes nothing is demanded."""
+    """Raise VolumeError, with figures, if the missing files do not fit. Files of unknown size count as 0."""
     missing = bytes_missing(files, folder)
     status = os.statvfs(folder.root)
     free = status.f_bavail * status.f_frsize
     if missing and missing + SPARED_BYTES > free:
         message = (
-            f"volume has no room for {what}: {folder.root}: {as_size(free)} are free, "
-            f"{as_size(missing + SPARED_BYTES)} are needed"
+            f"volume has no room for {what}: {folder.root}: {as_size(free)} free, "
+            f"{as_size(missing + SPARED_BYTES)} needed"
         )
         hint = "remove models that are not served (`appliance models list`, `models remove`), or take a smaller one"
         raise VolumeError(message, hint=hint)
 
 
 def drop_orphans(folder: RepoFolder, wanted: Iterable[WantedFile]) -> int:
-    """Removes partial files that nobody will go on with; returns their bytes.
+    """Remove partial files that will not be resumed, and return their bytes.
 
-    Those are: of a blob that is there by now; of a run of the hub's own client, which never resumes and is gone when
-    its lock is free; and those that nobody touched for a week. Of the wanted files none goes.
+    These are partial files of a blob that is complete, of a run of the hub's own client (it never resumes, and is
+    gone if its lock is free), and those not changed for a week. Partial files of the wanted files stay.
     """
     keys = {file.key for file in wanted}
     freed = 0
@@ -67,7 +68,7 @@ def drop_orphans(folder: RepoFolder, wanted: Iterable[WantedFile]) -> int:
 
 
 def _drop(path: Path, found: re.Match[str], folder: RepoFolder) -> int:
-    # What may not be looked at, belongs to somebody else or is just gone: no reason not to fetch, and seen again.
+    # A file that is inaccessible, another user's or just gone must not stop the download; the next run tries it again.
     with suppress(OSError), if_free(folder.lock(found["key"])) as is_free:
         status = path.stat()
         is_done = bool(found["unique"]) or folder.blob(found["key"]).exists()

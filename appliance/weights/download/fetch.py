@@ -1,7 +1,7 @@
-"""Fetching: every missing file of a set into the cache, one after the other, each into one partial file.
+"""Fetch every missing file of a set into the cache, one after the other, each into one partial file.
 
-One connection: a partial file is then a beginning, which every later run goes on with, and one connection fills what
-the networks that this is for carry; `benchmarks/fetch.py` prints what it reaches.
+One connection per file: a partial file is then always the beginning of the file, so every later run can resume it.
+One connection is enough for the usual networks; `benchmarks/fetch.py` prints the rate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def ignore(_words: str) -> None:
-    """For callers without a log."""
+    """Ignore the note, for callers without a log."""
 
 
 async def fetch(
@@ -44,14 +44,14 @@ async def fetch(
     on_progress: Callable[[FetchProgress], None],
     on_note: Callable[[str], None] = ignore,
 ) -> tuple[Path, ...]:
-    """Paths of all files, in order: where they are already, or fetched into `models_dir` now.
+    """Return the paths of all files, in order; missing ones are fetched into `models_dir`.
 
-    Cancelled at any await within a second; what is on the disk is gone on with later. Raises DownloadError, and
-    VolumeError for a disk that is full or cannot be written. `on_note` is told what is worth a line of a log.
+    Cancellation takes at most a second, and a later call resumes from the disk. Raises DownloadError, and
+    VolumeError if the disk is full or not writable. `on_note` receives lines for the log.
     """
     found = find(wanted, (models_dir, *hub.read_only_roots), lambda path, error: on_note(_unreadable(path, error)))
     if found:
-        with suppress(OSError):  # a volume that is only read serves what is on it
+        with suppress(OSError):  # a read-only volume can serve its models
             keep_ref(wanted, RepoFolder(root=models_dir, name=wanted.folder))
         return found
     try:
@@ -61,7 +61,7 @@ async def fetch(
 
 
 def _unreadable(path: Path, error: OSError) -> str:
-    return f"cannot be read and is passed over: {path}: {(error.strerror or str(error)).lower()}"
+    return f"file skipped, it cannot be read: {path}: {(error.strerror or str(error)).lower()}"
 
 
 async def _fetch(
@@ -88,23 +88,21 @@ async def _fetch(
 
 
 def _refuse_links(folder: RepoFolder, wanted: Wanted) -> None:
-    """A folder of the cache that is a link leads to somebody else's: nothing is written through it."""
+    """Refuse cache folders that are links: they lead to somebody else's files, and nothing is written through them."""
     for path in (folder.path, folder.blobs, folder.path / "snapshots", folder.snapshot(wanted.revision)):
         if path.is_symlink():
-            message = f"folder of the cache is a link, and nothing is written through it: {path}"
-            raise VolumeError(message, hint="remove the link, or mount what it leads to and name it with --model-dirs")
+            message = f"cache folder is a link, which is never written through: {path}"
+            raise VolumeError(message, hint="remove the link, or mount its target and name it with --model-dirs")
 
 
 def offline_error(name: str, missing: list[WantedFile] | None = None) -> DownloadError:
-    words = f": missing are {', '.join(file.path for file in missing[:8])}" if missing else ""
-    message = f"model is not on the volume, and nothing is fetched offline: {name}{words}"
-    return DownloadError(
-        message, hint="`appliance models pull` fetches it where there is a network, with --offline off"
-    )
+    words = f": missing: {', '.join(file.path for file in missing[:8])}" if missing else ""
+    message = f"model is not on the volume, and offline mode is on: {name}{words}"
+    return DownloadError(message, hint="`appliance models pull` fetches it with --offline off, if there is a network")
 
 
 class _Download:
-    """What the files of one set share."""
+    """Shared state of the downloads of one set."""
 
     def __init__(
         self,
@@ -123,7 +121,7 @@ class _Download:
         self._on_note = on_note
 
     async def blob(self, file: WantedFile) -> Path:
-        """The whole file, checked, under its hash."""
+        """Return the blob of a file, fetched and checked if necessary."""
         blob, partial = self._folder.blob(file.key), self._folder.partial(file.key)
         self._meter.begin(file.path, size_of(partial))
         if not is_whole(blob, file):
@@ -149,7 +147,8 @@ class _Download:
         return blob
 
     async def _fill(self, partial: Partial, file: WantedFile) -> None:
-        """Until its hash is right. What an earlier run left and turns out to be damaged is fetched anew, once."""
+        """Fetch until the hash is right. If an earlier run's partial file turns out to be damaged, fetch it again
+        once."""
         if file.bytes is not None and partial.size > file.bytes:
             await self._step(partial.restart)
         await self._fill_once(partial, file)
@@ -157,7 +156,7 @@ class _Download:
         if expected in (None, partial.digest()):
             return
         if partial.began:
-            self._on_note(f"what an earlier run left of {file.path} is damaged: it is fetched anew")
+            self._on_note(f"partial file of an earlier run is damaged, fetching it again: {file.path}")
             await self._step(partial.restart)
             await self._fill_once(partial, file)
         if partial.digest() != expected:
@@ -166,7 +165,7 @@ class _Download:
 
     async def _fill_once(self, partial: Partial, file: WantedFile) -> None:
         while partial.hashed < partial.size:
-            self._meter.waits(f"the check of what is there of {file.path}", partial.size)
+            self._meter.waits(f"the check of the partial file of {file.path}", partial.size)
             await self._step(partial.hash_step)
         patience = Patience(self._hub.patience_s)
         self._meter.begin(file.path, partial.size)
@@ -180,7 +179,7 @@ class _Download:
             )
 
     async def _receive(self, partial: Partial, file: WantedFile, patience: Patience) -> bool:
-        """The next piece of it: whether that was the last. Or Transient, with what came kept."""
+        """Receive the next piece; True if it was the last. Raises Transient; the bytes received so far are kept."""
         furthest = partial.size
         end = furthest + self._hub.piece_bytes
         is_last = file.bytes is None or end >= file.bytes
@@ -191,7 +190,7 @@ class _Download:
                     if file.bytes is not None and partial.size + len(chunk) > file.bytes:
                         raise _too_long(file)
                     await self._write(partial, chunk)
-                    if partial.size > furthest:  # what comes again is no progress
+                    if partial.size > furthest:  # repeated bytes are no progress
                         patience.progressed()
         except RangeRefused:
             await self._step(partial.restart)
@@ -203,9 +202,9 @@ class _Download:
         return file.bytes in (None, partial.size)
 
     async def _align(self, partial: Partial, answer: Answer) -> None:
-        """A server without ranges sends all of it, from the beginning."""
+        """Restart the partial file if the server does not support ranges and sends the file from the beginning."""
         if answer.begin not in (0, partial.size):
-            message = f"another range came than the one from byte {partial.size:,}"
+            message = f"the server sent another range than from byte {partial.size:,}"
             raise Transient(message)
         if answer.begin != partial.size:
             await self._step(partial.restart)
@@ -217,19 +216,19 @@ class _Download:
         self._meter.received(partial.size, len(chunk))
 
     async def _make_room(self, partial: Partial, file: WantedFile) -> FatalError:
-        """A full disk: what this run wrote goes, so that whatever else needs room has it."""
+        """Handle a full disk: remove what this run wrote, to free space for others, and return the error."""
         written = partial.size - partial.began
         await self._step(partial.undo)
         message = (
-            f"volume became full while {file.path} was fetched: {self._folder.root}: "
-            f"{as_size(written)} of it had come and were removed again"
+            f"volume became full while fetching {file.path}: {self._folder.root}: "
+            f"{as_size(written)} of this run were removed again"
         )
         kept = f"; {as_size(partial.began)} of an earlier run are kept" if partial.began else ""
-        return VolumeError(message + kept, hint="free some space, then run the same again; `appliance models list`")
+        return VolumeError(message + kept, hint="free some space (`appliance models list`), then repeat the command")
 
     async def _step(self, call: Callable[[], T]) -> T:
-        """On the one thread that touches the disk. A stop waits for the end of a step, which is short: the file must
-        not be closed under it."""
+        """Run a call on the one thread that touches the disk. A stop waits for the end of the short call: the file
+        must not be closed during it."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, call)
         try:
             return await asyncio.shield(future)
@@ -239,19 +238,19 @@ class _Download:
 
 
 def _blob_name(file: WantedFile, digest: str) -> str:
-    """A plain URL's file gets its name when its hash is known."""
+    """Return the blob's name. A plain URL's file without a known hash gets the name of its own hash."""
     return file.sha256 or file.git_sha1 or digest
 
 
 def _too_long(file: WantedFile) -> DownloadError:
-    message = f"file has another size than announced: {file.path}: expected {file.bytes:,} bytes, and more came"
-    return DownloadError(message, hint="it changed meanwhile, or a proxy on the way adds to it: run the same again")
+    message = f"file has another size than announced: {file.path}: expected {file.bytes:,} bytes, got more"
+    return DownloadError(message, hint="it changed meanwhile, or a proxy on the way adds to it: repeat the command")
 
 
 def _damaged(file: WantedFile, expected: str, partial: Partial) -> DownloadError:
     kind = "sha256" if file.sha256 else "git sha1"
     message = (
-        f"file is not what was announced: {file.path}: expected {kind} {expected}, "
+        f"file has another hash than announced: {file.path}: expected {kind} {expected}, "
         f"got {partial.digest()} of {partial.size:,} bytes"
     )
-    return DownloadError(message, hint="it was removed; run the same again, and look at the proxy or mirror on the way")
+    return DownloadError(message, hint="the file was removed; repeat the command, and check any proxy or mirror")

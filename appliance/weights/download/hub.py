@@ -1,4 +1,4 @@
-"""From a reference to the files that it means. The network is asked for a listing."""
+"""Resolve a reference to its files. The hub is asked for a listing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from appliance.weights.download.ranges import open_range, open_session
 from appliance.weights.download.retry import Patience, Transient, patiently
 
 _HEADER_STEP_BYTES = 4 * 2**20
-_HEADER_LIMIT_BYTES = 64 * 2**20  # as of the reader of headers
+_HEADER_LIMIT_BYTES = 64 * 2**20  # the same as in the header reader
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One model of a repository: a quantization, or a folder of safetensors with the label "safetensors"."""
+    """One model of a repository: a quantization, or a safetensors folder with the label "safetensors"."""
 
     label: str
     wanted: Wanted
@@ -42,10 +42,10 @@ async def resolve(
     sha256: str | None = None,
     on_wait: Callable[[str], None] = ignore,
 ) -> Wanted:
-    """The files that `text` means now. `is_folder`: what the engine serves is a folder of safetensors.
+    """Return the files that `text` means now. `is_folder` is True if the engine serves safetensors folders.
 
-    `sha256` is what a plain URL's file must have. Raises ConfigError for what is not there, with near misses;
-    DownloadError where the network or the hub refuses.
+    `sha256` is the required hash of a plain URL's file. Raises ConfigError with near misses if nothing matches,
+    DownloadError if the network or the hub refuses.
     """
     reference = parse_reference(text, hub.endpoint)
     if hub.offline:
@@ -53,8 +53,8 @@ async def resolve(
     if reference.url:
         return await _of_url(reference.url, sha256, hub, on_wait)
     if sha256:
-        message = f"a sha256 is for plain URLs, the hub tells its own: {text}"
-        raise ConfigError(message, hint="leave --sha256 away")
+        message = f"--sha256 is only for plain URLs, the hub has its own hashes: {text}"
+        raise ConfigError(message, hint="remove --sha256")
     offered = await offers(reference, hub, is_folder=is_folder, on_wait=on_wait)
     return _chosen(reference, offered)
 
@@ -62,7 +62,7 @@ async def resolve(
 async def offers(
     reference: Reference, hub: HubSettings, *, is_folder: bool = False, on_wait: Callable[[str], None] = ignore
 ) -> tuple[Offer, ...]:
-    """All models that the repository of `reference` holds, of one format, at one commit; never none."""
+    """Return all models of one format in the repository, at one commit. Raises ConfigError if there are none."""
     everything = await list_repo(reference, hub, on_wait)
     paths = [file.path for file in everything.files]
     if is_folder:
@@ -76,8 +76,8 @@ async def offers(
 
 
 async def list_repo(reference: Reference, hub: HubSettings, on_wait: Callable[[str], None] = ignore) -> Wanted:
-    """All files of a repository, at the commit that its revision is now."""
-    # here, since it costs 0.2 s of a start and only a reference to the hub needs it
+    """List all files of a repository at the commit that its revision points to now."""
+    # here: importing it takes 0.2 s of a start, and only a reference to the hub needs it
     from appliance.weights.download.listing import list_files
 
     repo = reference.repo or ""
@@ -103,16 +103,16 @@ async def list_repo(reference: Reference, hub: HubSettings, on_wait: Callable[[s
 
 
 def only(wanted: Wanted, paths: Sequence[str]) -> Wanted:
-    """Of all its files these, in this order."""
+    """Restrict `wanted` to these files, in this order."""
     by_path = {file.path: file for file in wanted.files}
     return replace(wanted, files=tuple(by_path[path] for path in paths))
 
 
 def _refuse(reference: Reference, paths: Sequence[str], what: str) -> tuple[Offer, ...]:
     has_other = any(path.endswith((".gguf", ".safetensors")) for path in paths)
-    words = "; it holds weights of another format" if has_other else f"; it holds {len(paths)} files, no weights"
-    message = f"repository holds nothing that this image serves, which is {what}: {reference.repo}{words}"
-    raise ConfigError(message, hint="take a repository of GGUF files (often …-GGUF), or the image of the other engine")
+    words = "; it has weights of another format" if has_other else f"; it has {len(paths)} files, no weights"
+    message = f"repository has nothing that this image serves ({what}): {reference.repo}{words}"
+    raise ConfigError(message, hint="name a repository of GGUF files (often …-GGUF), or use the other engine's image")
 
 
 def _chosen(reference: Reference, offered: tuple[Offer, ...]) -> Wanted:
@@ -146,7 +146,7 @@ def url_of(endpoint: str, repo: str, revision: str, path: str) -> str:
 
 
 async def _of_url(url: str, sha256: str | None, hub: HubSettings, on_wait: Callable[[str], None]) -> Wanted:
-    """Asks for one byte, which tells size and validator. Both and the address make up for a commit."""
+    """Ask for one byte, which shows size and validator. Together with the address they replace a commit."""
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         message = f"not a sha256: '{sha256}' (flag --sha256)"
         raise ConfigError(message, hint="64 digits from 0 to f, as `sha256sum FILE` prints")
@@ -171,10 +171,10 @@ async def _of_url(url: str, sha256: str | None, hub: HubSettings, on_wait: Calla
 async def read_remote_header(
     file: WantedFile, hub: HubSettings, into: Path, is_enough: Callable[[Path, int], bool]
 ) -> Path:
-    """The beginning of a file that is not here: `into` gets its size and its first bytes, the rest is a hole.
+    """Read the beginning of a remote file: `into` gets the file's size and its first bytes, the rest is a hole.
 
-    `is_enough` looks at it after each step of 4 MiB, with the number of bytes that are real. Raises DownloadError
-    when 64 MiB are not.
+    `is_enough` is called with the number of real bytes after each step of 4 MiB. Raises DownloadError if 64 MiB are
+    not enough.
     """
     real = 0
     patience = Patience(hub.patience_s)
@@ -189,15 +189,15 @@ async def read_remote_header(
             out.flush()
             if is_enough(into, real):
                 return into
-    message = f"header of a remote file is not understood: {file.path}: {real:,} bytes of it were read"
-    raise DownloadError(message, hint="fetch it whole, which tells what is wrong: appliance models pull")
+    message = f"header of a remote file cannot be parsed: {file.path}: {real:,} bytes were read"
+    raise DownloadError(message, hint="fetch the whole file, which shows the error: `appliance models pull`")
 
 
 async def _bytes(file: WantedFile, hub: HubSettings, begin: int, end: int) -> bytes:
     data = b""
     async with open_session() as session, open_range(session, file, begin, hub, end=end) as answer:
         if answer.begin not in (0, begin):
-            message = f"another range came than the one from byte {begin:,}"
+            message = f"the server sent another range than from byte {begin:,}"
             raise Transient(message)
         while len(data) < end - answer.begin and (chunk := await answer.content.readany()):
             data += chunk

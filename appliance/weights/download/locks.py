@@ -1,6 +1,6 @@
-"""The lock of one blob, the one that the hub's own client takes: flock on `.locks/<repository>/<key>.lock`.
+"""The lock of one blob, the same as in the hub's own client: flock on `.locks/<repository>/<key>.lock`.
 
-huggingface_hub 2.4.0, utils/_fixes.py, WeakFileLock: filelock's FileLock with mode 0664, which on Linux is flock on a
+huggingface_hub 2.4.0, utils/_fixes.py, WeakFileLock: filelock's FileLock with mode 0664. On Linux this is flock on a
 file that stays when it is released (filelock 4.2.11, _unix.py).
 """
 
@@ -19,8 +19,9 @@ POLL_S = 0.2
 
 @asynccontextmanager
 async def locked(path: Path, on_wait: Callable[[], None]) -> AsyncIterator[None]:
-    """Waits for it as long as it takes, and says so at each look. Raises OSError where there are no locks."""
-    import asyncio  # here: it costs 20 ms, and `plan` has no loop
+    """Wait for the lock as long as necessary; `on_wait` is called at each attempt. Raises OSError if locks are not
+    supported."""
+    import asyncio  # here: it costs 20 ms, and `plan` needs no event loop
 
     handle = _take(path)
     while handle is None:
@@ -35,7 +36,7 @@ async def locked(path: Path, on_wait: Callable[[], None]) -> AsyncIterator[None]
 
 @contextmanager
 def if_free(path: Path) -> Iterator[bool]:
-    """Whether it could be had at once; it is held meanwhile."""
+    """Yield True if the lock was free; it is held during the block."""
     handle = _take(path)
     try:
         yield handle is not None
@@ -58,12 +59,12 @@ def _take(path: Path) -> int | None:
 
 
 def _open(path: Path) -> int:
-    """Reading is enough for a lock: older clients of other users made theirs for themselves alone."""
+    """Open the lock file. Read access is enough for a lock: older clients create it without access for others."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | flags, FILE_MODE)
     except PermissionError:
         return os.open(path, os.O_RDONLY | flags)
-    with suppress(PermissionError):  # another user made it, with this mode
+    with suppress(PermissionError):  # created by another user, with this mode already
         os.fchmod(handle, FILE_MODE)
     return handle

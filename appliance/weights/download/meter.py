@@ -1,4 +1,4 @@
-"""How far a download is: bytes, rate over the last seconds, time left."""
+"""Progress of a download: bytes, rate over the last seconds, time left."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from appliance.values import dataclass
 from appliance.weights.cache.size import as_size
 
 WINDOW_S = 10.0
-EVERY_S = 0.2  # at most so often is anybody told
+EVERY_S = 0.2  # minimum interval between reports
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchProgress:
-    """Bytes are of the whole set. `waiting_for` is set while nothing comes, and says why."""
+    """Bytes are of the whole set. `waiting_for` gives the reason while no bytes arrive."""
 
     file: str
     bytes_done: int
@@ -25,7 +25,7 @@ class FetchProgress:
     waiting_for: str | None = None
 
     def describe(self) -> str:
-        """One line: `model.gguf: 1.20 GB of 5.03 GB, 48.0 MB/s, 80 s left`."""
+        """Format one line: `model.gguf: 1.20 GB of 5.03 GB, 48.0 MB/s, 80 s left`."""
         of = f" of {as_size(self.bytes_total)}" if self.bytes_total is not None else ""
         words = [f"{as_size(self.bytes_done)}{of}"]
         if self.waiting_for:
@@ -37,7 +37,7 @@ class FetchProgress:
 
 
 class Meter:
-    """Counts bytes and tells `on_progress`, not oftener than EVERY_S unless what is waited for changes."""
+    """Counts bytes and reports to `on_progress` at most every EVERY_S, and whenever `waiting_for` changes."""
 
     def __init__(
         self, total: int | None, on_progress: Callable[[FetchProgress], None], now: Callable[[], float] = time.monotonic
@@ -45,7 +45,7 @@ class Meter:
         self.total = total
         self._on_progress = on_progress
         self._now = now
-        self._before = 0  # of files that are done
+        self._before = 0  # of finished files
         self._file, self._size = "", 0
         self._waiting_for: str | None = None
         self._samples: deque[tuple[float, int]] = deque()
@@ -58,7 +58,7 @@ class Meter:
         self._tell(is_news=True)
 
     def received(self, size: int, count: int) -> None:
-        """`size` is the file's now, `count` what came over the network."""
+        """Note that `count` bytes came over the network; `size` is the file's size now."""
         is_news = self._waiting_for is not None
         self._size, self._waiting_for = size, None
         self._received += count

@@ -1,6 +1,6 @@
-"""The one partial file of a blob: the beginning of it, never with a hole, hashed as it grows.
+"""The one partial file of a blob: always its beginning without holes, hashed as it grows.
 
-That it is a beginning lets every run, of whichever program, go on at its end.
+Therefore every run, also of another program, can resume at its end.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from appliance.weights.cache.download_set import WantedFile
 from appliance.weights.cache.hub_layout import FILE_MODE
 
-HASHED_AT_ONCE = 8 * 2**20  # a step of hashing again what is there; short, so that a stop need not wait
-# Written back as it comes: a stop then has little left to write, and what is dirty in memory stays small.
+HASHED_AT_ONCE = 8 * 2**20  # hashed per step when resuming; short, so that a stop need not wait
+# Written to disk as it arrives: a stop then has little left to write, and few dirty pages stay in memory.
 SYNCED_AFTER = 32 * 2**20
 
 
 class Partial:
-    """Each method is short and may raise OSError; one thread at a time. `began` is its size when it was opened."""
+    """Partial file. Each method is short and may raise OSError; one thread at a time. `began` is the size when it
+    was opened."""
 
     def __init__(self, path: Path, file: WantedFile) -> None:
         self._path = path
@@ -32,14 +33,14 @@ class Partial:
         self._start_hash()
 
     def _start_hash(self) -> None:
-        """Git's hash begins with a header."""
+        """Reset the hash. Git's hash begins with a header."""
         is_git = self._file.sha256 is None and self._file.git_sha1 is not None
         header = b"blob %d\0" % (self._file.bytes or 0)
         self._hash = hashlib.sha1(header, usedforsecurity=False) if is_git else hashlib.sha256()
         self.hashed = 0
 
     def hash_step(self) -> bool:
-        """Hashes some of what was there before; False when all is hashed."""
+        """Hash a part of the existing bytes. Returns False when all are hashed."""
         if self.hashed < self.size:
             data = os.pread(self._handle, min(HASHED_AT_ONCE, self.size - self.hashed), self.hashed)
             self._hash.update(data)
@@ -47,7 +48,7 @@ class Partial:
         return self.hashed < self.size
 
     def write(self, data: bytes) -> None:
-        """At the end. What a full disk took of it is counted, so that `size` is the file's."""
+        """Append data. If the disk becomes full, `size` counts what was written."""
         left = memoryview(data)
         while left:
             taken = os.pwrite(self._handle, left, self.size)
@@ -61,13 +62,13 @@ class Partial:
             self._unsynced = 0
 
     def restart(self) -> None:
-        """From nothing: what was there was of no use."""
+        """Empty the file, because its content is useless."""
         os.ftruncate(self._handle, 0)
         self.size = self.began = 0
         self._start_hash()
 
     def undo(self) -> None:
-        """Takes back what was written since it was opened; without anything before that, the file goes."""
+        """Remove what was written since the file was opened; remove the file if it was empty then."""
         os.ftruncate(self._handle, self.began)
         if not self.began:
             self.remove()
@@ -76,7 +77,7 @@ class Partial:
         return self._hash.hexdigest()
 
     def move_to(self, blob: Path) -> None:
-        """Durable before it has the name by which it is believed."""
+        """Sync the file, then rename it to its blob name: a file with that name is trusted."""
         os.fsync(self._handle)
         self._path.replace(blob)
         folder = os.open(blob.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

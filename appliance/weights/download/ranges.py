@@ -1,7 +1,8 @@
-"""One GET of the rest of a file: redirects, who may see the token, and whether the answer is of the file that is meant.
+"""One GET of the rest of a file: redirects, who receives the token, and whether the answer belongs to the wanted
+file.
 
-Redirects are followed here, since a hub sends the bytes of large files from another host with a signed address: that
-host must not get the token, and the address expires, so each attempt begins at the hub.
+Redirects are followed here, because a hub sends large files from another host with a signed address. That host must
+not receive the token. The address expires, so each attempt begins at the hub.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from appliance.weights.download.retry import PASSING, Transient, parse_retry_aft
 REDIRECTS = 5
 _MOVED = frozenset({301, 302, 303, 307, 308})
 _UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-# No limit for the whole: a large file takes hours. Half a minute without a byte is a broken connection.
+# No total limit: a large file takes hours. Half a minute without a byte is a broken connection.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=15, sock_read=30)
-_BUFFER_BYTES = 2**20  # of one connection in memory, and what is written at once
+_BUFFER_BYTES = 2**20  # per connection in memory, and per write
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 class RangeRefused(Transient):
-    """What is there is no beginning of the file that the server has."""
+    """The partial file is not a beginning of the server's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`begin`: place in the file of the body's first byte. `total`: the file's size, where the server tells it."""
+    """Answer of the server. `begin` is the file offset of the body's first byte. `total` is the file's size, None if
+    not sent."""
 
     begin: int
     total: int | None
@@ -48,7 +50,7 @@ class Answer:
 
 
 def tls_context() -> ssl.SSLContext:
-    """Certificates of the machine, or of SSL_CERT_FILE; an image has none, and gets those of its lock."""
+    """TLS context with the machine's certificates or SSL_CERT_FILE. An image has none and uses its locked certifi."""
     context = ssl.create_default_context()
     if not context.cert_store_stats()["x509_ca"]:
         context.load_verify_locations(certifi.where())
@@ -57,7 +59,7 @@ def tls_context() -> ssl.SSLContext:
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """Proxies of the environment are used. Bodies come as they are: a size is a size of the file."""
+    """Open a session. It uses the environment's proxies and no compression, so that byte counts are file sizes."""
     connector = aiohttp.TCPConnector(ssl=tls_context(), limit=4)
     async with aiohttp.ClientSession(
         connector=connector, timeout=_TIMEOUT, trust_env=True, auto_decompress=False, read_bufsize=_BUFFER_BYTES
@@ -69,9 +71,9 @@ async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
 async def open_range(
     session: aiohttp.ClientSession, file: WantedFile, begin: int, hub: HubSettings, end: int | None = None
 ) -> AsyncIterator[Answer]:
-    """The file from `begin` on, or all of it where the server knows no ranges: `Answer.begin` tells.
+    """Request the file from `begin` on. `Answer.begin` is 0 if the server does not support ranges.
 
-    Raises Transient for what may pass, and DownloadError for what will not.
+    Raises Transient for temporary errors, DownloadError for others.
     """
     try:
         async with _followed(session, file, _headers(file, begin, end), hub) as reply:
@@ -83,7 +85,7 @@ async def open_range(
 
 
 def is_untrusted(error: BaseException | None) -> bool:
-    """Whether a certificate was refused, which does not pass by itself."""
+    """True if a certificate was refused, which a retry does not change."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -91,16 +93,16 @@ def is_untrusted(error: BaseException | None) -> bool:
 
 def untrusted(what: str, address: str, error: Exception) -> DownloadError:
     message = f"download failed: {what}: the certificate of {urlsplit(address).hostname} is not trusted: {error}"
-    return DownloadError(message, hint="behind an intercepting proxy name its certificates: SSL_CERT_FILE")
+    return DownloadError(message, hint="behind an intercepting proxy, set SSL_CERT_FILE to its certificates")
 
 
 def _headers(file: WantedFile, begin: int, end: int | None) -> dict[str, str]:
     headers = {"Accept-Encoding": "identity"}
     if begin or end is not None:
         headers["Range"] = f"bytes={begin}-{'' if end is None else end - 1}"
-    # A weak validator promises the same meaning, not the same bytes, and may not be sent here (RFC 9110, 13.1.5).
+    # A weak validator does not promise the same bytes and must not be sent here (RFC 9110, 13.1.5).
     if begin and file.validator and not file.validator.startswith("W/"):
-        headers["If-Range"] = file.validator  # a file that changed comes from its beginning
+        headers["If-Range"] = file.validator  # a changed file is sent from its beginning
     return headers
 
 
@@ -119,11 +121,11 @@ async def _followed(
                 return
             address = _next(address, reply, file)
     message = f"download failed: {file.path}: more than {REDIRECTS} redirects, the last to {_bare(address)}"
-    raise DownloadError(message, hint="check the address, and HF_ENDPOINT where it is set")
+    raise DownloadError(message, hint="check the address, and HF_ENDPOINT if it is set")
 
 
 def _as_sent(address: str) -> URL:
-    """A signed address as it is: quoted otherwise, it would be another one."""
+    """Keep a signed address unchanged: other quoting would break its signature."""
     return URL(address, encoded=bool(re.fullmatch(r"[\x21-\x7e]+", address)))
 
 
@@ -133,7 +135,7 @@ def _authorization(address: str, hub: HubSettings) -> dict[str, str]:
 
 
 def origin(address: str) -> tuple[str, str, int | None]:
-    """Scheme, host and port: what a token is for."""
+    """Return scheme, host and port, to which a token belongs."""
     parts = urlsplit(address)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return parts.scheme, parts.hostname or "", port
@@ -142,22 +144,22 @@ def origin(address: str) -> tuple[str, str, int | None]:
 def _next(address: str, reply: aiohttp.ClientResponse, file: WantedFile) -> str:
     location = urljoin(address, reply.headers.get("Location", ""))
     scheme = urlsplit(location).scheme
-    # Of what comes over plain HTTP nobody knows who sent it, and not every file is listed with its hash.
+    # Content over plain HTTP has no proven sender, and not every file is listed with its hash.
     is_downgrade = urlsplit(address).scheme == "https" and scheme != "https"
     if scheme not in ("http", "https") or is_downgrade or location == address:
         message = f"download failed: {file.path}: {_bare(address)} redirects to {_bare(location) or 'nowhere'}"
-        raise DownloadError(message, hint="check the address, and HF_ENDPOINT where it is set")
+        raise DownloadError(message, hint="check the address, and HF_ENDPOINT if it is set")
     return location
 
 
 def _bare(address: str) -> str:
-    """Without the query, which in a signed address is a secret for its lifetime."""
+    """Remove the query: in a signed address it is a secret while it is valid."""
     parts = urlsplit(address)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.netloc else parts.path
 
 
 def _check_is_same(reply: aiohttp.ClientResponse, file: WantedFile) -> None:
-    """The hub tells size and hash of what it is about to send: they must be those of the listing."""
+    """Check size and hash that the hub announces against the listing. Raises DownloadError if they differ."""
     size, etag = reply.headers.get("X-Linked-Size", ""), reply.headers.get("X-Linked-Etag", "").strip('"')
     is_other = bool(re.fullmatch(r"[0-9a-f]{64}", etag)) and file.sha256 is not None and etag != file.sha256
     if size.isdigit() and file.bytes is not None and int(size) != file.bytes:
@@ -168,14 +170,14 @@ def _check_is_same(reply: aiohttp.ClientResponse, file: WantedFile) -> None:
 
 def _changed(file: WantedFile, expected: str, got: str) -> DownloadError:
     message = f"file is not the one that was listed: {file.path}: expected {expected}, got {got}"
-    return DownloadError(message, hint="it changed meanwhile: run the same again, which asks for the new one")
+    return DownloadError(message, hint="it changed meanwhile: repeat the command to get the new one")
 
 
 def _check_status(reply: aiohttp.ClientResponse, file: WantedFile, *, is_hub: bool) -> None:
     status, host = reply.status, reply.url.host
     if status in (200, 206):
         return
-    # A refusal of the other host is of its signed address, which expires: the hub gives a new one.
+    # The other host refuses a signed address when it has expired: the hub issues a new one.
     if status in PASSING or (status in (401, 403) and not is_hub and file.url != str(reply.url)):
         wait = parse_retry_after(reply.headers.get("Retry-After"), time.time())
         words = f"{host} answers {status}"
@@ -194,8 +196,8 @@ def refusal_hint(status: int, page: str) -> str:
     if status == 403:
         return f"it is gated: accept its terms at {page}, then set HF_TOKEN to a token of that account"
     if status == 404:
-        return "it is not there any more: run the same again, or name another file"
-    return "try again later, or look at the address in a browser"
+        return "the file was removed: repeat the command, or name another file"
+    return "try again later, or open the address in a browser"
 
 
 def _repo_of(url: str) -> str:
@@ -204,19 +206,19 @@ def _repo_of(url: str) -> str:
 
 def _answer(reply: aiohttp.ClientResponse, file: WantedFile) -> Answer:
     if reply.headers.get("Content-Encoding", "identity") != "identity":
-        message = f"download failed: {file.path}: {reply.url.host} packs it as {reply.headers['Content-Encoding']}"
-        raise DownloadError(message, hint="a proxy on the way changes what it hands on: go around it")
+        message = f"download failed: {file.path}: {reply.url.host} encodes it as {reply.headers['Content-Encoding']}"
+        raise DownloadError(message, hint="a proxy on the way changes the content: bypass it")
     length = reply.headers.get("Content-Length", "")
     begin, total = 0, int(length) if length.isdigit() else None
     if reply.status == 206:
         found = _RANGE.fullmatch(reply.headers.get("Content-Range", ""))
         if not found:
-            words = f"{reply.url.host} answers a part and does not say which"
+            words = f"{reply.url.host} sent a part without Content-Range"
             raise Transient(words)
         begin, total = int(found[1]), None if found[2] == "*" else int(found[2])
     if total is not None and file.bytes is not None and total != file.bytes:
         message = f"file has another size than announced: {file.path}: expected {file.bytes:,} bytes, got {total:,}"
-        raise DownloadError(message, hint="another file answers at this address; a proxy's page, perhaps: look at it")
+        raise DownloadError(message, hint="the address returns another file, perhaps a proxy's page: open it")
     validator = reply.headers.get("ETag") or reply.headers.get("Last-Modified")
     return Answer(begin=begin, total=total, validator=validator, content=reply.content)
 
@@ -231,6 +233,7 @@ def _in_words(error: Exception, url: str) -> str:
 
 
 def _cause(error: OSError) -> str:
-    """The kernel's words: asyncio puts addresses into its own. A name that is not found has a negative number."""
+    """Return the kernel's error text: asyncio adds addresses to its own. Name resolution errors have negative
+    numbers."""
     is_kernels = error.errno is not None and error.errno > 0
     return (os.strerror(error.errno or 0) if is_kernels else error.strerror or str(error)).lower()

@@ -1,4 +1,4 @@
-"""When to ask again: what passes by itself, how long to wait, and when to give up. Pure but for the wait itself."""
+"""Retry policy: which errors are transient, how long to wait, and when to give up. Pure, except for the wait itself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ T = TypeVar("T")
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 30.0
 UNREACHED_S = 20.0
-LONGEST_ASKED_S = 900.0  # more than that is no wait but a refusal
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 524})  # from 520 on: proxies' own
+LONGEST_ASKED_S = 900.0  # a longer wait counts as a refusal
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 524})  # 520 and above: used by proxies
 
 
 class Transient(Exception):  # noqa: N818 - it ends nothing by itself
-    """A failure that may pass. `retry_after_s` is what the server asked for; `is_unreached`: no connection came up."""
+    """A temporary failure. `retry_after_s` is the server's request; `is_unreached` is True if no connection was
+    made."""
 
     def __init__(self, words: str, retry_after_s: float | None = None, *, is_unreached: bool = False) -> None:
         super().__init__(words)
@@ -31,10 +32,10 @@ class Transient(Exception):  # noqa: N818 - it ends nothing by itself
 
 
 class Patience:
-    """Failures in a row: `wait_s` is how long to wait after this one. Any progress starts it anew.
+    """Counts failures in a row; progress resets it. `wait_s` returns how long to wait after a failure.
 
-    Raises DownloadError when the time without progress is up, or when the server asks for more than can be waited. Of a
-    server that was never reached that time is short: more likely there is no network than an interruption.
+    Raises DownloadError after too long without progress, or if the server asks for too long a wait. The limit is
+    short for a server that was never reached: probably there is no network.
     """
 
     def __init__(self, total_s: float, now: Callable[[], float] = time.monotonic) -> None:
@@ -52,24 +53,24 @@ class Patience:
         self._was_reached = self._was_reached or not failure.is_unreached
         asked = failure.retry_after_s
         if asked is not None and asked > LONGEST_ASKED_S:
-            message = f"download failed: {what}: {failure.words}, and asks to wait {asked:,.0f} s"
-            raise DownloadError(message, hint="try again then; what was fetched is kept")
+            message = f"download failed: {what}: {failure.words}, asks to wait {asked:,.0f} s"
+            raise DownloadError(message, hint="try again after that time; the bytes fetched so far are kept")
         waited = self._now() - self._since
         wait: float = min(FIRST_WAIT_S * 2.0 ** (self._failures - 1), LONGEST_WAIT_S)
         if asked is not None:
-            self._since += asked  # a wait that the server asked for is not counted against it
+            self._since += asked  # a wait that the server requested does not count
             return max(asked, FIRST_WAIT_S)
         total_s = self._total_s if self._was_reached else min(self._total_s, UNREACHED_S)
         if waited + wait > total_s:
             message = f"download failed: {what}: {failure.words}, after {self._failures} attempts in {waited:,.0f} s"
-            raise DownloadError(message, hint="check the network, then try again: what was fetched is kept")
+            raise DownloadError(message, hint="check the network, then try again: the bytes fetched so far are kept")
         return wait
 
 
 async def patiently(
     ask: Callable[[], Awaitable[T]], patience: Patience, what: str, on_wait: Callable[[str], None]
 ) -> T:
-    """The result of `ask`, which is asked again after each Transient. `on_wait` is told why, in words."""
+    """Return the result of `ask`, retried after each Transient. `on_wait` receives the reason."""
     while True:
         try:
             return await ask()
@@ -80,7 +81,7 @@ async def patiently(
 
 
 def parse_retry_after(value: str | None, now: float) -> float | None:
-    """Seconds, of either form that HTTP has: `120` or a date."""
+    """Parse both forms of Retry-After, `120` or a date, into seconds; None if invalid."""
     if not value:
         return None
     if re.fullmatch(r" *[0-9]{1,9} *", value):

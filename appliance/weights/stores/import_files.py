@@ -1,4 +1,4 @@
-"""Bringing a model onto the volume: shared blocks or a second name where the disk can, else a copy."""
+"""Import a model to the volume: as shared blocks or a hard link if the disk supports it, else as a copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from appliance.weights.stores.stores import (
 )
 from appliance.weights.stores.transfer import OnBytes, clone, copy, digest_file
 
-_SPARE_BYTES = 64 * 2**20  # profiles and caches
+_SPARE_BYTES = 64 * 2**20  # kept free for profiles and caches
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -49,13 +49,13 @@ class _Step:
     source: Path
     target: Path
     name: str
-    sha256: str | None  # that it must have
-    link: Path | None = None  # of a snapshot, to a target among the blobs
-    is_main: bool = False  # the snapshot is the one that the branch main stood at
+    sha256: str | None  # required hash; None if unknown
+    link: Path | None = None  # link of a snapshot to a target in blobs
+    is_main: bool = False  # True if the snapshot is the one that branch main points to
 
 
 def sources_of(request: str, settings: Settings) -> tuple[StoredModel, ...]:
-    """A path of a file or a folder, or the name of a model in another tool's folder."""
+    """Find the models at a path, or by name in another tool's folder. Raises ConfigError if none or several match."""
     path = Path(request)
     if "\0" not in request and len(request) < 4096 and path.exists():
         return _at(path.absolute(), settings)
@@ -64,11 +64,11 @@ def sources_of(request: str, settings: Settings) -> tuple[StoredModel, ...]:
     if len(found) == 1:
         return found
     if not found:
-        message = f"no such file, and no such model in mounted folders: {printable(request)}"
-        raise ConfigError(message, hint="`appliance models list` shows what is there")
+        message = f"no file and no model in mounted folders has this name: {printable(request)}"
+        raise ConfigError(message, hint="`appliance models list` lists the models")
     lines = "".join(f"\n  {printable(model.name)} ({model.store.tool})" for model in found)
-    message = f"model name {printable(request)} means {len(found)}{lines}"
-    raise ConfigError(message, hint="give the whole name of the one that is meant")
+    message = f"model name {printable(request)} matches {len(found)} models{lines}"
+    raise ConfigError(message, hint="give the full name")
 
 
 def _at(path: Path, settings: Settings) -> tuple[StoredModel, ...]:
@@ -81,7 +81,7 @@ def _at(path: Path, settings: Settings) -> tuple[StoredModel, ...]:
     models = list_store(Store(tool="folder", folder=folder)).models
     found = [model for model in models if path in (folder, model.path, *model.files)]
     if not found:
-        message = f"no model is there: {printable(str(path))}"
+        message = f"no model found at: {printable(str(path))}"
         raise ModelUnreadableError(message, hint="give a GGUF file, or a folder of safetensors with its config.json")
     return tuple(found)
 
@@ -89,8 +89,11 @@ def _at(path: Path, settings: Settings) -> tuple[StoredModel, ...]:
 def bring(
     models: Sequence[StoredModel], settings: Settings, on_bytes: OnBytes, sha256: str | None = None
 ) -> list[Brought]:
-    """Raises ModelUnreadableError for what is not whole, DownloadError for another sha256 than its name or `sha256`
-    says, ConfigError where another file has the name, VolumeError for the disk. What was brought before stays."""
+    """Import the models. Models that were imported before an error stay.
+
+    Raises ModelUnreadableError for an incomplete model, DownloadError if the sha256 differs from the one in the name
+    or from `sha256`. Raises ConfigError if another file has the name, VolumeError for disk errors.
+    """
     steps = [step for model in models for step in _steps(model, settings.models_dir)]
     if sha256:
         steps = [replace(step, sha256=sha256.lower()) for step in steps]
@@ -106,12 +109,12 @@ def bring(
 
 def _steps(model: StoredModel, models_dir: Path) -> list[_Step]:
     if model.problem:
-        message = f"model cannot be brought: {printable(f'{model.name}: {model.problem}')}"
-        raise ModelUnreadableError(message, hint="mend it with the tool that it belongs to")
+        message = f"model cannot be imported: {printable(f'{model.name}: {model.problem}')}"
+        raise ModelUnreadableError(message, hint="repair it with the tool that it belongs to")
     for path in model.files:
         if path.suffix.lower() != ".safetensors" and model.format == "gguf" and (why := why_damaged(path)):
-            raise ModelUnreadableError(why, hint="fetch it again, with the tool that it belongs to")
-    # What makes it a model comes last: the first part, or config.json.
+            raise ModelUnreadableError(why, hint="fetch it again with the tool that it belongs to")
+    # The file that makes it visible as a model comes last: the first part, or config.json.
     files = [*([model.projector] if model.projector else []), *reversed(model.files)]
     files.sort(key=lambda path: path.name == "config.json")
     if is_in_cache(model):
@@ -123,7 +126,7 @@ def _steps(model: StoredModel, models_dir: Path) -> list[_Step]:
 
 
 def _cached_step(model: StoredModel, path: Path, models_dir: Path) -> _Step:
-    """To the same place in the layout of the hub's cache, where `org/name:QUANT` finds it."""
+    """Keep the place in the hub cache's layout, where `org/name:QUANT` finds it."""
     below = path.relative_to(model.store.folder)
     blob, repo = blob_of(path), models_dir / below.parts[0]
     sha256 = blob.name if blob and _SHA256.fullmatch(blob.name) else None
@@ -137,7 +140,7 @@ def _cached_step(model: StoredModel, path: Path, models_dir: Path) -> _Step:
 
 
 def _flat_step(model: StoredModel, path: Path, models_dir: Path) -> _Step:
-    """`qwen3:4b` of Ollama becomes qwen3-4b.gguf; files that have names of their own keep them."""
+    """Name the file: Ollama's `qwen3:4b` becomes qwen3-4b.gguf; other files keep their names."""
     name, sha256 = path.name, None
     if model.store.tool == "Ollama":
         stem = _UNUSUAL.sub("-", model.name.removesuffix(":latest").rpartition("/")[2])
@@ -164,11 +167,11 @@ def _same(step: _Step, length: int, on_bytes: OnBytes) -> str:
         if found == (step.sha256 or digest_file(step.source, hashlib.sha256(), on_bytes)):
             return found
     message = f"another file of this name is on the volume: {printable(step.target.name)}"
-    raise ConfigError(message, hint=f"remove it first: appliance models rm {printable(step.target.name)}")
+    raise ConfigError(message, hint=f"remove it first: `appliance models rm {printable(step.target.name)}`")
 
 
 def _put(step: _Step, models_dir: Path, left: int, on_bytes: OnBytes) -> tuple[str, str]:
-    # At the top of the folder, where the next `add` or `import` removes what a killed one left.
+    # At the top of the folder, where the next `add` or `import` removes leftovers of a killed one.
     with part_of(models_dir / f"{step.target.name.removesuffix('.gguf')}.gguf") as file:
         part = Path(file.name)
         if clone(step.source, file):
@@ -180,16 +183,14 @@ def _put(step: _Step, models_dir: Path, left: int, on_bytes: OnBytes) -> tuple[s
             _check_room(step, models_dir, left)
         found = copy(step.source, file, on_bytes) if how == "copied" else digest_file(part, hashlib.sha256(), on_bytes)
         if step.sha256 and found != step.sha256:
-            message = (
-                f"file is not what it should be: {printable(str(step.source))}: sha256 {found}, expected {step.sha256}"
-            )
-            raise DownloadError(message, hint="it is damaged, or another file: fetch it again")
+            message = f"file has another hash: {printable(str(step.source))}: sha256 {found}, expected {step.sha256}"
+            raise DownloadError(message, hint="it is damaged or another file: fetch it again")
         part.replace(step.target)
     return found, how
 
 
 def _is_for_all(source: Path) -> bool:
-    """A second name has the owner and mode of the first, and another user of group 0 has to read it."""
+    """True if another user of group 0 can read the file: a hard link keeps its owner and mode."""
     found = source.stat()
     return bool(found.st_mode & stat.S_IROTH) or (bool(found.st_mode & stat.S_IRGRP) and found.st_gid == 0)
 
@@ -197,9 +198,9 @@ def _is_for_all(source: Path) -> bool:
 def _link_over(source: Path, part: Path) -> bool:
     name = part.with_name(f"{part.name}.link")
     try:
-        os.link(os.path.realpath(source), name)  # of a link into blobs, the blob
+        os.link(os.path.realpath(source), name)  # for a link into blobs, the blob itself
     except OSError:
-        return False  # another disk, another mount, or not allowed: it is copied
+        return False  # another disk or mount, or not allowed: it is copied instead
     name.replace(part)
     return True
 
@@ -208,13 +209,13 @@ def _check_room(step: _Step, models_dir: Path, left: int) -> None:
     free = shutil.disk_usage(models_dir).free
     if free >= left + _SPARE_BYTES:
         return
-    needs = f"{printable(step.name)} takes {as_size(left)}, {as_size(free)} are free"
-    message = f"volume has too little room: {needs}: {models_dir}"
-    raise VolumeError(message, hint="`appliance models list` shows what takes it, `appliance models rm NAME` frees it")
+    needs = f"{printable(step.name)} needs {as_size(left)}, {as_size(free)} free"
+    message = f"volume has too little free space: {needs}: {models_dir}"
+    raise VolumeError(message, hint="`appliance models list` shows what uses it, `appliance models rm NAME` frees it")
 
 
 def _link(link: Path, target: Path, *, is_main: bool) -> None:
-    """As the hub's client links a snapshot, with the ref that names it; one is needed to find it without a network."""
+    """Link a snapshot like the hub's client, with its ref: without one it is not found offline."""
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(os.path.relpath(target, link.parent))
     repo = target.parents[1]

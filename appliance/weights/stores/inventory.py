@@ -1,4 +1,4 @@
-"""What is on the disk: models by name with size, place and state, and what is not whole."""
+"""Models on the disk by name, with size, place and state, and incomplete files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Row:
     path: Path
     format: str
     bytes: int
-    missing: str | None  # None: it is complete
-    last_used: float | None  # seconds since 1970; None: the disk does not say
+    missing: str | None  # what is missing; None if it is complete
+    last_used: float | None  # seconds since 1970; None if the disk does not record it
     profiles: tuple[str, ...]
 
     def as_document(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskView:
-    """`free_bytes` is None where there is no volume."""
+    """All models and folders. `free_bytes` is None if there is no volume."""
 
     models_dir: Path
     rows: tuple[Row, ...]
@@ -90,7 +90,7 @@ class DiskView:
 
 
 def view(settings: Settings) -> DiskView:
-    """Raises ConfigError for a folder that was asked for and is not there."""
+    """Inspect the disk. Raises ConfigError if a requested folder does not exist."""
     listings = tuple(list_store(store) for store in (volume_store(settings.models_dir), *other_stores(settings)))
     profiles = _profiles(settings.profiles_dir)
     rows = [_row(model, profiles) for listing in listings for model in listing.models]
@@ -116,7 +116,7 @@ def _row(model: StoredModel, profiles: Mapping[str, list[str]]) -> Row:
 
 
 def _last_used(files: Iterable[Path]) -> float | None:
-    """When a file was read last, as far as the disk keeps it: to the day with relatime, never with noatime."""
+    """Time of the last read, if the disk records it: to the day with relatime, None with noatime."""
     times = []
     for path in files:
         with suppress(OSError):
@@ -126,7 +126,7 @@ def _last_used(files: Iterable[Path]) -> float | None:
 
 
 def _profiles(folder: Path) -> dict[str, list[str]]:
-    """Ids by the path of the model that they were measured with. What cannot be read belongs to none."""
+    """Return profile ids by the path of the model that they were measured with. Unreadable profiles are skipped."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("[0-9a-f]*.json"))[:_PROFILES_LIMIT]:
         with suppress(OSError, ValueError):
@@ -138,7 +138,7 @@ def _profiles(folder: Path) -> dict[str, list[str]]:
 
 
 def _partly_fetched(models_dir: Path) -> list[Row]:
-    """Blobs that were not fetched to their end; which file they become is not known here."""
+    """List blobs whose download has not ended; the file that they will become is unknown here."""
     folders = sorted(models_dir.glob("models--*"))[:_REPOS_LIMIT]
     return [_partial(_repo(folder), path) for folder in folders for path in sorted(folder.glob("blobs/*.incomplete"))]
 
@@ -148,31 +148,31 @@ def _repo(folder: Path) -> str:
 
 
 def _unlinked(models_dir: Path) -> list[Row]:
-    """Blobs that no file of a snapshot leads to: of a download whose other files are still to come, or left over."""
+    """List blobs that no snapshot links to: of an unfinished download of several files, or left over."""
     rows = []
     for folder in sorted(models_dir.glob("models--*"))[:_REPOS_LIMIT]:
         used = used_blobs(folder)
         whole = [path for path in sorted(folder.glob("blobs/*")) if path.is_file() and not path.suffix]
-        rows += [_partial(_repo(folder), path, "no file leads to it") for path in whole if path not in used]
+        rows += [_partial(_repo(folder), path, "no file links to it") for path in whole if path not in used]
     return rows
 
 
 def _partly_copied(models_dir: Path) -> list[Row]:
-    """Of an `add` or `import` that runs, or was killed: the next one removes it."""
+    """List temporary files of a running or killed `add` or `import`; the next one removes them."""
     found = sorted(models_dir.glob(".*.gguf.*.part"))
     return [_partial(f"{path.name[1:].rpartition('.gguf.')[0]}.gguf", path) for path in found]
 
 
 def _damaged(models_dir: Path) -> list[Row]:
-    """What `verify --repair` set aside."""
+    """List files that `verify --repair` set aside."""
     flat = [(path.name, path) for path in sorted(models_dir.glob("*.damaged"))]
     blobs = [(_repo(path.parents[1]), path) for path in sorted(models_dir.glob("models--*/blobs/*.damaged"))]
     return [_partial(name, path, "damaged, set aside") for name, path in (*flat, *blobs)]
 
 
-def _partial(name: str, path: Path, words: str = "not fetched to its end") -> Row:
+def _partial(name: str, path: Path, words: str = "download not finished") -> Row:
     found = 0
-    with suppress(OSError):  # it was just finished
+    with suppress(OSError):  # the download has just ended
         found = path.stat().st_size
     missing = f"{words}: {as_size(found)}"
     return Row(

@@ -1,8 +1,8 @@
 """Ollama's folder: `manifests/<host>/<namespace>/<model>/<tag>`, JSON that names blobs by their sha256.
 
-As read in ollama/ollama: types/model/name.go@5c0caaff (names), manifest/paths.go@c73feaf7 (folders, digests),
-manifest/manifest.go@00188139 (`manifests-v2`, whose entries are links to blobs, and lists with one manifest for each
-runner), server/download.go@d32613d3 (a blob is `<name>-partial` until it is whole).
+Sources in ollama/ollama: types/model/name.go@5c0caaff (names), manifest/paths.go@c73feaf7 (folders, digests),
+manifest/manifest.go@00188139 (`manifests-v2`, with links to blobs, and lists with one manifest per runner),
+server/download.go@d32613d3 (an unfinished blob is `<name>-partial`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from appliance.documents import load
 from appliance.errors import printable
 from appliance.values import dataclass
 
-FOLDERS = ("manifests-v2", "manifests")  # the former first: an entry there is the newer one
+FOLDERS = ("manifests-v2", "manifests")  # manifests-v2 first: its entries are newer
 HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
 _SAME_HOSTS = {"ollama.com": HOST, "registry.ollama.ai": HOST}
 MODEL, PROJECTOR, ADAPTER, TENSOR = (
@@ -27,10 +27,10 @@ MODEL, PROJECTOR, ADAPTER, TENSOR = (
 _LIST = "application/vnd.ollama.manifest.list.v2+json"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,349}")
-MANIFEST_BYTES = 2**20  # they have about 1 KiB
+MANIFEST_BYTES = 2**20  # real ones have about 1 KiB
 MANIFESTS_LIMIT = 5_000
-_LAYERS_LIMIT = 10_000  # a model of safetensors has a layer for each tensor
-_OTHER_RUNNERS = ("mlx",)  # whose children of a list are no GGUF files
+_LAYERS_LIMIT = 10_000  # a safetensors model has a layer for each tensor
+_OTHER_RUNNERS = ("mlx",)  # their entries in a list are not GGUF files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Blob:
 
 @dataclass(frozen=True, kw_only=True)
 class OllamaModel:
-    """`name` is as `ollama list` shows it. With a `problem` there may be no weights."""
+    """A model as `ollama list` names it. If there is a `problem`, the weights may be missing."""
 
     name: str
     manifest: Path
@@ -52,7 +52,7 @@ class OllamaModel:
 
 
 class ManifestError(ValueError):
-    """What is wrong with a manifest, in words that follow its name."""
+    """Describes what is wrong with a manifest; the words follow the model's name in messages."""
 
 
 def is_store(folder: Path) -> bool:
@@ -60,7 +60,7 @@ def is_store(folder: Path) -> bool:
 
 
 def parse_name(text: str) -> tuple[str, str, str, str] | None:
-    """Host, namespace, model and tag in lower case, with Ollama's defaults; None for what is no name of a model."""
+    """Parse host, namespace, model and tag in lower case, with Ollama's defaults; None if it is not a model name."""
     rest, colon, tag = text.rpartition(":")
     if not colon or "/" in tag:
         rest, tag = text, TAG
@@ -74,7 +74,8 @@ def parse_name(text: str) -> tuple[str, str, str, str] | None:
 
 
 def list_ollama(store: Path) -> tuple[OllamaModel, ...]:
-    """By name. What a manifest says is not believed: a digest names a file in `blobs` or the model has a problem.
+    """List models by name. Manifests are not trusted: a digest must name a file in `blobs`, or the model has a
+    problem.
 
     Raises OSError for folders that cannot be read.
     """
@@ -96,7 +97,7 @@ def _below(folder: Path, parts: tuple[str, ...], budget: Iterator[int]) -> Itera
     with os.scandir(folder) as entries:
         names = sorted(entry.name for _, entry in zip(budget, entries, strict=False))
     for name in names:
-        decoded = name.replace("%3A", ":")  # of a host with a port, in manifests-v2
+        decoded = name.replace("%3A", ":")  # a host with a port, in manifests-v2
         if not _PART.fullmatch(decoded):
             continue
         if len(parts) == 3:
@@ -106,7 +107,7 @@ def _below(folder: Path, parts: tuple[str, ...], budget: Iterator[int]) -> Itera
 
 
 def _shown(parts: tuple[str, ...]) -> str:
-    """The shortest name that means it."""
+    """Return the shortest name that Ollama accepts for it."""
     host, namespace, model, tag = parts
     own = _SAME_HOSTS.get(host.lower(), host)
     before = [] if own == HOST and namespace.lower() == NAMESPACE else [namespace]
@@ -134,7 +135,7 @@ def _manifest(path: Path, store: Path, root: str) -> dict[str, Any]:
     for child in children if isinstance(children, list) else []:
         if isinstance(child, dict) and child.get("runner") not in _OTHER_RUNNERS:
             return child if "layers" in child else _referenced(store, root, child)
-    message = "it has no GGUF file, only weights for another runner of Ollama's"
+    message = "it has no GGUF file, only weights for another Ollama runner"
     raise ManifestError(message)
 
 
@@ -148,13 +149,13 @@ def _referenced(store: Path, root: str, child: dict[str, Any]) -> dict[str, Any]
 
 
 def _bytes(path: Path, root: str) -> bytes:
-    """Of a manifest, which is never large, and never a link out of the store."""
+    """Read a manifest. Raises ManifestError if it is too large, or a link out of the store."""
     try:
         target = os.path.realpath(path, strict=True)
         if not Path(target).is_relative_to(root):
-            message = "its manifest is a link out of the folder"
+            message = "its manifest is a link to outside of the folder"
             raise ManifestError(message)
-        # Not to wait for a pipe that lies there.
+        # O_NONBLOCK, so that opening a pipe does not block.
         handle = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(handle, "rb") as file:
             data = file.read(MANIFEST_BYTES + 1)
@@ -171,7 +172,7 @@ def _load(data: bytes) -> dict[str, Any]:
     try:
         return load(data)
     except ValueError as error:
-        message = "its manifest is no JSON document"
+        message = "its manifest is not a JSON document"
         raise ManifestError(message) from error
 
 
@@ -188,11 +189,11 @@ def _weights(layers: list[dict[str, Any]]) -> dict[str, Any]:
     if kinds.count(MODEL) == 1 and ADAPTER not in kinds:
         return layers[kinds.index(MODEL)]
     if ADAPTER in kinds:
-        message = "it has an adapter, without which it would be another model"
+        message = "it has an adapter, which cannot be served, and without it the model would differ"
     elif MODEL in kinds:
-        message = f"its weights are in {kinds.count(MODEL)} files, which an engine finds by their names only"
+        message = f"its weights are in {kinds.count(MODEL)} files, which an engine can only find by name"
     elif TENSOR in kinds:
-        message = "it is no GGUF file: Ollama keeps it as tensors"
+        message = "it is not a GGUF file: Ollama keeps it as tensors"
     else:
         message = "it has no weights here: it runs in Ollama's cloud"
     raise ManifestError(message)
@@ -201,13 +202,13 @@ def _weights(layers: list[dict[str, Any]]) -> dict[str, Any]:
 def _sha256(digest: object) -> str:
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
-        message = f"its manifest has a digest that is none: {printable(str(digest))!s:.80}"
+        message = f"its manifest has an invalid digest: {printable(str(digest))!s:.80}"
         raise ManifestError(message)
     return match[1].lower()
 
 
 def _blob(store: Path, root: str, layer: dict[str, Any]) -> Blob:
-    """Raises ManifestError for a blob that is missing, not whole, a link out of the folder, or may not be read."""
+    """Return the blob. Raises ManifestError if it is missing, incomplete, a link out of the folder, or unreadable."""
     sha256, size = _sha256(layer.get("digest")), layer.get("size")
     path = store / "blobs" / f"sha256-{sha256}"
     try:
@@ -215,13 +216,13 @@ def _blob(store: Path, root: str, layer: dict[str, Any]) -> Blob:
         found = os.stat(target).st_size  # noqa: PTH116 - the real path is a string
     except FileNotFoundError as error:
         is_begun = path.with_name(f"{path.name}-partial").exists()
-        message = "it was not fetched to its end" if is_begun else f"its blob is missing: {path.name}"
+        message = "its download is not finished" if is_begun else f"its blob is missing: {path.name}"
         raise ManifestError(message) from error
     except OSError as error:
-        message = f"its blob cannot be looked at: {path.name}: {(error.strerror or str(error)).lower()}"
+        message = f"its blob cannot be read: {path.name}: {(error.strerror or str(error)).lower()}"
         raise ManifestError(message) from error
     if not Path(target).is_relative_to(root) or not os.path.isfile(target):  # noqa: PTH113
-        message = f"its blob is no file of the folder: {path.name}"
+        message = f"its blob is not a file in the folder: {path.name}"
         raise ManifestError(message)
     if type(size) is int and size != found:
         message = f"its blob has {found:,} bytes, and the manifest says {size:,}: {path.name}"

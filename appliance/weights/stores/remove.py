@@ -1,5 +1,5 @@
-"""Taking models off the volume: files, parts and folders as they lie there, and links with the blobs that nobody else
-needs in the layout of huggingface_hub's cache."""
+"""Remove models from the volume: plain files, parts and folders; in a hub cache, links and the blobs that no other
+link needs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from appliance.weights.stores.stores import (
 class Removed:
     name: str
     files: tuple[Path, ...]
-    freed_bytes: int  # of a file that has another name elsewhere, nothing
+    freed_bytes: int  # 0 for a file with another hard link elsewhere
 
 
 def remove(name: str, settings: Settings, of_recipe: Callable[[], Sequence[StoredModel]] = tuple) -> Removed:
-    """`of_recipe`: what the name means in the image's recipe, where it is no model's own.
+    """Remove a model. `of_recipe` returns the recipe's models for this name; it is used if no model has it.
 
-    Raises ConfigError for what is not there, is another tool's, is served, or could be several; VolumeError.
+    Raises ConfigError if the model is missing, ambiguous, served or in another tool's folder. Raises VolumeError for
+    disk errors.
     """
     models_dir = settings.models_dir
     folder = models_dir / f"models--{name.replace('/', '--')}"
@@ -55,8 +56,10 @@ def remove(name: str, settings: Settings, of_recipe: Callable[[], Sequence[Store
 
 
 def _own_file(name: str, models_dir: Path) -> Path | None:
-    """A later part, a projector, a file that no model can be read from: whatever lies there under this very name. Of a
-    first part all parts go."""
+    """Return a file with exactly this name that is no listed model: a later part, a projector, an unreadable file.
+
+    For the first part of a split model all parts are removed, so it is not returned here.
+    """
     if Path(name).name != name or not name.endswith((".gguf", ".gguf.damaged")):
         return None
     if not os.path.lexists(models_dir / name):
@@ -75,18 +78,18 @@ def _only_one(name: str, settings: Settings, of_recipe: Callable[[], Sequence[St
         return found[0]
     if found:
         lines = "".join(f"\n  {printable(model.name)}" for model in found)
-        message = f"model name {printable(name)} means {len(found)} on the volume{lines}"
-        raise ConfigError(message, hint="give the whole name of the one that is meant")
+        message = f"model name {printable(name)} matches {len(found)} models on the volume{lines}"
+        raise ConfigError(message, hint="give the full name")
     elsewhere = elsewhere or find_stored(name, other_stores(settings))
     if elsewhere:
-        message = f"model is in {elsewhere[0].where}, where nothing is removed: {printable(name)}"
+        message = f"model is in {elsewhere[0].where}, which is read-only for the appliance: {printable(name)}"
         raise ConfigError(message, hint="remove it with the tool that put it there")
     message = f"no such model on the volume: {printable(name)}"
-    raise ConfigError(message, hint="`appliance models list` shows what is there")
+    raise ConfigError(message, hint="`appliance models list` lists the models")
 
 
 def _own_files(model: StoredModel) -> list[Path]:
-    """Of a folder of safetensors not the GGUF files in it, which are models of their own."""
+    """List the model's own files. GGUF files in a safetensors folder are other models and are left out."""
     if model.path.is_symlink():
         return [model.path]
     return [path for path in model.files if model.format == "gguf" or path.suffix != ".gguf"]
@@ -104,7 +107,8 @@ def _unlink(name: str, files: Sequence[Path], models_dir: Path) -> Removed:
 
 
 def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
-    """Its links in every snapshot, with the last model those of projectors, then the blobs that no link is left for."""
+    """Remove its links in every snapshot, then the blobs without links. With the last model, projectors are removed
+    too."""
     folder = _repo_folder(model, models_dir)
     names = {path.relative_to(_snapshot_of(path, folder)) for path in model.files}
     names |= {Path(model.file)} if model.file else set()  # a link whose blob is missing
@@ -131,10 +135,10 @@ def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
 
 
 def _remove_repo(name: str, folder: Path) -> Removed:
-    """All that was fetched of a repository, also what was not fetched to its end."""
+    """Remove everything of a repository, unfinished downloads included."""
     if _is_fetched(folder):
         message = f"model is being fetched: {printable(name)}"
-        raise VolumeError(message, hint="stop that first; what was fetched is kept")
+        raise VolumeError(message, hint="stop the download first; what was fetched is kept")
     files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     _refuse_served(name, files)
     _refuse_behind_link(name, [folder / "blobs", *files], folder.parent)
@@ -144,14 +148,14 @@ def _remove_repo(name: str, folder: Path) -> Removed:
 
 
 def _refuse_behind_link(name: str, files: Sequence[Path], models_dir: Path) -> None:
-    """What is reached through a link belongs to somebody else."""
+    """Refuse files that are reached through a link: they belong to somebody else."""
     if outside := [path for path in files if not lies_below(path, models_dir)]:
-        message = f"model is in a folder that a link on the volume leads to: {printable(name)}"
-        raise ConfigError(message, hint=f"remove the link, or the file where it is: {printable(str(outside[0]))}")
+        message = f"model is behind a link on the volume: {printable(name)}"
+        raise ConfigError(message, hint=f"remove the link, or the file itself: {printable(str(outside[0]))}")
 
 
 def _is_fetched(folder: Path) -> bool:
-    """Now, by us or by the hub's own client: both lock the blob that they fetch."""
+    """True while our client or the hub's own downloads: both lock the blob that they fetch."""
     return any(map(is_held, (folder.parent / ".locks" / folder.name).glob("*.lock")))
 
 
@@ -162,14 +166,14 @@ def _refuse_served(name: str, files: Iterable[Path]) -> None:
 
 
 def blob_of(link: Path) -> Path | None:
-    """What a snapshot's file links to at first; a blob may itself link into the store that repositories share."""
+    """Return the first target of a snapshot's link. A blob may itself link into a store shared by repositories."""
     if not link.is_symlink():
         return None
     return Path(os.path.normpath(link.parent / link.readlink()))
 
 
 def used_blobs(folder: Path) -> set[Path]:
-    """Of a repository: those that a file of a snapshot leads to."""
+    """Blobs of a repository that a snapshot links to."""
     return {blob for link in (folder / "snapshots").rglob("*") if (blob := blob_of(link))}
 
 
@@ -182,7 +186,7 @@ def _snapshot_of(path: Path, folder: Path) -> Path:
 
 
 def _drop_refs(folder: Path) -> None:
-    """Of snapshots that are gone: the hub's client takes a ref without its snapshot for damage."""
+    """Remove refs of snapshots that are gone: the hub's client treats a ref without a snapshot as damage."""
     known = {path.name for path in (folder / "snapshots").iterdir()}
     refs = folder / "refs"
     for ref in refs.rglob("*"):

@@ -1,6 +1,6 @@
-"""Models where they lie: on the volume, and in mounted folders of other tools, which are read and never written.
+"""Models in their folders: on the volume, and in mounted folders of other tools, which are only read.
 
-Folders of Hugging Face, Ollama and LM Studio are told apart by what is in them; stores.md has the sources. This is the
+Folders of Hugging Face, Ollama and LM Studio are recognised by their content; stores.md has the sources. This is the
 only module here that reads models.
 """
 
@@ -70,8 +70,10 @@ class Store:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
-    """`name` is what `serve` takes. `files` are all of it, in order, the first one what an engine is given; for a
-    `problem` there may be none."""
+    """A model in a store. `name` is what `serve` accepts.
+
+    `files` are all of its files in order; the engine gets the first. They may be empty if there is a `problem`.
+    """
 
     name: str
     store: Store
@@ -81,13 +83,13 @@ class StoredModel:
     bytes: int
     problem: str | None = None  # why it cannot be served
     projector: Path | None = None
-    sha256: str | None = None  # of the file, where its store names it so
+    sha256: str | None = None  # of the file, if its store uses it as the name
     repo: str | None = None  # org/name
     file: str = ""  # inside the repository
 
     @property
     def where(self) -> str:
-        """For a person: `Ollama's folder /mnt/ollama`."""
+        """Place for messages: `Ollama's folder /mnt/ollama`."""
         folder = printable(str(self.store.folder))
         return {"volume": "the volume", "image": "the image", "folder": folder}.get(
             self.store.tool, f"{self.store.tool}'s folder {folder}"
@@ -98,11 +100,11 @@ class StoredModel:
 class Listing:
     store: Store
     models: tuple[StoredModel, ...]
-    problem: str | None = None  # why the list is not whole
+    problem: str | None = None  # why the list is incomplete
 
 
 def other_stores(settings: Settings) -> tuple[Store, ...]:
-    """Folders of other tools. Raises ConfigError for one that was asked for and is not there."""
+    """Folders of other tools. Raises ConfigError if a requested folder does not exist."""
     asked = settings.model_dirs
     if asked is None:
         found = [store for folder in settings.usual_model_dirs for store in _stores_in(folder)]
@@ -112,20 +114,19 @@ def other_stores(settings: Settings) -> tuple[Store, ...]:
 
 
 def ollama_stores(places: Sequence[Path]) -> tuple[Store, ...]:
-    """Those of the folders that are Ollama's."""
+    """Return those of the folders that are Ollama's."""
     return tuple(Store(tool="Ollama", folder=place) for place in dict.fromkeys(places) if is_store(place))
 
 
 def _asked_for(folder: Path, settings: Settings) -> tuple[Store, ...]:
     if found := _stores_in(folder):
         return found
-    message = f"setting model_dirs names no folder that can be read: {folder} ({settings.sources['model_dirs']})"
+    message = f"folder of setting model_dirs cannot be read: {folder} ({settings.sources['model_dirs']})"
     raise ConfigError(message, hint=f"mount one, as in `-v ~/.ollama:{folder}:ro`, readable for user {os.geteuid()}")
 
 
 def _stores_in(folder: Path) -> tuple[Store, ...]:
-    """What lies in a folder that somebody mounted: a tool's folder of models, or its home. Nothing where it is not
-    there or may not be entered."""
+    """Recognise a mounted folder: a tool's models folder or its home. Empty if it is missing or inaccessible."""
     try:
         if not folder.is_dir():
             return ()
@@ -146,7 +147,7 @@ def _stores_in(folder: Path) -> tuple[Store, ...]:
 
 
 def list_store(store: Store) -> Listing:
-    """Never raises for what lies there: what cannot be read is a problem of the list."""
+    """List the models. Never raises for the folder's content: errors become the listing's `problem`."""
     budget = iter(range(ENTRIES_LIMIT))
     try:
         if store.tool == "Ollama":
@@ -158,12 +159,12 @@ def list_store(store: Store) -> Listing:
         words = f"{printable(str(error.filename))}: {(error.strerror or str(error)).lower()}"
         return Listing(store=store, models=(), problem=f"folder cannot be read: {words}; {_readable_hint()}")
     is_cut = next(budget, None) is None
-    problem = f"only the first {ENTRIES_LIMIT:,} files and folders were looked at" if is_cut else None
+    problem = f"only the first {ENTRIES_LIMIT:,} files and folders were listed" if is_cut else None
     return Listing(store=store, models=models, problem=problem)
 
 
 def _plain(store: Store, budget: Iterator[int]) -> Iterator[StoredModel]:
-    """Files and folders that lie there as they are: `publisher/repository/file.gguf`, or anyhow."""
+    """Yield files and folders outside hub caches: `publisher/repository/file.gguf`, or at any depth."""
     for path in list_models(store.folder, budget, with_repos=False):
         below = path.relative_to(store.folder)
         repo = "/".join(below.parts[:2]) if len(below.parts) > 2 else None
@@ -219,7 +220,7 @@ def _of_ollama(store: Store) -> Iterator[StoredModel]:
 
 
 def _files_of(path: Path) -> tuple[Path, ...]:
-    """That are there: parts in order, or what is in a folder of safetensors."""
+    """List the existing files: parts in order, or the content of a safetensors folder."""
     if path.is_dir():
         return tuple(sorted(each for each in path.iterdir() if each.is_file() and not each.name.startswith(".")))
     part = PART.search(path.name)
@@ -231,21 +232,22 @@ def _files_of(path: Path) -> tuple[Path, ...]:
 
 
 def _why_not_whole(path: Path, files: Sequence[Path]) -> str | None:
-    """Of files that somebody put there: a link that leads nowhere, what is no file, a part that is missing."""
+    """Return why a plain model is incomplete: a dead link, something other than a file, a missing part. None if it
+    is whole."""
     if not path.is_dir():
         part = PART.search(path.name)
         count = int(part[2]) if part else 1
         if not files:
-            return "it is a link that leads nowhere" if path.is_symlink() else "it is gone"
+            return "it is a dead link" if path.is_symlink() else "it is gone"
         if part and (missing := count - len(files)):
             words = f"{missing} of its {count} parts {'is' if missing == 1 else 'are'} missing"
             return f"{words}, the first of them {_missing_part(path.name, part, files)}"
     elif lost := [each for each in path.iterdir() if each.is_symlink() and not each.exists()]:
-        return f"{printable(lost[0].name)}: it is a link that leads nowhere"
+        return f"{printable(lost[0].name)}: it is a dead link"
     elif name := missing_shard([each.name for each in files]):
         return f"{printable(name)} is missing"
     odd = next((each for each in files if not each.is_file()), None)
-    return f"it is no file: {printable(odd.name)}" if odd else None
+    return f"it is not a file: {printable(odd.name)}" if odd else None
 
 
 def _missing_part(name: str, part: re.Match[str], files: Sequence[Path]) -> str:
@@ -264,7 +266,7 @@ def _size(path: Path) -> int | None:
 def _why_unreadable(path: Path) -> str | None:
     if os.access(path, os.R_OK, effective_ids=True):
         return None
-    return f"it may not be read: {printable(path.name)}; {_readable_hint()}"
+    return f"it is not readable: {printable(path.name)}; {_readable_hint()}"
 
 
 def _readable_hint() -> str:
@@ -272,7 +274,7 @@ def _readable_hint() -> str:
 
 
 def find_stored(request: str, stores: Sequence[Store]) -> tuple[StoredModel, ...]:
-    """Whole models of that name in the first folder that has one, else those that are not whole."""
+    """Return the complete models of that name in the first folder that has one, else the incomplete ones."""
     partly: list[StoredModel] = []
     for store in stores:
         found = _named(request, store)
@@ -283,8 +285,11 @@ def find_stored(request: str, stores: Sequence[Store]) -> tuple[StoredModel, ...
 
 
 def lookup(reference: Reference, roots: Sequence[Path], serves: Format) -> tuple[Path, ...] | None:
-    """All files of what is meant in the first hub cache that has it whole, without a network; None where none has. Of
-    several quantizations the usual one. What may not be read is passed over."""
+    """Return all files of the referenced model in the first hub cache that has it complete; None if none has. Asks
+    no network.
+
+    If several quantizations match, the usual one is taken. Unreadable caches are skipped.
+    """
     for root in roots:
         store = Store(tool="volume", folder=root)
         try:
@@ -298,7 +303,7 @@ def lookup(reference: Reference, roots: Sequence[Path], serves: Format) -> tuple
 
 
 def _as_asked(reference: Reference) -> str:
-    """Without a host and a scheme, which caches know nothing of."""
+    """Return the reference without scheme and host, which a cache does not record."""
     if reference.url or reference.repo is None:
         return reference.url or ""
     revision = f"@{reference.revision}" if reference.revision else ""
@@ -313,12 +318,13 @@ def _usual(models: Sequence[StoredModel], quant: str | None) -> StoredModel | No
     sets = [GgufSet(label=label_of(model.file), paths=paths) for paths, model in by_paths.items()]
     try:
         return by_paths[pick(sets, quant, "", lambda _: "").paths]
-    except ConfigError:  # it means several: the hub says which there are
+    except ConfigError:  # ambiguous: the hub's listing decides
         return None
 
 
 def _named(request: str, store: Store) -> list[StoredModel]:
-    """A reference to a repository may name a revision, and is looked up without a search of the whole folder."""
+    """Find models by name. A repository reference may name a revision, and is looked up without listing the whole
+    folder."""
     if store.tool != "Ollama" and (cached := find_cached(request, store.folder)):
         return [_of_cache(store, model) for model in cached]
     found = [model for model in list_store(store).models if is_named(model, request)]
@@ -327,13 +333,14 @@ def _named(request: str, store: Store) -> list[StoredModel]:
 
 
 def is_named(model: StoredModel, request: str) -> bool:
-    """By name, file, stem, or `publisher/repository[:QUANT]`; a model of Ollama's by its name there."""
+    """True if the request is the model's name, file, stem, or `publisher/repository[:QUANT]`. Ollama's models match
+    by name only."""
     wanted = request.casefold()
     if model.store.tool == "Ollama":
         own, asked = parse_name(model.name), parse_name(request)
         if own is None or asked is None:
             return False
-        return asked == own or (own[0] in HUB_HOSTS and asked[1:] == own[1:])  # which come from the hub
+        return asked == own or (own[0] in HUB_HOSTS and asked[1:] == own[1:])  # Ollama models that come from the hub
     path = model.path
     names = (
         model.name,
@@ -351,9 +358,10 @@ def is_named(model: StoredModel, request: str) -> bool:
 
 
 def find_elsewhere(request: str | None, settings: Settings, serves: Format) -> StoredModel | None:
-    """A whole model in folders of other tools; what nobody named must be the only one. None where there is none.
+    """Find a complete model in other tools' folders; without a `request` it must be the only one. None if there is
+    none.
 
-    Raises ConfigError when several could be meant.
+    Raises ConfigError if several match.
     """
     stores = other_stores(settings)
     if request:
@@ -362,18 +370,18 @@ def find_elsewhere(request: str | None, settings: Settings, serves: Format) -> S
         found = [model for model in _all(stores) if not model.problem and model.format == serves]
     if len(found) < 2:
         return found[0] if found else None
-    named = f"model name {request} means" if request else "no model was named and none is on the volume;"
+    named = f"model name {request} matches" if request else "no model was named and none is on the volume;"
     message = f"{named} {len(found)} in mounted folders{_listing(found)}"
     raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(found[0].name)}")
 
 
 def with_stores(error: FatalError, settings: Settings) -> FatalError:
-    """What says that the volume lacks a model, with what mounted folders have."""
+    """Extend an error about a missing model with what mounted folders have."""
     stores = other_stores(settings)
     partly = [model for model in find_stored(settings.model, stores) if model.problem] if settings.model else []
     if partly:
         message = f"model in {partly[0].where} cannot be served: {printable(f'{partly[0].name}: {partly[0].problem}')}"
-        return ModelUnreadableError(message, hint="`appliance models list` shows what is there")
+        return ModelUnreadableError(message, hint="`appliance models list` lists the models")
     if not isinstance(error, ModelUnreadableError) and (told := _why_none(stores, settings.model)):
         return told
     models = _all(stores)
@@ -384,19 +392,19 @@ def with_stores(error: FatalError, settings: Settings) -> FatalError:
 
 
 def why_none(settings: Settings) -> FatalError | None:
-    """What is said of a volume and mounted folders without a model that has a part of one, or what Docker made."""
+    """Return an error if the volume and the mounted folders have only a part of a model, or a folder made by Docker."""
     return why_nothing(settings.models_dir) or _why_none(other_stores(settings), None)
 
 
 def _why_none(stores: Sequence[Store], request: str | None) -> FatalError | None:
-    if not request and any(not model.problem for model in _all(stores)):  # of another format
+    if not request and any(not model.problem for model in _all(stores)):  # there is a model, but of another format
         return None
     plain = (store for store in stores if store.tool in ("folder", "LM Studio"))
     return next((told for store in plain if (told := why_nothing(store.folder, request))), None)
 
 
 def _near(request: str | None, models: Sequence[StoredModel]) -> str | None:
-    import difflib  # here: only a start that fails needs it
+    import difflib  # here: only a failing start needs it
 
     names = {model.name.casefold(): model.name for model in models if not model.problem}
     near = difflib.get_close_matches((request or "").casefold(), names, n=1)
@@ -418,13 +426,13 @@ def volume_store(models_dir: Path) -> Store:
 
 
 def is_in_cache(model: StoredModel) -> bool:
-    """Whether it lies in the layout of huggingface_hub's cache."""
+    """True if the model is in the layout of huggingface_hub's cache."""
     folder = model.store.folder
     return model.path.is_relative_to(folder) and is_repo(Path(model.path.relative_to(folder).parts[0]))
 
 
 def model_at(path: Path, name: str, stores: Sequence[Store]) -> StoredModel:
-    """What lies at a path that is known, called by a name that need not be its own."""
+    """Return the model at a known path, under a given name."""
     store = next((each for each in stores if path.is_relative_to(each.folder)), None)
     store = store or Store(tool="folder", folder=path.parent)
     below = path.relative_to(store.folder).parts
@@ -433,18 +441,19 @@ def model_at(path: Path, name: str, stores: Sequence[Store]) -> StoredModel:
 
 
 def is_last_model(model: StoredModel) -> bool:
-    """Of a repository in the hub's cache: whether nothing else in it is a model, whole or not."""
+    """True if its repository in the hub's cache has no other model, complete or not."""
     folder = model.store.folder / model.path.relative_to(model.store.folder).parts[0]
     return all(each.file == model.file for each in list_cached(folder))
 
 
 def lies_below(path: Path, folder: Path) -> bool:
-    """Whether no link on its way leads out; what the last one leads to does not matter."""
+    """True if no link on the path leads out of the folder. The target of the last component does not matter."""
     return Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder))
 
 
 def why_damaged(path: Path) -> str | None:
-    """As far as the header of a GGUF file tells: its end is missing, or it is none."""
+    """Return why a GGUF file is damaged, as far as its header and length show: cut off, or not GGUF. None if it
+    looks whole."""
     try:
         read_gguf(path)
     except ModelUnreadableError as error:

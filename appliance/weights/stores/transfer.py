@@ -1,4 +1,4 @@
-"""Reading and copying large files with their sha256."""
+"""Read and copy large files and compute their sha256."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import IO, Protocol
 from appliance.errors import ModelUnreadableError, printable
 
 OnBytes = Callable[[int], None]
-"""Is told how many bytes were read since it was told last."""
+"""Callback with the number of bytes read since its last call."""
 
 _CHUNK_BYTES = 4 * 2**20
-_CLONE = 0x40049409  # FICLONE of linux/fs.h: the copy shares its blocks until one of them is written
+_CLONE = 0x40049409  # FICLONE of linux/fs.h: copy-on-write sharing of blocks
 
 
 class Hash(Protocol):
-    """Of hashlib."""
+    """A hash object of hashlib."""
 
     def update(self, data: bytes, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 def digest_file(path: Path, digest: Hash, on_bytes: OnBytes) -> str:
-    """Raises ModelUnreadableError."""
+    """Hash a file. Raises ModelUnreadableError."""
     for chunk in _chunks(path):
         digest.update(chunk)
         on_bytes(len(chunk))
@@ -35,8 +35,7 @@ def digest_file(path: Path, digest: Hash, on_bytes: OnBytes) -> str:
 
 
 def copy(source: Path, target: IO[bytes], on_bytes: OnBytes) -> str:
-    """The sha256 of what was copied, which is on the disk then. Raises ModelUnreadableError for the source, and OSError
-    for the target."""
+    """Copy a file durably and return its sha256. Raises ModelUnreadableError for the source, OSError for the target."""
     digest = hashlib.sha256()
     for chunk in _chunks(source):
         digest.update(chunk)
@@ -48,9 +47,9 @@ def copy(source: Path, target: IO[bytes], on_bytes: OnBytes) -> str:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """No error of whoever takes them is caught here."""
+    """Yield the file's content. Errors of the consumer are not caught here."""
     try:
-        # Not to wait for a pipe that lies there.
+        # O_NONBLOCK, so that opening a pipe does not block.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -58,7 +57,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()
         message = f"file cannot be read: {printable(str(path))}: it is a folder, device, pipe or socket"
-        raise ModelUnreadableError(message, hint="remove it, or look at what put it there")
+        raise ModelUnreadableError(message, hint="remove it, or find out what created it")
     with file:
         while True:
             try:
@@ -72,11 +71,11 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 def _unreadable(path: Path, error: OSError) -> ModelUnreadableError:
     message = f"file cannot be read: {printable(str(path))}: {(error.strerror or str(error)).lower()}"
-    return ModelUnreadableError(message, hint="look at its owner and mode, and at the disk that it is on")
+    return ModelUnreadableError(message, hint="check its owner and mode, and its disk")
 
 
 def clone(source: Path, target: IO[bytes]) -> bool:
-    """Whether the disk could share the blocks."""
+    """Share the blocks of `source`. Returns True if the disk supports it."""
     with source.open("rb") as file:
         try:
             fcntl.ioctl(target.fileno(), _CLONE, file.fileno())

@@ -1,4 +1,4 @@
-"""Re-reading models: every blob against the hash that is its name, other files against what is known of them."""
+"""Re-read models and check hashes: a blob against its name, other files against known hashes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from appliance.weights.stores.stores import StoredModel, why_damaged
 from appliance.weights.stores.transfer import Hash, OnBytes, digest_file
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_GIT = re.compile(r"[0-9a-f]{40}")  # of files that are too small for git-lfs
+_GIT = re.compile(r"[0-9a-f]{40}")  # of files too small for git-lfs
 State = Literal["sound", "damaged", "unknown", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """`unknown`: it can be read, and nothing says what its hash should be. `unreadable`: not by this user, so that
-    nothing is known. `found` is None where it was not hashed."""
+    """Result for one file.
+
+    "unknown": readable, but its hash is not known. "unreadable": this user may not read it. `found` is None if it
+    was not hashed.
+    """
 
     model: str
     file: Path
@@ -38,7 +41,7 @@ class Checked:
 
 
 def verify(model: StoredModel, known: Mapping[str, str], on_bytes: OnBytes) -> tuple[Checked, ...]:
-    """Each file; a model that is not whole is damaged. `known` has the sha256 of files by their path."""
+    """Check each file. An incomplete model is damaged. `known` has sha256 hashes by path."""
     if model.problem:
         return (Checked(model=model.name, file=model.path, state="damaged", reason=model.problem),)
     projector = [model.projector] if model.projector else []
@@ -48,7 +51,7 @@ def verify(model: StoredModel, known: Mapping[str, str], on_bytes: OnBytes) -> t
 def _verify_file(model: StoredModel, path: Path, known: Mapping[str, str], on_bytes: OnBytes) -> Checked:
     expected, digest = _expected(model, path, known)
     if path.exists() and not os.access(path, os.R_OK, effective_ids=True):
-        return Checked(model=model.name, file=path, state="unreadable", expected=expected, reason="it may not be read")
+        return Checked(model=model.name, file=path, state="unreadable", expected=expected, reason="it is not readable")
     try:
         found = digest_file(path, digest, on_bytes)
     except ModelUnreadableError as error:
@@ -63,19 +66,19 @@ def _verify_file(model: StoredModel, path: Path, known: Mapping[str, str], on_by
 
 
 def _expected(model: StoredModel, path: Path, known: Mapping[str, str]) -> tuple[str | None, Hash]:
-    """The hash that a file should have, and how it is computed."""
+    """Return the expected hash, None if unknown, and the hash object to compute it."""
     blob = blob_of(path)
     name = (blob or path).name.removeprefix("sha256-")
     if (blob or model.store.tool == "Ollama") and _SHA256.fullmatch(name):
         return name, hashlib.sha256()
     if blob and _GIT.fullmatch(name):
-        # What git calls a blob: its hash is over its length, too.
+        # git's hash of a blob includes its length.
         return name, hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
     return known.get(str(path)), hashlib.sha256()
 
 
 def set_aside(checked: Checked) -> Path:
-    """Renames what is damaged and unlinks what leads to it, so that it is fetched again. Returns the new name."""
+    """Rename the damaged file and unlink what leads to it, so that it is fetched again. Returns the new name."""
     blob = blob_of(checked.file)
     damaged = blob or checked.file
     aside = damaged.with_name(f"{damaged.name}.damaged")

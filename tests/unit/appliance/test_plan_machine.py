@@ -119,12 +119,22 @@ def test_the_command_line_names_where_the_file_would_be(image: Image) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message", "hint"),
     [
-        (("--model", "qwen3-30b-a3c@Q4_K_M"), 10, "no shape of a published model", "perhaps you meant qwen3-30b-a3b"),
-        (("--model", "QWEN3-30B-A3C@Q4_K_M"), 10, "no shape of a published model", "perhaps you meant qwen3-30b-a3b"),
-        (("--model", "x@Q4_K_M"), 10, "no shape of a published model is called that: x@Q4_K_M", "there are llama-3.1"),
-        (("--model", "phi-4@Q9_Z"), 10, "model phi-4@Q9_Z: quantization is not known: Q9_Z", "such as phi-4@Q4_K_M"),
+        (
+            ("--model", "qwen3-30b-a3c@Q4_K_M"),
+            10,
+            "no published model's shape has this name",
+            "perhaps you meant qwen3-30b-a3b",
+        ),
+        (
+            ("--model", "QWEN3-30B-A3C@Q4_K_M"),
+            10,
+            "no published model's shape has this name",
+            "perhaps you meant qwen3-30b-a3b",
+        ),
+        (("--model", "x@Q4_K_M"), 10, "no published model's shape has this name: x@Q4_K_M", "known: llama-3.1"),
+        (("--model", "phi-4@Q9_Z"), 10, "model phi-4@Q9_Z: quantization is unknown: Q9_Z", "such as phi-4@Q4_K_M"),
         (("--model", "phi-4", "--files"), 10, "--files compares files", "leave out --files"),
-        (("--model", "phi-4@"), 10, "model phi-4@: quantization is not known", "such as phi-4@Q4_K_M"),
+        (("--model", "phi-4@"), 10, "model phi-4@: quantization is unknown", "such as phi-4@Q4_K_M"),
         (("--model", "nobody"), 10, "no model of that name is on the volume: nobody", ""),
         (("--model", "deepseek-v3@Q4_K_M"), 31, "model does not fit", "use a smaller model or quantization"),
         (("--model", "phi-4", "--ctx-size", "10000000"), 10, "native 16,384: 10,000,000", "use --ctx"),
@@ -144,7 +154,7 @@ def test_what_cannot_be_planned_is_said(
     [
         (("--mmproj", "/nope.gguf"), 10, "setting mmproj names no file: '/nope.gguf' (flag --mmproj)"),
         (("--mmproj", "text.gguf"), 30, "text.gguf"),
-        (("--mmproj", "other.gguf"), 30, "gives vectors of 64 values, and qwen2.5-vl-7b"),
+        (("--mmproj", "other.gguf"), 30, "gives vectors of 64 values, but qwen2.5-vl-7b"),
         (("--pooling", "rank"), 10, "model has no head that scores"),
         (("--lora", "nope.gguf"), 10, "setting lora names no file: 'nope.gguf'"),
         (("--lora", "adapter.gguf"), 10, "setting lora cannot be planned: adapter.gguf (flag --lora): no file of"),

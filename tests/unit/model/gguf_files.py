@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the `gguf` package, the reader's oracle, or byte by byte where it refuses."""
+"""GGUF files for tests, written by the `gguf` package as an independent reference, or byte by byte if it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_model(
     alignment: int | None = None,
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> Path:
-    """A model of zeros. A shape has its innermost dimension first, as in the file."""
+    """Write a model with all weights 0. A shape has its innermost dimension first, as in the file."""
     writer = gguf.GGUFWriter(path, architecture, endianess=endianess)
     if alignment:
         writer.add_custom_alignment(alignment)
@@ -64,12 +64,12 @@ def write_model(
 
 
 def last_layer(layers: int) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]:
-    """A norm: without a tensor of its last layer a file is no model."""
+    """Return a norm of the last layer: without any tensor of its last layer a file is refused."""
     return (f"blk.{layers - 1}.attn_norm.weight", (64,), F32)
 
 
 def _tensors(tokens: int) -> Sequence[tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]]:
-    """An embedding has a row for every token."""
+    """List the tensors; an embedding has a row for every token."""
     rows = tokens or 100
     return [(name, (shape[0], rows) if shape[1] == 100 else shape, kind) for name, shape, kind in LLAMA_TENSORS]
 

@@ -1,4 +1,4 @@
-"""A model that is only described: as long as the published file, and the same as one that is read."""
+"""Models described by shape only: same size as the published file, same facts as a real file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shape_of(name: str) -> Shape:
 
 
 def row_of(shape: Shape, quantization: str) -> dict[str, Any]:
-    """As a recipe's rung has it."""
+    """Return the shape as a recipe has it."""
     return {
         "architecture": shape.architecture, "vocabulary": shape.vocabulary, "is_tied": shape.is_tied,
         "metadata": dict(shape.metadata), "quantization": quantization,
@@ -116,11 +116,11 @@ def test_the_usual_mixture_that_is_nearest(name: str, near: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization": "WX9"}, "quantization is not known: WX9"),
+        ({"quantization": "WX9"}, "quantization is unknown: WX9"),
         ({"architecture": "nobody"}, "nobody"),
         ({"metadata": {"block_count": 2}}, "the shape of q has no attention.head_count, or it is 0"),
         ({"metadata": {}}, "the shape of q has no block_count"),
-        ({"architecture": "glm4moe"}, "no table tells the tensors of this architecture: glm4moe, only of cohere2, "),
+        ({"architecture": "glm4moe"}, "tensors of this architecture are unknown: glm4moe; known are cohere2, "),
         ({"vocabulary": None}, "the shape of q does not describe a model"),
     ],
 )
@@ -150,5 +150,5 @@ def test_the_same_tensors_in_another_quantization(tmp_path: Path, name: str) -> 
     scaled = requantized(header, "Q4_K_M", file_bytes=other.file_bytes + 10**9)
     assert scaled.file_bytes == other.file_bytes + 10**9
     assert scaled.weights_bytes > other.weights_bytes
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="is unknown"):
         requantized(header, "my-own")

@@ -1,4 +1,4 @@
-"""The GGUF reader against the `gguf` package, and against files that lie."""
+"""The GGUF reader compared with the `gguf` package, and with invalid files."""
 
 from __future__ import annotations
 

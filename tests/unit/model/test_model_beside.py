@@ -1,4 +1,4 @@
-"""Projectors and adapters beside a model, and what a model gives: from headers alone."""
+"""Projectors and adapters of a model, and its kind of output, from headers alone."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_a_projector_of_another_model_is_refused(model: Model, tmp_path: Path) -
         check_match(wrong, model, "flag --mmproj")
     assert caught.value.exit_code == 30
     assert caught.value.message == (
-        "projector is of another model: wrong.gguf (flag --mmproj) gives vectors of 512 values, "
-        "and model.gguf takes 256"
+        "projector is for another model: wrong.gguf (flag --mmproj) gives vectors of 512 values, "
+        "but model.gguf takes 256"
     )
     check_match(replace(wrong, length=None), model, "")  # a kind that is not known: the engine compares
 
@@ -102,7 +102,7 @@ def test_sound_is_told_apart_from_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "keys", "said"),
     [
-        ("llama", {}, "it is no multimodal projector but a model of llama"),
+        ("llama", {}, "it is not a multimodal projector but a model of llama"),
         ("clip", {}, "it reads neither images nor audio"),
         ("clip", {"clip__has_vision_encoder": True}, "its header has no key clip.vision.embedding_length"),
         ("clip", {"clip__has_audio_encoder": True, **SIZES, "clip__audio__embedding_length": 0}, "from 1 to"),
@@ -127,14 +127,18 @@ def test_an_adapter_tells_what_it_adds_to_each_layer(model: Model, tmp_path: Pat
 @pytest.mark.parametrize(
     ("shapes", "architecture", "said"),
     [
-        (QUERY, "qwen3", "adapter is of another base: qwen3, and model.gguf is llama"),
-        ({"blk.0.attn_q.weight": (512, 128)}, "llama", "blk.0.attn_q.weight is 256 x 512 there and 128 x 512 in the"),
+        (QUERY, "qwen3", "adapter has another base: qwen3, but model.gguf is llama"),
+        (
+            {"blk.0.attn_q.weight": (512, 128)},
+            "llama",
+            "blk.0.attn_q.weight is 256 x 512 in the base and 128 x 512 in the",
+        ),
         (
             {"blk.4.attn_q.weight": (512, 256)},
             "llama",
-            "base than model.gguf: a.gguf: that has no blk.4.attn_q",
+            "base than model.gguf: a.gguf: it has no blk.4.attn_q",
         ),
-        ({}, "llama", "it holds no tensors of a LoRA"),
+        ({}, "llama", "it has no tensors of a LoRA"),
     ],
 )
 def test_an_adapter_of_another_base_is_refused(
@@ -146,7 +150,7 @@ def test_an_adapter_of_another_base_is_refused(
 
 
 def test_a_model_is_no_adapter(model: Model) -> None:
-    with pytest.raises(ModelUnreadableError, match=r"it is no LoRA adapter: general\.type None, adapter\.type None"):
+    with pytest.raises(ModelUnreadableError, match=r"it is not a LoRA adapter: general\.type None, adapter\.type None"):
         read_adapter(model.path, 1.0, model)
 
 

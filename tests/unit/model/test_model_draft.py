@@ -1,4 +1,4 @@
-"""Whether a small model speaks the tokens of a large one, by their headers."""
+"""Comparison of a draft model's tokens with the large model's, from their headers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_other_tokens_are_refused_with_both_names(tmp_path: Path) -> None:
     write_model(tmp_path / "other.gguf", tokens=101 + SIZES_APART)
     with pytest.raises(ModelUnreadableError) as refusal:
         read_draft("other.gguf", target, tmp_path, "variable APPLIANCE_DRAFT_MODEL")
-    assert "tokens of large.gguf: other.gguf (variable APPLIANCE_DRAFT_MODEL): it has 229 tokens, not 100" in str(
+    assert "tokens than large.gguf: other.gguf (variable APPLIANCE_DRAFT_MODEL): it has 229 tokens, not 100" in str(
         refusal.value
     )
     for name, kind, words in (

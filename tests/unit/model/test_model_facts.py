@@ -1,4 +1,4 @@
-"""From metadata to facts, with llama.cpp's defaults."""
+"""Facts from metadata, with llama.cpp's defaults."""
 
 from __future__ import annotations
 
@@ -97,22 +97,22 @@ BANK = ("blk.0.ffn_up_exps.weight", (64, 32, 4), Q8_0)
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"llama__block_count": 49}, "its header tells of 49 layers, and it holds no tensors of layer 48"),
-        ({"llama__attention__head_count_kv": 4096}, "4096 KV heads of 8 in layer 0, and blk.0.attn_k.weight has 16"),
+        ({"llama__block_count": 49}, "its header says 49 layers, but it has no tensors of layer 48"),
+        ({"llama__attention__head_count_kv": 4096}, "4096 KV heads of 8 in layer 0, but blk.0.attn_k.weight has 16"),
         ({"llama__attention__key_length": 1 << 20}, "heads of 1048576 in layer 0"),
         (
             {"llama__attention__head_count": 4096, "llama__attention__key_length": 8},
-            "4096 heads of 8 in layer 0, and blk.0.attn_q.weight has 64 rows",
+            "4096 heads of 8 in layer 0, but blk.0.attn_q.weight has 64 rows",
         ),
-        ({"llama__embedding_length": 100000}, "tells of 100,000 values a token, and token_embd.weight has 64"),
+        ({"llama__embedding_length": 100000}, "says 100,000 values a token, but token_embd.weight has 64"),
         ({"llama__context_length": (1 << 32) - 1}, "llama.context_length must be a whole number from 1 to 33554432"),
-        ({}, "it holds tensors of experts, and its key llama.expert_count tells of none"),
+        ({}, "it has tensors of experts, but its key llama.expert_count is 0"),
         ({"llama__expert_count": 4}, "expert_used_count must be from 1 to its 4 experts: 0"),
-        ({"llama__vocab_size": (1 << 32) - 1}, "tells of 4294967295 tokens, and its embedding has 100 rows"),
+        ({"llama__vocab_size": (1 << 32) - 1}, "says 4294967295 tokens, but its embedding has 100 rows"),
     ],
 )
 def test_a_header_that_lies_about_its_tensors(tmp_path: Path, more: dict[str, Any], words: str) -> None:
-    """Each of them is a file that the engine refuses, or one that no memory would hold."""
+    """Each file is one that the engine refuses, or whose buffers fit into no memory."""
     tensors = [*LLAMA_TENSORS, K_PROJECTION, *([BANK] if not more or "llama__expert_count" in more else [])]
     with pytest.raises(ModelUnreadableError, match=re.escape(words)):
         facts(tmp_path, tensors=tensors, tokens=0, **more)
@@ -121,7 +121,7 @@ def test_a_header_that_lies_about_its_tensors(tmp_path: Path, more: dict[str, An
 def test_a_table_of_positions_is_as_long_as_the_header_says(tmp_path: Path) -> None:
     tensors = [*LLAMA_TENSORS, ("position_embd.weight", (64, 512), F32)]
     assert facts(tmp_path, tensors=tensors).positions == "table"
-    with pytest.raises(ModelUnreadableError, match=r"tells of 2,048 positions, and position_embd\.weight has 512 rows"):
+    with pytest.raises(ModelUnreadableError, match=r"says 2,048 positions, but position_embd\.weight has 512 rows"):
         facts(tmp_path, tensors=tensors, llama__context_length=2048)
 
 
@@ -176,9 +176,9 @@ def test_a_model_without_heads_is_read_when_it_keeps_a_state(tmp_path: Path) -> 
         ({"llama__attention__head_count_kv": ["1", "2"]}, "llama.attention.head_count_kv must hold 2 whole numbers"),
         ({"llama__attention__head_count_kv": 0}, "its layers do not attend: heads 8, KV heads 0"),
         ({"llama__attention__head_count": 65}, "its layers do not attend"),
-        ({"general__type": "adapter"}, "it is an adapter (LoRA), and no model"),
+        ({"general__type": "adapter"}, "it is an adapter (LoRA), not a model"),
         ({"general__type": "mmproj"}, "it is a multimodal projector"),
-        ({"tensors": []}, "it holds no tensors"),
+        ({"tensors": []}, "it has no tensors"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Which file is served, and its digest."""
+"""Choice of the served file, and its digest."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_there_and_no_model_is_named(models: Path) -> None:
     put(models, "forgot-its-ending", "folder/README.md")
     message, _ = refusal(ConfigError, None, models)
     assert message.endswith(
-        f"what is there is no model of this image:\n  {models}/folder\n  {models}/forgot-its-ending"
+        f"these files are not models of this image:\n  {models}/folder\n  {models}/forgot-its-ending"
     )
 
 
@@ -106,7 +106,7 @@ def test_a_near_miss_is_named(models: Path) -> None:
 def test_a_name_that_means_two(models: Path) -> None:
     put(models, "a/m.gguf", "b/m.gguf")
     message, _ = refusal(ConfigError, "m", models)
-    assert message == f"model name m means 2 files on the volume\n  {models}/a/m.gguf\n  {models}/b/m.gguf"
+    assert message == f"model name m matches 2 files on the volume\n  {models}/a/m.gguf\n  {models}/b/m.gguf"
 
 
 def test_a_missing_path(models: Path) -> None:
@@ -115,14 +115,14 @@ def test_a_missing_path(models: Path) -> None:
 
 
 def test_a_link_whose_target_was_not_mounted(models: Path) -> None:
-    """A snapshot of a hub's cache without its blobs, as the only model, by its name and by its path."""
+    """A snapshot of a hub cache without its blobs: as the only model, by name, and by path."""
     link = models / "m-Q4_K_M.gguf"
     link.symlink_to("../../blobs/deadbeef")
     for name in (str(link), link.name, link.stem, None):
         with pytest.raises(ModelUnreadableError) as caught:
             read_model(resolve_model(name, models) if name else only_model(models) or models)
-        assert caught.value.message == f"model is a link to what is not here: {link} -> ../../blobs/deadbeef"
-        assert "both the link and its target, as that of a Hugging Face" in (caught.value.hint or "")
+        assert caught.value.message == f"model is a link to a missing file: {link} -> ../../blobs/deadbeef"
+        assert "both the link and its target, for a Hugging Face" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("name", ["x\0y", "x" * 5000, "../../nowhere"])
@@ -213,7 +213,7 @@ def test_a_digest_of_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_kind_may_not_be_asked_for_is_passed_over() -> None:
-    """As mounts of somebody else are, and links of other processes."""
+    """Such folders are mounts of other users and links of other processes."""
     assert not is_folder_model(Path("/proc/1/cwd/nothing"))
     with pytest.raises(ModelUnreadableError, match=r"model is a folder: /$"):
         resolve_model("/", Path("/nowhere"))

@@ -1,4 +1,4 @@
-"""From config.json and safetensors headers to facts."""
+"""Facts from config.json and safetensors headers."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_sliding_windows(tmp_path: Path) -> None:
     assert {layer.kind for layer in facts(tmp_path, sliding_window=None, model_type="mistral").stack} == {"full"}
     unsaid = facts(tmp_path, sliding_window=128)
     assert (unsaid.cache_kind, unsaid.stack) == ("unsupported", ())
-    assert "does not say which layers slide" in (unsaid.cache_reason or "")
-    assert "must name 2 layers, and names 1" in refusal(tmp_path, sliding_window=128, layer_types=kinds[:1])
+    assert "does not say which layers use it" in (unsaid.cache_reason or "")
+    assert "must name 2 layers, but names 1" in refusal(tmp_path, sliding_window=128, layer_types=kinds[:1])
 
 
 def test_draft_layers(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_draft_layers(tmp_path: Path) -> None:
     }
     assert facts(tmp_path, apart, mtp_num_hidden_layers=1).stack[2].dense_bytes == 2 * (64 * 128 + 64 * 64)
     assert facts(tmp_path, num_nextn_predict_layers=1).layers == 2  # told of, and left out of this copy
-    assert "its weights hold layer 3" in refusal(tmp_path, {**DENSE, "model.layers.3.x.weight": ("F32", (4,))})
+    assert "its weights have layer 3" in refusal(tmp_path, {**DENSE, "model.layers.3.x.weight": ("F32", (4,))})
 
 
 def test_the_language_part_of_a_multimodal_model(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_language_part_of_a_multimodal_model(tmp_path: Path) -> None:
     [
         ({"linear_num_value_heads": 48}, "linear attention keeps a state"),
         ({"index_topk": 2048}, "for its indexer"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "a kind whose cache is not known: linear_attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "a kind whose cache is unknown: linear_attention"),
         ({"mamba_d_state": 128}, "a state-space layer keeps a state"),
         ({"is_encoder_decoder": True}, "an encoder-decoder model"),
         ({"num_kv_shared_layers": 5}, "share a cache"),
@@ -236,13 +236,13 @@ def test_an_image_of_the_other_engine_refuses_it_and_names_the_right_ones(tmp_pa
         ({"num_hidden_layers": 10**9}, "its num_hidden_layers must be a whole number from 1 to 512"),
         ({"num_hidden_layers": "2"}, "its num_hidden_layers must be a whole number"),
         ({"num_hidden_layers": 3}, "its weights lack layer 2 of 3"),
-        ({"num_hidden_layers": 1}, "its weights hold layer 1, and it tells of 1 layers"),
+        ({"num_hidden_layers": 1}, "its weights have layer 1, but config.json has 1 and"),
         ({"hidden_size": 0}, "its hidden_size must be a whole number from 1"),
         ({"vocab_size": True}, "its vocab_size must be a whole number"),
         ({"max_position_embeddings": None}, "it has no max_position_embeddings"),
-        ({"num_attention_heads": 0, "num_key_value_heads": 0}, "its layers do not attend"),
-        ({"text_config": [1]}, "its text_config is no object"),
-        ({"quantization_config": "awq"}, "its quantization_config is no object"),
+        ({"num_attention_heads": 0, "num_key_value_heads": 0}, "its layers have no attention"),
+        ({"text_config": [1]}, "its text_config is not an object"),
+        ({"quantization_config": "awq"}, "its quantization_config is not an object"),
         ({"layer_types": 5}, "its layer_types must be a list of names"),
     ],
 )
@@ -358,9 +358,9 @@ def test_any_tokenizer_leaves_a_model_or_is_named(tmp_path: Path, text: bytes) -
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("tokenizer_config.json", "{", "it is no JSON"),
-        ("tokenizer_config.json", "", "it is no JSON"),
-        ("tokenizer_config.json", "[]", "it is no JSON object"),
+        ("tokenizer_config.json", "{", "it is not JSON"),
+        ("tokenizer_config.json", "", "it is not JSON"),
+        ("tokenizer_config.json", "[]", "it is not a JSON object"),
         ("tokenizer.json", '{"version": "1.0", "model": {"vocab": {"a": 0', "it was cut off"),
         ("tokenizer.json", "", "it was cut off"),
     ],

@@ -1,4 +1,4 @@
-"""Files that cannot be served as they are: what is said, and what leads on."""
+"""Files that cannot be served as they are: their messages and hints."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def test_pieces_cut_by_bytes_are_to_be_joined(tmp_path: Path, names: tuple[str, 
         error = refused(request, tmp_path)
         assert (error.exit_code, error.message) == (
             30,
-            f"model is cut into pieces by bytes: {tmp_path}/x.gguf: here are {len(names)}",
+            f"model is cut into pieces by bytes: {tmp_path}/x.gguf: found {len(names)}",
         )
         assert joined in (error.hint or "")
     (tmp_path / names[0]).unlink()
     if "of2" in names[0]:
-        assert refused(None, tmp_path).message.endswith("here are 1 of 2")
+        assert refused(None, tmp_path).message.endswith("found 1 of 2")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_whole_model_beside_leftovers_is_served(tmp_path: Path) -> None:
         (("m.gguf.part",), ModelUnreadableError, "download is not finished"),
         (("m.gguf.crdownload",), ModelUnreadableError, "download is not finished"),
         (("org/repo/m.gguf.aria2",), ModelUnreadableError, "download is not finished"),
-        (("mmproj-F16.gguf",), ConfigError, "only a multimodal projector is there, and no model"),
-        (("notes.txt",), ConfigError, "what is there is no model of this image"),
+        (("mmproj-F16.gguf",), ConfigError, "folder has only a multimodal projector and no model"),
+        (("notes.txt",), ConfigError, "these files are not models of this image"),
         ((), ConfigError, "none is on the volume"),
     ],
 )
@@ -152,22 +152,22 @@ def test_an_index_without_its_files_names_them(tmp_path: Path, request_: str | N
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
     error = refused(request_, tmp_path)
-    assert "model-00001-of-00001.safetensors are not there" in error.message
+    assert "model-00001-of-00001.safetensors missing" in error.message
     assert "git lfs pull" in (error.hint or "")
 
 
 def test_an_image_model_is_no_language_model() -> None:
     error = refused(None, REPORTS / "gguf-of-an-image-model")
     assert error.exit_code == 30
-    assert "it makes images or films and is no language model: architecture qwen_image" in error.message
-    assert "no conversion makes one of this file" in (error.hint or "")
+    assert "it is a model for images or video, not a language model: architecture qwen_image" in error.message
+    assert "this file cannot be converted into one" in (error.hint or "")
 
 
 @pytest.mark.parametrize(
     ("architecture", "words"),
     [
-        ("flux", "it makes images or films"),
-        ("newpaint", "its architecture is newpaint, which the engine has not, and it has no key of a language model"),
+        ("flux", "it is a model for images or video"),
+        ("newpaint", "its architecture newpaint is unknown to the engine, and it has no keys of a language model"),
     ],
 )
 def test_other_programs_files_are_told_by_their_architecture(tmp_path: Path, architecture: str, words: str) -> None:
@@ -183,7 +183,7 @@ def test_other_programs_files_are_told_by_their_architecture(tmp_path: Path, arc
     [
         (b"<!DOCTYPE html>", "a web page", "resolve/main"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer", "git lfs pull"),
-        (b"Entry not found", "text, as an answer of a server that was kept: 'Entry not found'", "fetch the file anew"),
+        (b"Entry not found", "text, as an answer of a server that was kept: 'Entry not found'", "fetch the file again"),
         (
             b'{"error": "Invalid username or password."}',
             "JSON, as an answer of a server",

@@ -1,4 +1,4 @@
-"""Models that are split over several files, written by the `gguf` package as llama-gguf-split names them."""
+"""Models split into several files, written by the `gguf` package and named as by llama-gguf-split."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_part_of_another_model_is_refused(tmp_path: Path) -> None:
     parts = write_split(tmp_path / "one")
     foreign = write_split(tmp_path / "other", tensors=5, each=2)
     parts[2].write_bytes(foreign[2].read_bytes())
-    assert "5 tensors, and the first announces 6" in refusal(parts[0])
+    assert "5 tensors, but the first announces 6" in refusal(parts[0])
 
 
 def test_cut_part_is_named(tmp_path: Path) -> None:

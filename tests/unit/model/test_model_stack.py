@@ -1,5 +1,8 @@
-"""What each layer keeps and weighs, for every kind of cache. The figures of the small shapes are the real engine's:
-`tests/process/test_model_engine.py` compares them with what it allocates."""
+"""Cache and weights of each layer, for every kind of cache.
+
+The figures of the small shapes are the real engine's: `tests/process/test_model_engine.py` compares them with its
+allocations.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def small(folder: Path, name: str, **changes: Any) -> Model:
 
 
 def kinds(model: Model) -> str:
-    """A letter a layer: full, sliding, mla, recurrent, none; capital where it keeps a cache of its own."""
+    """Return one letter per layer: full, sliding, mla, recurrent, none; a capital letter if it has its own cache."""
     return "".join(layer.kind[0].upper() if layer.k_elements else layer.kind[0] for layer in model.stack)
 
 
@@ -126,7 +129,7 @@ def test_draft_layers_come_last(tmp_path: Path) -> None:
 def test_recurrent_layers_may_be_listed(tmp_path: Path) -> None:
     given = [1, 1, 0, 0, 0, 0, 0, 0, 0]
     assert kinds(small(tmp_path, "delta-net", attention__recurrent_layers=given)) == "rrFFFFFFF"
-    with pytest.raises(ModelUnreadableError, match="must hold 9 truths"):
+    with pytest.raises(ModelUnreadableError, match="must hold 9 booleans"):
         read_model(write_gguf(tmp_path / "m.gguf", SMALL["delta-net"].changed(attention__recurrent_layers=[1, 0])))
 
 
@@ -142,7 +145,7 @@ def test_every_byte_is_in_one_place(tmp_path: Path, shape: Any) -> None:
 
 
 def tied_bytes(model: Model, shape: Any) -> int:
-    """Of token_embd: what is looked up, without the embedding of each layer that gemma3n has beside it."""
+    """Bytes of token_embd; without the per-layer embedding that gemma3n has."""
     if shape.architecture != "gemma3n":
         return model.embedding_bytes
     return int(shape.vocabulary * shape.get("embedding_length") // 256 * 210)
@@ -216,7 +219,7 @@ def test_what_is_not_known_is_not_reckoned(tmp_path: Path, name: str, words: str
 
 def test_draft_layers_of_a_hybrid_that_keeps_their_cache(tmp_path: Path) -> None:
     model = small(tmp_path, "granite-hybrid", nextn_predict_layers=1)
-    assert "is kept even when nothing is drafted" in (model.cache_reason or "")
+    assert "of its draft layers even without speculative decoding" in (model.cache_reason or "")
 
 
 def test_models_that_embed_keep_no_cache(tmp_path: Path) -> None:
@@ -230,11 +233,11 @@ def test_models_that_embed_keep_no_cache(tmp_path: Path) -> None:
     [
         ("sliding-sinks", {"attention__sliding_window": None}, "no key gpt-oss.attention.sliding_window"),
         ("sliding", {"attention__sliding_window_pattern": 1.5}, "sliding_window_pattern"),
-        ("mla", {"attention__value_length_mla": None}, "go together: 96 and 0"),
+        ("mla", {"attention__value_length_mla": None}, "must both be set: 96, 0"),
         ("mla", {"nextn_predict_layers": 5}, "nextn_predict_layers must be a whole number from 0 to 4: 5"),
         ("mamba2", {"ssm__inner_size": None}, "no key mamba2.ssm.inner_size"),
         ("delta-net", {"full_attention_interval": 0}, "full_attention_interval must be a whole number from 1"),
-        ("gqa", {"block_count": 2}, "it holds tensors of layer 2, and its header tells of 2 layers"),
+        ("gqa", {"block_count": 2}, "it has tensors of layer 2, but its header says 2 layers"),
     ],
 )
 def test_headers_that_contradict_themselves(tmp_path: Path, name: str, change: dict[str, Any], words: str) -> None:
@@ -295,7 +298,7 @@ def fitted(value: Any) -> Any:
 
 
 def write_lying(path: Path, shape: Any, change: dict[str, Any]) -> Path:
-    """The tensors of the shape under metadata that tell of another."""
+    """Write the tensors of the shape with metadata that contradict them."""
     metadata = {f"{shape.architecture}.{key}": value for key, value in shape.metadata.items()}
     for key, value in change.items():
         name = f"{shape.architecture}.{key.replace('__', '.')}"
@@ -305,6 +308,6 @@ def write_lying(path: Path, shape: Any, change: dict[str, Any]) -> Path:
 
 
 def test_every_architecture_of_the_engine_is_known() -> None:
-    """152 names of LLM_ARCH_NAMES, without the projector's and the unknown one."""
+    """152 names of LLM_ARCH_NAMES; the projector's and the unknown one are left out."""
     assert len(ARCHITECTURES) == 152
     assert "clip" not in ARCHITECTURES

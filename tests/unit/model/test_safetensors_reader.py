@@ -1,4 +1,4 @@
-"""The safetensors reader against files that lie, and folders that are no whole model."""
+"""The safetensors reader with invalid files and incomplete folders."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_tensor_of_nothing_and_one_of_half_bytes(tmp_path: Path) -> None:
     [
         ({"data_offsets": [0, 9]}, "2 × F32 cannot lie from 0 to 9"),
         ({"data_offsets": [8, 0]}, "cannot lie from 8 to 0"),
-        ({"data_offsets": [4, 12]}, "should begin at 0 of its data, and begins at 4"),
+        ({"data_offsets": [4, 12]}, "should begin at 0 of its data, but begins at 4"),
         ({"data_offsets": [-8, 0]}, "has no shape or no place"),
         ({"data_offsets": [0]}, "has no shape or no place"),
         ({"data_offsets": [0, 8.0]}, "has no shape or no place"),
@@ -87,8 +87,8 @@ def test_a_tensor_of_nothing_and_one_of_half_bytes(tmp_path: Path) -> None:
         ({"shape": [2] * 9}, "has no shape or no place"),
         ({"shape": [(1 << 63) - 1] * 8}, "cannot lie"),
         ({"shape": "2"}, "has no shape or no place"),
-        ({"dtype": "F33"}, "of a type that is not known: F33"),
-        ({"dtype": ["F32"]}, "of a type that is not known"),
+        ({"dtype": "F33"}, "has an unknown type: F33"),
+        ({"dtype": ["F32"]}, "has an unknown type"),
         ({"dtype": "F4", "shape": [3], "data_offsets": [0, 2]}, "cannot lie"),
     ],
 )
@@ -101,20 +101,20 @@ def test_a_tensor_that_lies(tmp_path: Path, entry: dict[str, Any], words: str) -
     [
         (b"", "its header's length alone takes 8"),
         (b"1234567", "its header's length alone takes 8"),
-        (struct.pack("<Q", 1 << 63) + b"{}", "at most 2 bytes long, and it says 9223372036854775808"),
-        (struct.pack("<Q", 3) + b"{}", "at most 2 bytes long, and it says 3"),
-        (raw(b"[]", 0), "its header is no JSON object"),
-        (raw(b"nonsense", 0), "its header is no JSON"),
-        (raw(b'"\xff"', 0), "its header is no JSON"),
-        (raw(b"1" * 5000, 0), "its header is no JSON"),
-        (raw(b'{"a": 1}', 0), "its entry a is no tensor"),
-        (raw(b'{"__metadata__": []}', 0), "its __metadata__ is no object"),
-        (raw(b'{"\\u001b[2J": {}}', 0), "\ufffd[2J is no tensor"),
-        (raw(b"{}", 5), "its tensors end at 0 of its data, and its data at 5"),
-        (raw(json.dumps({"t": ENTRY}).encode(), 9), "its data at 9"),
-        (raw(json.dumps({"t": ENTRY}).encode(), 7), "its data at 7"),
-        (raw(json.dumps({"t": ENTRY, "u": ENTRY}).encode(), 8), "should begin at 8 of its data, and begins at 0"),
-        (raw(b'{"t": {}, "t": {}}', 0), "a name stands in one object twice"),
+        (struct.pack("<Q", 1 << 63) + b"{}", "at most 2 bytes long, but its length says 9223372036854775808"),
+        (struct.pack("<Q", 3) + b"{}", "at most 2 bytes long, but its length says 3"),
+        (raw(b"[]", 0), "its header is not a JSON object"),
+        (raw(b"nonsense", 0), "its header is not JSON"),
+        (raw(b'"\xff"', 0), "its header is not JSON"),
+        (raw(b"1" * 5000, 0), "its header is not JSON"),
+        (raw(b'{"a": 1}', 0), "its entry a is not a tensor"),
+        (raw(b'{"__metadata__": []}', 0), "its __metadata__ is not an object"),
+        (raw(b'{"\\u001b[2J": {}}', 0), "\ufffd[2J is not a tensor"),
+        (raw(b"{}", 5), "its tensors end at 0 of its data, which has 5 bytes"),
+        (raw(json.dumps({"t": ENTRY}).encode(), 9), "which has 9 bytes"),
+        (raw(json.dumps({"t": ENTRY}).encode(), 7), "which has 7 bytes"),
+        (raw(json.dumps({"t": ENTRY, "u": ENTRY}).encode(), 8), "should begin at 8 of its data, but begins at 0"),
+        (raw(b'{"t": {}, "t": {}}', 0), "a name is twice in one object"),
         (raw(b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 0), "is nested too deeply"),
         (raw(b"[" * 100_000, 0), "is nested too deeply"),
         (b"GGUF\x03\0\0\0" + bytes(20), "it is a GGUF file"),
@@ -132,7 +132,7 @@ def test_a_huge_header_costs_no_memory(tmp_path: Path) -> None:
     assert f"at most {HEADER_LIMIT_BYTES} bytes" in refusal(path, read_shard)
     path.write_bytes(raw(b"{" + b"[]," * (HEADER_LIMIT_BYTES // 3 - 10), 0))
     tracemalloc.start()
-    assert "holds more than 4000000 entries" in refusal(path, read_shard)
+    assert "has more than 4000000 entries" in refusal(path, read_shard)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 3 * HEADER_LIMIT_BYTES
@@ -196,7 +196,7 @@ def test_a_missing_part_is_named(tmp_path: Path, has_index: bool) -> None:
 def test_a_part_of_another_model_is_found_out(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "m")
     write_file(folder / "model-00002-of-00002.safetensors", {"other.weight": ("F32", (4,))})
-    assert "model-00002-of-00002.safetensors should hold" in refusal(folder)
+    assert "model-00002-of-00002.safetensors should have" in refusal(folder)
 
 
 def test_a_part_with_too_much_is_found_out(tmp_path: Path) -> None:
@@ -204,20 +204,20 @@ def test_a_part_with_too_much_is_found_out(tmp_path: Path) -> None:
     names = list(DENSE)[1::2]
     more = {name: DENSE[name] for name in names} | {"other.weight": ("F32", (4,))}
     write_file(folder / "model-00002-of-00002.safetensors", more)
-    assert f"holds other.weight, which {INDEX} does not list" in refusal(folder)
+    assert f"has other.weight, which {INDEX} does not list" in refusal(folder)
 
 
 def test_parts_of_two_models_without_an_index(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "m", has_index=False)
     write_file(folder / "model-00001-of-00003.safetensors", DENSE)
-    assert f"no {INDEX} says which of its files belong together" in refusal(folder)
+    assert f"without {INDEX} it is unknown which files belong together" in refusal(folder)
 
 
 def test_the_same_part_twice(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "m", has_index=False)
     first = folder / "model-00001-of-00002.safetensors"
     (folder / "model-00002-of-00002.safetensors").write_bytes(first.read_bytes())
-    assert "both hold model.embed_tokens.weight" in refusal(folder)
+    assert "both have model.embed_tokens.weight" in refusal(folder)
 
 
 def test_two_files_of_which_none_is_numbered(tmp_path: Path) -> None:
@@ -264,10 +264,10 @@ def test_json_files_are_limited(tmp_path: Path) -> None:
     path.unlink()
     assert "no such file" in refusal(path, read_json)
     path.symlink_to("../../blobs/deadbeef")
-    assert "a link to what is not here" in refusal(path, read_json)
+    assert "a link to a missing file" in refusal(path, read_json)
     path.unlink()
     os.mkfifo(path)
-    assert "it is no regular file" in refusal(path, read_json)
+    assert "it is not a regular file" in refusal(path, read_json)
     assert JSON_LIMIT_BYTES < 1 << 30
 
 

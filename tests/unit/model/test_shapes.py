@@ -1,4 +1,4 @@
-"""The models that tests are made of: what the engine's own package reads back, and that random weights are numbers."""
+"""The models that tests use: the engine's own package can read them, and random weights are finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded machine: a folder that holds /proc and /sys as a test describes them."""
+"""A recorded machine: a folder with /proc and /sys as a test describes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def v1_mount(controllers: str, root: str = "/") -> str:
 
 
 def fake_network(root: Path, interfaces: Mapping[str, tuple[int, int]], *, default: str | None = "eth0") -> Path:
-    """/proc and /sys of a network: of each interface its own number and that of its other end."""
+    """Write /proc and /sys of a network: each interface has its index and its peer's index."""
     for name, (own, other) in interfaces.items():
         folder = root / "sys/class/net" / name
         folder.mkdir(parents=True, exist_ok=True)

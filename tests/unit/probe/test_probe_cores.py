@@ -1,4 +1,4 @@
-"""Kinds of cores: from cpu_capacity, Intel's two PMUs, and clocks; and from files that cannot be."""
+"""Kinds of cores: from cpu_capacity, Intel's two PMUs, and clocks; and from contradictory files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_single_threads(root: Path, count: int, *values: dict[str, str]) -> Path:
 
 
 def hybrid(root: Path, *values: dict[str, str]) -> Path:
-    """Two large cores of two threads (0 and 1, 2 and 3), four small ones."""
+    """Two large cores with two threads each (0 and 1, 2 and 3), and four small ones."""
     siblings = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3", **{cpu: str(cpu) for cpu in range(4, 8)}}
     files = files_of(SIBLINGS, siblings)
     files |= {"/sys/devices/cpu_core/cpus": "0-3\n", "/sys/devices/cpu_atom/cpus": "4-7\n"}
@@ -125,7 +125,7 @@ def test_a_machine_that_says_no_clock_has_equal_cores_where_they_are_of_one_kind
         CAPACITY, {0: "1024", 1: "1024"}
     )
     found, problem = groups(of_single_threads(tmp_path / "b", 2, two), range(2))
-    assert (found, problem) == ((), "cores are of 2 kinds by midr_el1, and nothing says how fast each is")
+    assert (found, problem) == ((), "cores are of 2 kinds by midr_el1, and their speeds are unknown")
     assert groups(of_single_threads(tmp_path / "c", 2), range(2)) == ((), None)
 
 
@@ -138,7 +138,7 @@ def test_a_machine_that_says_no_clock_has_equal_cores_where_they_are_of_one_kind
         ("fast\x1b[31m", r"cpu_capacity of CPU 1 is 'fast\x1b[31m'"),
         ("٣", "cpu_capacity of CPU 1 is '٣'"),
         ("9" * 5000, "cpu_capacity of CPU 1 is '99"),
-        ("", "CPU 1 has no cpu_capacity, and others have"),
+        ("", "CPU 1 has no cpu_capacity, but others have"),
     ],
 )
 def test_a_file_that_cannot_be_leaves_the_kinds_unknown_and_says_why(tmp_path: Path, value: str, words: str) -> None:
@@ -152,5 +152,5 @@ def test_a_file_that_cannot_be_leaves_the_kinds_unknown_and_says_why(tmp_path: P
 
 def test_a_core_that_is_missing_from_the_files_of_the_machine(tmp_path: Path) -> None:
     root = of_single_threads(tmp_path, 3, files_of(CAPACITY, {0: "1024", 2: "512"}))
-    assert groups(root, range(3)) == ((), "CPU 1 has no cpu_capacity, and others have")
+    assert groups(root, range(3)) == ((), "CPU 1 has no cpu_capacity, but others have")
     assert query_cores(root, [0, 7]) is None

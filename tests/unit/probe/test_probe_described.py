@@ -1,4 +1,4 @@
-"""A machine that is read from a file: the same as the one that was probed, or refused with file and key."""
+"""A machine read from a file: equal to the probed one, or refused with file and key."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_kinds_of_cores_are_read_and_a_file_of_an_older_probe_has_none() -> None
 
 
 def test_a_doctors_bundle_is_the_machine_without_what_it_hides(tmp_path: Path) -> None:
-    """What is hidden of a GPU is told apart again, and settings that somebody gave are named."""
+    """GPUs get distinct names again, and the user's settings are reported."""
     settings = resolve_settings({"data_dir": str(tmp_path), "ctx_size": "8192", "facts_dir": str(tmp_path)}, {})
     told = examine(settings, {})
     gpus = MACHINES["a100-mig"].gpus
@@ -102,26 +102,26 @@ LARGE, SMALL = "{capacity: 1, cores: 4, cpus: [4, 5, 6, 7]}", "{capacity: 0.27, 
 NODE = "{id: %d, cpus: %s}"
 NODES = f"{SMALLEST}numa: [{NODE % (0, '0-3')}, {NODE % (1, '[4, 5, 6, 7]')}]\n"
 REFUSED: list[tuple[str, str]] = [
-    (NODES.replace("0-3", "0-x"), "numa[0].cpus: it is no list of CPUs such as 0-23,48-71: '0-x'"),
-    (NODES.replace("0-3", "3-0"), "numa[0].cpus: it is no list of CPUs"),
-    (NODES.replace("0-3", "0-99999"), "numa[0].cpus: it is no list of CPUs"),
+    (NODES.replace("0-3", "0-x"), "numa[0].cpus: it is not a list of CPUs such as 0-23,48-71: '0-x'"),
+    (NODES.replace("0-3", "3-0"), "numa[0].cpus: it is not a list of CPUs"),
+    (NODES.replace("0-3", "0-99999"), "numa[0].cpus: it is not a list of CPUs"),
     (NODES.replace("0-3", "0-4"), "numa[1].cpus: another node has CPU 4"),
     (NODES.replace("0-3", "0-2"), "numa: its nodes have 7 CPUs, and cpu.logical is 8"),
     (NODES.replace("id: 1", "id: 0"), "numa[1].id: another node has the same: 0"),
     (f"{NODES}gpus: {{gpus: [{CARD % ', numa_node: 2'}]}}", "gpus.gpus[0].numa_node: no node has the id 2"),
-    (NODES.replace("8}", "8, sockets: 2}"), "cpu.sockets: numa tells the nodes already"),
-    (SMALLEST.replace("8}", "8, sockets: 0}"), "cpu.sockets: it is no number from 1 to 16: 0"),
-    (SMALLEST.replace("8}", "8, sockets: two}"), "cpu.sockets: it is no number from 1 to 16: 'two'"),
-    (SMALLEST.replace("8}", "8, sockets: 3}"), "cpu.sockets: 8 cores with 8 CPUs are no equal parts of 3 sockets"),
+    (NODES.replace("8}", "8, sockets: 2}"), "cpu.sockets: numa already lists the nodes"),
+    (SMALLEST.replace("8}", "8, sockets: 0}"), "cpu.sockets: it is not a number from 1 to 16: 0"),
+    (SMALLEST.replace("8}", "8, sockets: two}"), "cpu.sockets: it is not a number from 1 to 16: 'two'"),
+    (SMALLEST.replace("8}", "8, sockets: 3}"), "cpu.sockets: 8 cores with 8 CPUs do not divide into 3 equal sockets"),
     (SMALLEST.replace("8}", "-8, sockets: 2}"), "cpu.logical: it is negative: -8"),
-    ("", "it holds no keys: None"),
-    ("[1]", "it holds no keys: [1]"),
+    ("", "it has no keys: None"),
+    ("[1]", "it has no keys: [1]"),
     ("{", "it is neither JSON nor YAML: Expecting property name"),
     ("cpu: [", "it is neither JSON nor YAML"),
-    ("a: &x [1]\nb: [*x, *x]", "line 2: aliases are not taken"),
-    ("a: 1\na: 2", "line 2: a key stands there twice"),
-    ('{"cpu": 1, "cpu": 2}', "a key stands there twice: cpu"),
-    ("[1, 2]: 3", "or is none"),
+    ("a: &x [1]\nb: [*x, *x]", "line 2: aliases are not supported"),
+    ("a: 1\na: 2", "line 2: a key is listed twice"),
+    ('{"cpu": 1, "cpu": 2}', "a key is listed twice: cpu"),
+    ("[1, 2]: 3", "or is no text"),
     ("[" * 9000 + "]" * 9000, "recursion"),
     ('{"a":' * 100_000, "recursion"),
     ("cpu: {logical: 8}", "memory: it is missing"),
@@ -139,24 +139,24 @@ REFUSED: list[tuple[str, str]] = [
     ('{"cpu": {"logical": 8}, "memory": {"total_mib": 1e400}}', "memory.total_mib: no machine has that much: inf"),
     (SMALLEST.replace("16000}", "1" + "0" * 40 + "}"), "memory.total_mib: no machine has that much"),
     (SMALLEST.replace("16000}", "16000, available_mib: 16001}"), "available_mib: 16,001 is more than memory.total_mib"),
-    (SMALLEST + "gpus: [1]", "gpus: holds keys of its own"),
-    (SMALLEST + "gpus: {gpus: {}}", "gpus.gpus: is a list"),
-    (SMALLEST + "volume: {path: 3}", "volume: path is a text"),
-    (SMALLEST + "volume: {free_mib: much}", "volume.free_mib: it is no whole number"),
+    (SMALLEST + "gpus: [1]", "gpus: must hold keys"),
+    (SMALLEST + "gpus: {gpus: {}}", "gpus.gpus: must be a list"),
+    (SMALLEST + "volume: {path: 3}", "volume: path must be a string"),
+    (SMALLEST + "volume: {free_mib: much}", "volume.free_mib: it is not a whole number"),
     (with_cards("{name: A}"), "gpus.gpus[0].vram_total_mib: it is missing"),
     (
         with_cards(CARD % ", vram_free_mib: 9000"),
         "vram_free_mib: 9,000 is more than gpus.gpus[0].vram_total_mib",
     ),
-    (with_cards(CARD % ", sm: '0'"), "gpus.gpus[0].sm: it is no compute capability: '0'"),
+    (with_cards(CARD % ", sm: '0'"), "gpus.gpus[0].sm: it is not a compute capability: '0'"),
     (with_cards(CARD % ", sm: 89"), "gpus.gpus[0].sm: expected `str | null`, got `int`"),
     (
         with_cards(CARD % ", is_unified: true"),
-        "gpus.gpus[0].is_unified: its memory is the host's, and it has 8,000 MiB",
+        "gpus.gpus[0].is_unified: true, but vram_total_mib is 8,000",
     ),
     (with_cards(CARD % ", index: 0", CARD % ", index: 0"), "gpus.gpus[1].index: another GPU has the same: 0"),
-    (with_cards(CARD % ", sm: '89', mig_profile: 1g.5gb"), "mig_profile: no GPU of compute capability 89 can be cut"),
-    (with_cards(CARD % ", pcie_width: 32"), "gpus.gpus[0].pcie_width: no link has 32 lanes, but 1, 2, 4, 8, 16"),
+    (with_cards(CARD % ", sm: '89', mig_profile: 1g.5gb"), "mig_profile: compute capability 89 does not support MIG"),
+    (with_cards(CARD % ", pcie_width: 32"), "gpus.gpus[0].pcie_width: no PCIe link has 32 lanes, only 1, 2, 4, 8, 16"),
     (
         with_cards(CARD % ", pcie_generation: 9"),
         "gpus.gpus[0].pcie_generation: no machine has that much: 9, more than 7",
@@ -170,16 +170,19 @@ REFUSED: list[tuple[str, str]] = [
     (with_cards(CARD % ", bandwidth_gb_s: fast"), "gpus.gpus[0].bandwidth_gb_s: expected `float | null`"),
     (with_cards(CARD % ", uuid: x", CARD % ", uuid: x"), "gpus.gpus[1].uuid: another GPU has the same: x"),
     (with_cards(CARD % ", nvlink_peers: [3]"), "gpus.gpus[0].nvlink_peers: no other GPU has the index 3"),
-    (with_cards(*[CARD % ""] * 65), "gpus.gpus: 65 are more than 64"),
+    (with_cards(*[CARD % ""] * 65), "gpus.gpus: 65 entries, at most 64 are allowed"),
     (SMALLEST + "a: " + "b" * 2**17, "as YAML it is larger than 64 KiB"),
     (with_groups(LARGE), "cpu.groups: they have 4 cores, and the CPU has 8"),
-    (with_groups(SMALL, LARGE), "cpu.groups[1].capacity: groups stand in order, the fastest first"),
-    (with_groups("{capacity: 1024, cores: 8}"), "cpu.groups[0].capacity: 1024 is more than 1, the fastest core's"),
+    (with_groups(SMALL, LARGE), "cpu.groups[1].capacity: groups must be in order, the fastest first"),
+    (
+        with_groups("{capacity: 1024, cores: 8}"),
+        "cpu.groups[0].capacity: 1024 is more than 1, the capacity of the fastest core",
+    ),
     (with_groups("{capacity: 0, cores: 8}"), "cpu.groups[0].capacity: it is 0"),
     (with_groups(LARGE, "{capacity: -1, cores: 4}"), "cpu.groups[1].capacity: it is negative"),
     (with_groups(LARGE, "{cores: 4}"), "cpu.groups[1].capacity: it is missing"),
     (with_groups(LARGE, "{capacity: 0.2, cores: 4, cpus: [0, 1, 2]}"), "3 CPUs are too few for 4 cores"),
-    (with_groups(LARGE, LARGE), "cpu.groups: CPU 4 stands there twice"),
+    (with_groups(LARGE, LARGE), "cpu.groups: CPU 4 is listed twice"),
 ]
 
 

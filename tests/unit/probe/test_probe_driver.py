@@ -1,4 +1,4 @@
-"""Where the driver's libraries lie: layouts of container runtimes as folders of files."""
+"""Location of the driver's libraries: folder layouts of container runtimes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def cache_of(*paths: str) -> str:
-    """As ldconfig writes it, but for its tables: names and paths, each with a zero at its end."""
+    """Write a cache like ldconfig's, without its tables: zero-terminated names and paths."""
     return "glibc-ld.so.cache1.1" + "".join(f"{Path(path).name}\0{path}\0" for path in paths)
 
 
@@ -71,10 +71,10 @@ def test_neither_the_volume_nor_what_depends_on_a_working_directory(
     refused = {
         str(tmp_path / "data/lib"): "it is on the volume",
         str(tmp_path / "link"): "it is on the volume",
-        str(tmp_path / "open"): "everybody may write there",
-        str(tmp_path / "with;two"): "another one",
-        str(tmp_path / "x$LIB"): "another one",
-        "here": "it is relative",
+        str(tmp_path / "open"): "everyone may write there",
+        str(tmp_path / "with;two"): "a separator",
+        str(tmp_path / "x$LIB"): "a separator",
+        "here": "it is a relative path",
     }
     for folder, why in refused.items():
         found = find(CUDA, tmp_path / "root", {"LD_LIBRARY_PATH": folder}, tmp_path / "data")
@@ -100,7 +100,7 @@ TOO_LONG = "/" + "x" * 5000
     folder=st.sampled_from([None, "/usr", "/c"]),
 )
 def test_a_child_searches_what_is_trusted_and_then_the_folder(before: list[str], folder: str | None) -> None:
-    """/tmp is everybody's, and /proc the volume here."""
+    """/tmp is writable for everyone, and /proc is the volume in this test."""
     after = reaching({"LD_LIBRARY_PATH": ":".join(before), "X": "1"}, folder, Path("/proc"))
     trusted = [named for named in before if named in ("/usr", "/etc")]
     if folder and folder not in trusted:
@@ -110,7 +110,7 @@ def test_a_child_searches_what_is_trusted_and_then_the_folder(before: list[str],
 
 @pytest.fixture
 def untrusted(tmp_path: Path) -> list[str]:
-    """Folders, with a `data` beside them as the volume. They hold nothing."""
+    """Empty untrusted folders, and a `data` folder as the volume."""
     for name in ("data/lib", "open", "with;two", "x$LIB"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "data/lib")
@@ -156,7 +156,7 @@ print(find(CUDA, root, named, Path("/data")), reaching(named, None, Path("/data"
 
 
 def test_a_folder_that_this_user_may_not_enter_is_passed_over() -> None:
-    """/root/lib for --user 1000:0. It may also lie behind a known place."""
+    """Example: /root/lib for --user 1000:0. A known place may also be inaccessible."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     with tempfile.TemporaryDirectory(prefix="driver", dir="/tmp") as name:  # pytest's own are closed to others

@@ -1,4 +1,4 @@
-"""Who holds the memory, in words."""
+"""Messages about who holds the memory."""
 
 from __future__ import annotations
 

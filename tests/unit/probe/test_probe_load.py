@@ -1,4 +1,4 @@
-"""Counters of the CPU from recorded /proc and /sys, and what the child that watches GPUs printed."""
+"""CPU counters from recorded /proc and /sys, and output of the child that watches GPUs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ print(sample.own_pids >= {os.getpid(), ours.pid}, sample.own_s is not None, samp
 @pytest.mark.thorough
 @pytest.mark.parametrize(("hidepid", "seen"), [(1, "False False True"), (2, "True True True")])
 def test_where_proc_is_hidden_nobody_can_say_or_our_own_are_seen(hidepid: int, seen: str) -> None:
-    """Processes of other users cannot be read (1), or are not there (2)."""
+    """hidepid=1: processes of other users are unreadable. hidepid=2: they are invisible."""
     mounted = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'
     argv = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", mounted, "sh", sys.executable, "-B", "-c", HIDDEN]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT)})
@@ -122,7 +122,7 @@ def test_a_driver_in_trouble_is_a_problem_in_words() -> None:
     assert parse_gpu_loads(report).problem == "NVML: Driver Not Loaded"
     dead = parse_answer(Finished(returncode=-11, stdout="", stderr="first\nlast\n")).problem
     assert dead == "the child that watches GPUs ended with -11: last"
-    assert (parse_gpu_loads("hello").problem or "").endswith("printed another thing than its report: 'hello'")
+    assert (parse_gpu_loads("hello").problem or "").endswith("is not a report: 'hello'")
 
 
 JSON = st.recursive(

@@ -1,4 +1,4 @@
-"""What `nvidia-smi -q -x` printed on real machines, and what it might print on ill ones."""
+"""`nvidia-smi -q -x` output of real machines, and invalid output."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_slice_is_not_compared_with_the_whole() -> None:
 def test_a_gpu_that_only_one_shows() -> None:
     report = parse_smi(T4_LOG)
     assert disagreements(replace(FOUND, gpus=()), report) == (
-        "nvidia-smi shows a GPU at 00000000:00:1E.0 (Tesla T4) that NVML does not give",
+        "nvidia-smi shows a GPU at 00000000:00:1E.0 (Tesla T4) that NVML does not show",
     )
     assert disagreements(replace(FOUND, gpus=()), report, is_filtered=True) == ()
     assert disagreements(replace(FOUND, gpus=(replace(T4, pci_bus_id=None),)), report) == ()
@@ -131,12 +131,12 @@ def test_addresses_are_the_same_in_every_spelling() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "it is no XML"),
-        ("NVIDIA-SMI has failed", "it is no XML"),
-        (T4_LOG[:5000], "it is no XML"),
+        ("", "it is not XML"),
+        ("NVIDIA-SMI has failed", "it is not XML"),
+        (T4_LOG[:5000], "it is not XML"),
         ("<a/>", "it is another document: <a>"),
         (BOMB, "it declares entities"),
-        ('<!DOCTYPE x SYSTEM "file:///etc/passwd"><x>&y;</x>', "it is no XML"),
+        ('<!DOCTYPE x SYSTEM "file:///etc/passwd"><x>&y;</x>', "it is not XML"),
         ("<?xml version='1.0' encoding='klingon'?><x/>", "it is another document"),
         ("<a>" * 1_000_000 + "x" * 2_000_000, "it is longer than"),
     ],

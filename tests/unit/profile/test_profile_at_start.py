@@ -1,4 +1,4 @@
-"""What a start does with what it finds."""
+"""What a start does with a profile."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def test_one_that_holds_is_used_without_a_word(tune: str, may_measure: bool, is_
     [
         (None, "first", True, StartAction.MEASURE, "", ""),
         (None, "first", False, StartAction.PREDICT, "tune_elsewhere", "its profile at the next start"),
-        (None, "idle", True, StartAction.PREDICT, "tune_later", "while nobody asks"),
+        (None, "idle", True, StartAction.PREDICT, "tune_later", "until it is measured while idle"),
         (None, "idle", False, StartAction.PREDICT, "tune_elsewhere", "its profile at the next start"),
         (None, "off", True, StartAction.PREDICT, "tune_off", "measuring is off"),
         (None, "off", False, StartAction.PREDICT, "tune_off", "measuring is off"),
         (STALE, "first", True, StartAction.WATCH, "", ""),
         (STALE, "first", False, StartAction.USE, "profile_stale", "used until the next start"),
-        (STALE, "idle", True, StartAction.USE, "profile_stale", "used until it is measured again while nobody asks"),
-        (STALE, "off", True, StartAction.USE, "profile_stale", "measuring is off: used all the same"),
-        (PINNED, "first", True, StartAction.USE, "profile_stale", "it is pinned and used all the same"),
-        (PINNED, "idle", True, StartAction.USE, "profile_stale", "it is pinned and used all the same"),
-        (PINNED, "off", False, StartAction.USE, "profile_stale", "it is pinned and used all the same"),
+        (STALE, "idle", True, StartAction.USE, "profile_stale", "used until it is measured again while idle"),
+        (STALE, "off", True, StartAction.USE, "profile_stale", "measuring is off, so it is still used"),
+        (PINNED, "first", True, StartAction.USE, "profile_stale", "it is pinned, so it is still used"),
+        (PINNED, "idle", True, StartAction.USE, "profile_stale", "it is pinned, so it is still used"),
+        (PINNED, "off", False, StartAction.USE, "profile_stale", "it is pinned, so it is still used"),
     ],
 )
 def test_each_case(
@@ -72,7 +72,7 @@ def test_a_provisional_one_that_is_due_is_measured_again_where_nothing_else_is_a
     )
     busy = at_start(replace(AGAIN, busy="others took 40 %"), tune="first", may_measure=True)
     assert (busy.action, busy.event, busy.is_warning) == (StartAction.USE, "profile_provisional", False)
-    assert busy.words.endswith("; used all the same, since the machine is busy: others took 40 %")
+    assert busy.words.endswith("; used for now, because the machine is busy: others took 40 %")
 
 
 def test_a_stale_one_is_measured_again_only_where_nothing_else_is_at_work() -> None:
@@ -82,7 +82,7 @@ def test_a_stale_one_is_measured_again_only_where_nothing_else_is_at_work() -> N
     busy = at_start(replace(STALE, busy="others took 40 %"), tune="first", may_measure=True)
     assert (busy.action, busy.event, busy.is_warning) == (StartAction.USE, "profile_stale", True)
     assert busy.words == (
-        f"profile 0123 is stale: {STALE.stale}; used all the same, since the machine is busy: others took 40 %"
+        f"profile 0123 is stale: {STALE.stale}; used for now, because the machine is busy: others took 40 %"
     )
 
 
@@ -103,7 +103,7 @@ def test_a_profile_is_never_measured_again_on_a_busy_machine_or_before_anybody_l
 @pytest.mark.parametrize(
     ("found", "tune", "may_measure"),
     [
-        (AGAIN, "idle", True),  # then it is measured while nobody asks
+        (AGAIN, "idle", True),  # then it is measured while idle
         (AGAIN, "off", True),
         (AGAIN, "first", False),
         (replace(AGAIN, is_pinned=True), "first", True),

@@ -1,4 +1,4 @@
-"""Probes compared with what was measured: what counts, what does not, and when a profile no longer holds."""
+"""Probes compared with the measurements: which count, which do not, and when a profile becomes stale."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ANY = st.floats(0.001, 1000.0)
 
 
 def probed(decode: float = 1.0, prefill: float = 1.0, *, baseline: Baseline = PLAIN) -> tuple[Compared, ...]:
-    """Of a probe that took so many times as long to decode, and to read, as was measured."""
+    """Return a probe that took this many times the measured time for decode and prefill."""
     seen = Point(depth=DEPTH, decode_ms=20.0 * decode, prefill_ms=2.5 * prefill, prefill_tokens=DEPTH)
     return baseline.compare(seen)
 
@@ -141,7 +141,7 @@ def test_one_that_is_slower_is_stale_after_two_whatever_else(probes: list[tuple[
 
 
 def looked(*points: tuple[int, int]) -> Profile:
-    """Of its best plan: depth, and how many of these tokens were read for it."""
+    """Return a measurement of the best plan: depth, and how many of these tokens were read for it."""
     made = profile()
     of_best = tuple(Point(depth=d, decode_ms=10.0 + d, prefill_ms=d / 100, prefill_tokens=n) for d, n in points)
     return replace(made, measurements=(replace(measured(made.plan), points=of_best),))

@@ -1,4 +1,4 @@
-"""The parts of the store, each alone: files and locks, marks, what an unfinished tuning has measured."""
+"""The parts of the store: files and locks, marks, results of unfinished tunings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_is_to_be_said_of_a_profile() -> None:
     loud = ProfileStatus(stale="24 % slower", provisional="heat", is_pinned=True)
     assert loud.describe() == (
         "stale: 24 % slower",
-        "provisional: heat, while it was measured",
+        "provisional: heat when it was measured",
         "pinned: not measured again, and not replaced",
     )
 

@@ -1,4 +1,4 @@
-"""The memory peak of a served plan on the volume: what is kept of several, and what a broken file costs."""
+"""Memory peaks of served plans on the volume: merging, and damaged files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Shelf:
         self.path = folder / f"{key().id}.peak"
 
     def keep(self, *peaks: MemoryPeak) -> tuple[MemoryPeak, ...]:
-        """What is there once these were kept."""
+        """Keep these peaks and return what the file has then."""
         for each in peaks:
             assert self.store.keep_peak(key(), each, GPUS)
         return self.store.peaks(key(), GPUS)

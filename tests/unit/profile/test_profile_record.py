@@ -1,4 +1,4 @@
-"""What a profile may hold, and what its key is made of."""
+"""Content of a profile, and the parts of its key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_workload_that_nobody_knows_is_refused() -> None:
 
 
 def test_the_error_of_a_prediction_is_that_of_the_plan_whose_memory_was_read() -> None:
-    """And not that of guesses that came later."""
+    """Speculative decoding was added after the memory was read, so it does not count."""
     made = profile()
     plain = made.prediction_error
     assert plain is not None

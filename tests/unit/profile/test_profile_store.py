@@ -32,7 +32,7 @@ DATA = TEXT.encode()
 
 
 class Shelf:
-    """A store and what it warned of."""
+    """A store and its warnings."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -54,7 +54,7 @@ def shelf(tmp_path: Path) -> Shelf:
 
 @pytest.fixture(scope="module")
 def long_shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    """One for many examples."""
+    """One store for many examples."""
     return Shelf(tmp_path_factory.mktemp("profiles"))
 
 
@@ -190,7 +190,7 @@ def test_a_file_that_was_cut_anywhere_is_set_aside_with_a_warning(shelf: Shelf) 
 
 
 def types_of(found: Any) -> Any:
-    """The shape of a value: dataclasses with the types of their fields, all the way down."""
+    """The shape of a value: dataclasses and the types of their fields, recursively."""
     if isinstance(found, tuple):
         return {repr(types_of(item)) for item in found}
     if hasattr(found, "__dataclass_fields__"):
@@ -282,7 +282,7 @@ def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_und
     assert other.read_text() == text
     assert shelf.warnings == []
     assert shelf.load_bytes(text.encode()) is None
-    assert f"another schema than {SCHEMA}: {schema}" in shelf.warnings[0]
+    assert f"profile schema is {schema}, expected {SCHEMA}" in shelf.warnings[0]
     assert shelf.path.with_suffix(".other-schema").read_text() == text
 
 
@@ -433,7 +433,7 @@ def test_what_is_there_is_told_in_words() -> None:
     ("data", "why"),
     [
         (dump_partial(key("b2"), PARTIAL).encode(), "it is for another key"),
-        (KEPT.replace(b'"schema": %d' % SCHEMA, b'"schema": 99'), f"it has another schema than {SCHEMA}: 99"),
+        (KEPT.replace(b'"schema": %d' % SCHEMA, b'"schema": 99'), f"schema is 99, expected {SCHEMA}"),
         (KEPT.replace(b'"ngram"', b'"magic"'), "Invalid enum value 'magic' - at `$.drafts[1].tried.kind`"),
         (KEPT.replace(b"510.5", b"-510.5"), "Partial.drafts[0].tried.answers[0] cannot be: Answer("),
         (b"\xff\xfe", "can't decode"),

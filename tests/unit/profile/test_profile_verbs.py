@@ -27,7 +27,7 @@ IDS = (OLD.key.id, NEW.key.id)
 
 
 class Desk(House):
-    """The house of the other verbs, with a store beside it."""
+    """The fixture of the other verbs, with a store."""
 
     def __init__(self, root: Path, capture: pytest.CaptureFixture[str]) -> None:
         super().__init__(root, capture)
@@ -101,7 +101,7 @@ def test_a_pinned_profile_is_marked_and_not_replaced(desk: Desk, monkeypatch: py
     monkeypatch.setattr(sys, "stdin", io.StringIO(dump_profile(replace(OLD, speed="other"))))
     said = desk.profiles("import")
     assert said.code == 10
-    assert f"{OLD.key.id} is there and pinned" in said.err
+    assert f"{OLD.key.id} exists and is pinned" in said.err
     assert f"profiles unpin {OLD.key.id}" in said.err
     assert desk.store.find(OLD.key.id) == OLD
     assert json.loads(desk.profiles("unpin", OLD.key.id, "--json").out) == {"unpinned": OLD.key.id}
@@ -163,7 +163,7 @@ def test_profiles_of_another_version_are_named_in_the_list(desk: Desk) -> None:
     (desk.folder / "0123.json").write_text(json.dumps(document))
     said = desk.profiles("list")
     assert (said.code, said.out) == (0, "")
-    assert said.err == f"0123: kept for another version, schema 0 and not {SCHEMA}\n"
+    assert said.err == f"0123: kept for another version, schema 0, ours is {SCHEMA}\n"
     assert desk.profiles("forget", "0123").out == "0123: forgotten\n"
 
 
@@ -181,10 +181,10 @@ def test_too_few_and_too_many_ids_are_usage(desk: Desk, words: tuple[str, ...]) 
 @pytest.mark.thorough
 @pytest.mark.parametrize("verb", ["show", "diff", "export", "pin", "unpin", "forget"])
 def test_an_id_of_none_or_of_several_is_said(desk: Desk, verb: str) -> None:
-    assert "no profile with this id: abc" in desk.profiles(verb, "abc").err
+    assert "no profile matches this id: abc" in desk.profiles(verb, "abc").err
     many = [profile(key(f"c{number}")) for number in range(17)]  # more than there are first letters of an id
     desk.save(*many)
     (prefix, count), *_ = Counter(found.key.id[0] for found in many).most_common()
     said = desk.profiles(verb, prefix)
     assert said.code == 10
-    assert f"{count} profiles with this id: {prefix}" in said.err
+    assert f"{count} profiles match this id: {prefix}" in said.err

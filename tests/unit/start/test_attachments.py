@@ -56,11 +56,11 @@ def test_a_projector_that_is_missing_or_wrong_is_refused(model: Model, tmp_path:
     wrong = write_projector(tmp_path / "wrong.gguf", 512)
     assert refusal(model, mmproj=str(wrong))[:2] == (
         30,
-        "projector is of another model: wrong.gguf (flag --mmproj) gives vectors of 512 values, "
-        "and model.gguf takes 256",
+        "projector is for another model: wrong.gguf (flag --mmproj) gives vectors of 512 values, "
+        "but model.gguf takes 256",
     )
     code, message, _ = refusal(model, mmproj=str(model.path))
-    assert (code, message.endswith("it is no multimodal projector but a model of llama")) == (30, True)
+    assert (code, message.endswith("it is not a multimodal projector but a model of llama")) == (30, True)
 
 
 @pytest.mark.parametrize("request_", ["\0", "a" * 300, "x\x1b[31m"])
@@ -169,7 +169,7 @@ def test_a_projector_of_another_family_is_refused(model: Model, kind: str, archi
         assert beside(seeing).projector
         return
     code, message, hint = refusal(seeing)
-    assert (code, f"and model.gguf is of {architecture}" in message) == (30, True)
+    assert (code, f"but model.gguf is {architecture}" in message) == (30, True)
     assert f"eyes.gguf (beside the model), of kind {kind}, is for " in message
     assert "--mmproj off" in hint
 

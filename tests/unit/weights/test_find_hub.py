@@ -73,7 +73,7 @@ def test_several_quantizations_ask_which(models: Path) -> None:
     first = put_cached(models, "org/m", "m-Q4_K_M.gguf")
     second = put_cached(models, "org/m", "m-Q8_0.gguf", b"GGUF8")
     said = refusal(ConfigError, "org/m", models)
-    assert f"means 2 files on the volume\n  {first}\n  {second}" in said
+    assert f"matches 2 files on the volume\n  {first}\n  {second}" in said
     assert find_model("org/m", models) is None  # another stage may choose
     assert resolve_model("org/m:Q8_0", models) == second
 
@@ -100,7 +100,7 @@ def test_a_broken_link_is_no_model_and_is_said(models: Path) -> None:
     assert find_model("org/m", models) is None
     with pytest.raises(ModelUnreadableError) as caught:
         resolve_model("org/m", models)
-    assert caught.value.message == "model on the volume is not whole: org/m/m-Q4_K_M.gguf: its blob is missing"
+    assert caught.value.message == "model on the volume is incomplete: org/m/m-Q4_K_M.gguf: its blob is missing"
     assert caught.value.hint == "fetch it again: appliance models pull org/m"
 
 
@@ -109,7 +109,7 @@ def test_a_link_to_an_unfinished_blob_is_no_model(models: Path) -> None:
     partial = link.resolve().rename(f"{link.resolve()}.incomplete")
     link.unlink()
     link.symlink_to(os.path.relpath(partial, link.parent))
-    assert "it was not fetched to its end" in refusal(ModelUnreadableError, "org/m", models)
+    assert "its download is not finished" in refusal(ModelUnreadableError, "org/m", models)
 
 
 def test_a_link_out_of_the_cache_is_no_model(models: Path) -> None:
@@ -121,11 +121,11 @@ def test_a_link_out_of_the_cache_is_no_model(models: Path) -> None:
     assert "it links out of its folder" in refusal(ModelUnreadableError, "org/m", models)
     link.unlink()
     link.symlink_to(link)
-    assert "not whole" in refusal(ModelUnreadableError, "org/m", models)
+    assert "is incomplete" in refusal(ModelUnreadableError, "org/m", models)
 
 
 def test_a_blob_of_the_store_that_repositories_share_is_one(models: Path) -> None:
-    """huggingface_hub 2.4 keeps `blobs/<2 hex>/<hash>` beside the repositories, and links their blobs to it."""
+    """huggingface_hub 2.4 keeps `blobs/<2 hex>/<hash>` for all repositories and links their blobs to it."""
     link = put_cached(models, "org/m", "m.gguf")
     blob = link.resolve()
     shared = models / "blobs/ab" / ("ab" * 32)

@@ -1,4 +1,4 @@
-"""Ollama's folder, as it leaves it, and as somebody else might."""
+"""Ollama's folder, as Ollama writes it and as an attacker could."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_of_a_list_the_child_with_a_gguf_file_is_taken(store: Path, is_reference
     put_manifest(store, "library/qwen3/4b", [], mediaType=LIST, manifests=children)
     assert only(store).problem is None
     put_manifest(store, "library/qwen3/4b", [], mediaType=LIST, manifests=children[:1])
-    assert only(store).problem == "it has no GGUF file, only weights for another runner of Ollama's"
+    assert only(store).problem == "it has no GGUF file, only weights for another Ollama runner"
 
 
 LIST = "application/vnd.ollama.manifest.list.v2+json"
@@ -120,12 +120,12 @@ def test_a_damaged_child_of_a_list_is_refused(store: Path) -> None:
 @pytest.mark.parametrize(
     ("digest", "words"),
     [
-        ("sha256:../../../../etc/passwd", "has a digest that is none: sha256:../../../../etc/passwd"),
-        ("sha256-" + "a" * 63, "has a digest that is none"),
-        ("sha512:" + "a" * 64, "has a digest that is none"),
-        ("sha256:\x1b[2J", r"has a digest that is none: sha256:\x1b[2J"),
-        (None, "has a digest that is none: None"),
-        (["sha256:" + "a" * 64], "has a digest that is none"),
+        ("sha256:../../../../etc/passwd", "has an invalid digest: sha256:../../../../etc/passwd"),
+        ("sha256-" + "a" * 63, "has an invalid digest"),
+        ("sha512:" + "a" * 64, "has an invalid digest"),
+        ("sha256:\x1b[2J", r"has an invalid digest: sha256:\x1b[2J"),
+        (None, "has an invalid digest: None"),
+        (["sha256:" + "a" * 64], "has an invalid digest"),
         ("sha256:" + "a" * 64, "its blob is missing: sha256-aaaa"),
     ],
 )
@@ -140,15 +140,15 @@ def test_a_digest_that_names_no_blob_is_refused(store: Path, digest: Any, words:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "no JSON document"),
-        (b"{", "no JSON document"),
-        (b"[]", "no JSON document"),
-        (b"[" * 200_000, "no JSON document"),
+        (b"", "not a JSON document"),
+        (b"{", "not a JSON document"),
+        (b"[]", "not a JSON document"),
+        (b"[" * 200_000, "not a JSON document"),
         (b'{"layers": 7}', "no list of layers"),
         (b'{"layers": [7]}', "no list of layers"),
         (b'{"layers": []}', "runs in Ollama's cloud"),
         (b" " * (MANIFEST_BYTES + 1), "larger than 1,048,576 bytes"),
-        (b"\xff\xfe", "no JSON document"),
+        (b"\xff\xfe", "not a JSON document"),
         (b'{"mediaType": "%s", "manifests": {"a": 1}}' % LIST.encode(), "no GGUF file"),
     ],
 )
@@ -179,7 +179,7 @@ def test_any_json_is_a_model_or_a_problem(tmp_path_factory: pytest.TempPathFacto
     [
         (("model", "adapter"), "it has an adapter"),
         (("model", "model"), "its weights are in 2 files"),
-        (("tensor", "tensor"), "it is no GGUF file"),
+        (("tensor", "tensor"), "it is not a GGUF file"),
     ],
 )
 def test_what_an_engine_could_not_serve_is_said(store: Path, kinds: tuple[str, ...], words: str) -> None:
@@ -194,7 +194,7 @@ def test_a_download_that_is_not_done_is_no_model(store: Path) -> None:
     blob.write_bytes(b"GG")
     assert "its blob has 2 bytes, and the manifest says 4" in (only(store).problem or "")
     blob.rename(blob.with_name(f"{blob.name}-partial"))
-    assert only(store).problem == "it was not fetched to its end"
+    assert only(store).problem == "its download is not finished"
 
 
 def test_links_out_of_the_folder_are_refused(store: Path, tmp_path: Path) -> None:
@@ -203,15 +203,15 @@ def test_links_out_of_the_folder_are_refused(store: Path, tmp_path: Path) -> Non
     (tmp_path / "other").write_bytes(b"GGUF")
     blob.unlink()
     blob.symlink_to(tmp_path / "other")
-    assert "its blob is no file of the folder" in (only(store).problem or "")
+    assert "its blob is not a file in the folder" in (only(store).problem or "")
     text = manifest.read_text()
     (tmp_path / "manifest").write_text(text)
     manifest.unlink()
     manifest.symlink_to(tmp_path / "manifest")
-    assert only(store).problem == "its manifest is a link out of the folder"
+    assert only(store).problem == "its manifest is a link to outside of the folder"
     manifest.unlink()
     os.mkfifo(manifest)
-    assert only(store).problem == "its manifest is no JSON document"
+    assert only(store).problem == "its manifest is not a JSON document"
     manifest.unlink()
     (store / "manifests/registry.ollama.ai/library/loop").symlink_to(store / "manifests")
     assert list_ollama(store) == ()

@@ -1,4 +1,4 @@
-"""Which files of a repository are one model."""
+"""Selection of a repository's files that form one model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_quantization_that_is_not_there_is_answered_with_those_that_are() -> N
 
 
 def test_one_that_means_several_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantization Q4_K means 2 models in org/Big") as caught:
+    with pytest.raises(ConfigError, match="quantization Q4_K matches 2 models in org/Big") as caught:
         pick(gguf_sets(FILES), "Q4_K", "org/Big", lambda _: "")
     assert caught.value.hint == "name the file itself, as in org/Big/Big-Q4_K_M.gguf"
 
@@ -80,7 +80,7 @@ def test_two_of_one_label_are_listed_by_file() -> None:
 
 def test_a_repository_without_any() -> None:
     sets: tuple[GgufSet, ...] = gguf_sets(["model.safetensors"])
-    with pytest.raises(ConfigError, match="no GGUF file is in org/x"):
+    with pytest.raises(ConfigError, match="repository has no GGUF file: org/x"):
         pick(sets, None, "org/x", lambda _: "")
 
 

@@ -1,4 +1,4 @@
-"""When a failure is tried again, and when it is the end."""
+"""Errors that are retried, and errors that end a download."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_waits_double_until_the_patience_is_up() -> None:
     with pytest.raises(DownloadError, match=r"download failed: a.gguf: it broke, after 10 attempts in 92 s") as caught:
         fail_for_ever()
     assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert "what was fetched is kept" in str(caught.value.hint)
+    assert "the bytes fetched so far are kept" in str(caught.value.hint)
 
 
 def test_a_server_that_was_never_reached_is_given_up_soon() -> None:

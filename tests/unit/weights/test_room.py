@@ -1,4 +1,4 @@
-"""Room that is needed, and partial files that nobody will finish."""
+"""Required free space, and partial files that will not be resumed."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_what_is_there_is_not_needed_again(folder: RepoFolder) -> None:
 
 def test_a_set_without_room_is_refused_with_figures(folder: RepoFolder) -> None:
     check_room([file_of(KEYS[0], 1)], folder, "org/repo")
-    with pytest.raises(VolumeError, match=r"no room for org/repo: .* (?:MB|GB) are free, 1,125.90 TB are needed"):
+    with pytest.raises(VolumeError, match=r"no room for org/repo: .* (?:MB|GB) free, 1,125.90 TB needed"):
         check_room([file_of(KEYS[0], 2**50)], folder, "org/repo")
 
 
 async def test_what_somebody_works_on_stays(folder: RepoFolder) -> None:
-    """A partial file of the hub's own client, whose lock is held; without it, it is an orphan."""
+    """A partial file of the hub's own client whose lock is held; with a free lock it is an orphan."""
     path = folder.blobs / f"{KEYS[0]}.0a1b2c3d.incomplete"
     path.write_bytes(bytes(10))
     async with locked(folder.lock(KEYS[0]), lambda: None):

@@ -1,4 +1,4 @@
-"""Folders of other tools: told apart, listed, and served from."""
+"""Folders of other tools: recognised, listed, and served from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def names(store: Store) -> list[str]:
 
 
 def served(settings: Settings) -> Located:
-    """What a start would serve."""
+    """Return the path that a start would serve."""
     found = which_model(settings, None, "gguf", HubSettings)
     assert isinstance(found, Located)
     return found
@@ -95,7 +95,7 @@ def test_the_usual_mount_points_are_looked_at_by_default(tmp_path: Path, data: P
 def test_a_folder_that_was_asked_for_must_be_there(data: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         other_stores(settings_of(data, Path("/nowhere/at/all")))
-    assert "names no folder that can be read: /nowhere/at/all (flag --model-dirs)" in caught.value.message
+    assert "folder of setting model_dirs cannot be read: /nowhere/at/all (flag --model-dirs)" in caught.value.message
     assert "-v ~/.ollama:/nowhere/at/all:ro" in (caught.value.hint or "")
     for text in ("models", "/a,,/b", ""):
         with pytest.raises(ConfigError, match="setting model_dirs"):
@@ -150,7 +150,7 @@ def test_a_cache_of_hugging_face_is_found_by_its_references(tmp_path: Path, data
     found = find_elsewhere("org/m:Q4_K_M", settings_of(data, tmp_path / "hub"), "gguf")
     assert found is not None
     assert (found.path, found.name) == (link, "org/m/m-Q4_K_M.gguf")
-    with pytest.raises(ConfigError, match="model name org/m means 2 in mounted folders"):
+    with pytest.raises(ConfigError, match="model name org/m matches 2 in mounted folders"):
         find_elsewhere("org/m", settings_of(data, tmp_path / "hub"), "gguf")
 
 
@@ -257,7 +257,7 @@ def test_a_file_that_may_not_be_read_is_named_with_what_to_do(
         blob.chmod(0o600)
     request.getfixturevalue("stranger")
     (model,) = list_store(Store(tool="Ollama", folder=tmp_path / "ollama")).models
-    assert "it may not be read: sha256-" in (model.problem or "")
+    assert "it is not readable: sha256-" in (model.problem or "")
     assert "make it readable for user 12345, or start the container with `--user` of its owner" in (model.problem or "")
 
 

@@ -1,4 +1,4 @@
-"""`appliance models list | rm | verify | import`: what they print, change, and refuse."""
+"""`appliance models list | rm | verify | import`: output, changes, and refusals."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_the_list_names_what_serve_takes_with_place_size_and_state(
         ("flat.gguf", "volume"): (len(weights), "complete", None),
         ("org/m/m-Q4_K_M.gguf", "volume"): (len(weights) + 1, "complete", None),
         ("org/broken/b.gguf", "volume"): (0, "partial", "its blob is missing"),
-        ("org/m", "volume"): (2048, "partial", "not fetched to its end: 2.0 kB"),
-        ("half.gguf", "volume"): (2, "partial", "not fetched to its end: 2 bytes"),
+        ("org/m", "volume"): (2048, "partial", "download not finished: 2.0 kB"),
+        ("half.gguf", "volume"): (2, "partial", "download not finished: 2 bytes"),
         ("old.gguf.damaged", "volume"): (3, "partial", "damaged, set aside: 3 bytes"),
         ("qwen3:4b", "Ollama"): (len(weights), "complete", None),
     }
@@ -139,7 +139,7 @@ def test_a_folder_that_cannot_be_listed_whole_is_said_and_the_rest_is_shown(
     said = run("list", folders=str(tmp_path / "many"))
     assert said.code == 0
     assert "m.gguf" in said.out
-    assert f"folder {tmp_path}/many: only the first 50,000 files and folders were looked at" in said.out
+    assert f"folder {tmp_path}/many: only the first 50,000 files and folders were listed" in said.out
 
 
 def test_no_name_is_printed_raw(run: Run, models: Path, weights: bytes) -> None:
@@ -225,7 +225,7 @@ def test_a_blob_that_no_file_leads_to_is_listed(run: Run, models: Path) -> None:
     (link.parents[2] / "blobs" / ("d" * 64)).write_bytes(bytes(2048))
     rows = run("list", "--json").document["models"]
     assert [(row["name"], row["bytes"], row["missing"]) for row in rows if row["missing"]] == [
-        ("org/m", 2048, "no file leads to it: 2.0 kB")
+        ("org/m", 2048, "no file links to it: 2.0 kB")
     ]
     assert run("rm", "org/m").code == 0
     assert run("list", "--json").document["models"] == []
@@ -292,14 +292,14 @@ def test_a_name_that_means_two_removes_none(run: Run, models: Path) -> None:
         put_cached(models, f"{org}/m", "m.gguf", b"GGUF")
     said = run("rm", "m")
     assert said.code == 10
-    assert "model name m means 2 on the volume\n  a/m/m.gguf\n  b/m/m.gguf" in said.err
+    assert "model name m matches 2 models on the volume\n  a/m/m.gguf\n  b/m/m.gguf" in said.err
 
 
 def test_nothing_is_removed_from_another_tools_folder(run: Run, tmp_path: Path) -> None:
     put_ollama(tmp_path / "ollama", "library/qwen3/4b", b"GGUF")
     said = run("rm", "qwen3:4b", folders=str(tmp_path / "ollama"))
     assert said.code == 10
-    assert f"model is in Ollama's folder {tmp_path}/ollama, where nothing is removed: qwen3:4b" in said.err
+    assert f"model is in Ollama's folder {tmp_path}/ollama, which is read-only for the appliance: qwen3:4b" in said.err
 
 
 def test_nothing_is_changed_where_a_link_leads_out_of_the_volume(
@@ -311,7 +311,7 @@ def test_nothing_is_changed_where_a_link_leads_out_of_the_volume(
     (models / "linked.gguf").symlink_to(tmp_path / "out/m.gguf")
     said = run("rm", "org/m.gguf")
     assert said.code == 10
-    assert "model is in a folder that a link on the volume leads to: org/m.gguf" in said.err
+    assert "model is behind a link on the volume: org/m.gguf" in said.err
     assert run("verify", "org/m.gguf", "--repair").code == 32
     assert run("rm", "linked.gguf").code == 0
     assert names_in(models) == set()
@@ -349,8 +349,8 @@ def test_a_folder_of_a_repository_is_known_by_its_name(run: Run, models: Path, w
     for name in ("R-Q4_K_M.gguf", "R-Q8_0.gguf"):
         (models / "org/R-GGUF").mkdir(parents=True, exist_ok=True)
         (models / "org/R-GGUF" / name).write_bytes(weights)
-    assert "org/R-GGUF/R-Q8_0.gguf: R-Q8_0.gguf: can be read" in run("verify", "org/r-gguf:Q8_0").out
-    assert "means 2 on the volume" in run("rm", "org/R-GGUF").err
+    assert "org/R-GGUF/R-Q8_0.gguf: R-Q8_0.gguf: readable" in run("verify", "org/r-gguf:Q8_0").out
+    assert "matches 2 models on the volume" in run("rm", "org/R-GGUF").err
     assert run("rm", "org/R-GGUF:Q4_K_M").code == 0
     assert run("rm", "org/R-GGUF").code == 0
     assert list(models.iterdir()) == []
@@ -398,7 +398,7 @@ def test_damage_is_said_and_set_aside_only_when_asked(run: Run, models: Path, we
 
 
 def test_what_is_no_file_or_leads_nowhere_is_no_model(run: Run, models: Path, weights: bytes) -> None:
-    """Nothing waits for a pipe, and nothing of these is called complete."""
+    """Reading does not block on a pipe, and none of these entries is complete."""
     os.mkfifo(models / "pipe.gguf")
     (models / "link.gguf").symlink_to("gone.gguf")
     (models / "m-00001-of-00003.gguf").write_bytes(weights)
@@ -407,8 +407,8 @@ def test_what_is_no_file_or_leads_nowhere_is_no_model(run: Run, models: Path, we
         (models / "Qwen" / name).write_bytes(b"{}")
     missing = {row["name"]: row["missing"] for row in run("list", "--json").document["models"]}
     assert missing == {
-        "pipe.gguf": "it is no file: pipe.gguf",
-        "link.gguf": "it is a link that leads nowhere",
+        "pipe.gguf": "it is not a file: pipe.gguf",
+        "link.gguf": "it is a dead link",
         "m-00001-of-00003.gguf": "2 of its 3 parts are missing, the first of them m-00002-of-00003.gguf",
         "Qwen": "model-00002-of-00002.safetensors is missing",
     }
@@ -441,7 +441,7 @@ def test_of_a_plain_file_the_recipe_knows_the_hash_or_the_header_has_to_do(
 ) -> None:
     (models / "m.gguf").write_bytes(weights)
     said = run("verify")
-    assert (said.code, "can be read, sha256" in said.out) == (0, True)
+    assert (said.code, "readable, sha256" in said.out) == (0, True)
     (tmp_path / "facts").mkdir()
     file = RecipeFile(path="m.gguf", bytes=len(weights), sha256=sha256(weights))
     nothing: dict[str, Any] = dict.fromkeys(("repo", "revision", "url", "loss", "loss_source", "shape"))
@@ -481,7 +481,7 @@ def test_what_may_not_be_read_is_not_damaged_and_stays(run: Run, models: Path, w
     said = run("verify", "--repair")
     if os.access(blob, os.R_OK):
         pytest.skip("root may read everything")
-    assert (said.code, "not checked: it may not be read" in said.out) == (30, True)
+    assert (said.code, "not checked: it is not readable" in said.out) == (30, True)
     assert blob.exists()
 
 
@@ -492,7 +492,7 @@ def test_what_is_served_is_not_set_aside(run: Run, models: Path, weights: bytes)
     said = run("verify", "--repair")
     for handle in held:
         os.close(handle)
-    assert (said.code, "since it is being served" in said.err) == (32, True)
+    assert (said.code, "because it is being served" in said.err) == (32, True)
     assert link.exists()
 
 
@@ -626,9 +626,9 @@ def test_another_file_of_that_name_is_kept(run: Run, models: Path, tmp_path: Pat
     ("request_text", "code", "words"),
     [
         ("oci://ghcr.io/org/m:q4", 10, "OCI artifacts are not fetched"),
-        ("nothing", 10, "no such file, and no such model in mounted folders: nothing"),
-        ("/etc/hostname", 30, "no model is there: /etc/hostname"),
-        ("a\0b", 10, "no such file"),
+        ("nothing", 10, "no file and no model in mounted folders has this name: nothing"),
+        ("/etc/hostname", 30, "no model found at: /etc/hostname"),
+        ("a\0b", 10, "no file and no model"),
     ],
 )
 def test_what_cannot_be_imported_is_said(run: Run, request_text: str, code: int, words: str) -> None:
@@ -653,8 +653,8 @@ def test_room_is_checked_before_a_copy(run: Run, data: Path, tmp_path: Path, wei
         (data / "models").mkdir()
         said = run("import", str(tmp_path / "m.gguf"))
         assert said.code == 50
-        assert "volume has too little room: m takes" in said.err
-        assert "33.6 MB are free" in said.err or "33.5 MB are free" in said.err
+        assert "volume has too little free space: m needs" in said.err
+        assert "33.6 MB free" in said.err or "33.5 MB free" in said.err
         assert names_in(data / "models") == set()
 
 
@@ -662,14 +662,14 @@ def test_room_is_checked_before_a_copy(run: Run, data: Path, tmp_path: Path, wei
 def test_an_action_without_its_name(run: Run, action: str) -> None:
     said = run(action)
     assert said.code == 2
-    assert f"as in `appliance models {action}" in said.err
+    assert f"for example `appliance models {action}" in said.err
 
 
 # the meter
 
 
 class Terminal:
-    """A stream of a given kind."""
+    """A stream that is, or is not, a terminal."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         self.text = ""
@@ -683,7 +683,7 @@ class Terminal:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Nothing is buffered."""
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

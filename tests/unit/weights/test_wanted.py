@@ -1,4 +1,4 @@
-"""Names in the cache, and who may see a token."""
+"""Names in the cache, and access to the token."""
 
 from __future__ import annotations
 

@@ -818,7 +818,7 @@ def test_kv_heads_that_ranks_cannot_share_leave_those_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("model", "GGUF files are"), ("model.gguf", "GGUF files are"), ("model.safetensors", "that it is in: ")],
+    [("model", "GGUF files are"), ("model.gguf", "GGUF files are"), ("model.safetensors", "give its folder: ")],
 )
 def test_a_folder_that_is_a_file_is_30(name: str, hint: str, tmp_path: Path) -> None:
     file = tmp_path / name
