@@ -128,7 +128,7 @@ def test_an_address_is_not_taken_for_a_service_link() -> None:
 
 def test_a_pipe_in_the_place_of_the_settings_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "appliance.yaml")
-    with pytest.raises(ConfigError, match=r"settings file cannot be read: .*it is no file"):
+    with pytest.raises(ConfigError, match=r"settings file cannot be read: .*it is not a regular file"):
         load_settings({"data_dir": str(tmp_path)}, {})
 
 

@@ -215,7 +215,7 @@ def test_an_empty_key_file_that_cannot_be_replaced_is_said_to_be_empty(volume: P
 def test_a_key_that_is_a_pipe_is_not_waited_for(volume: Path) -> None:
     os.mkfifo(volume / "api_key")
     for read in (read_key, read_or_make_key):
-        with pytest.raises(VolumeError, match="it is no file"):
+        with pytest.raises(VolumeError, match="it is not a regular file"):
             read(volume / "api_key")
 
 

@@ -133,7 +133,7 @@ def test_a_gpu_in_order_passes_and_shows_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "card", "remedy"),
     [
-        ("gpu 0 link", replace(CARD, pcie_generation=1), "a sleeping card steps down"),
+        ("gpu 0 link", replace(CARD, pcie_generation=1), "an idle card lowers its link speed"),
         ("gpu 0 link", replace(CARD, pcie_width=4), "another slot"),
         ("gpu 0 power", replace(CARD, power_limit_w=200.0), "-pl 350"),
         ("gpu 0 display", replace(CARD, display=True), "free it"),
@@ -245,7 +245,7 @@ def test_a_port_that_another_program_has_fails_with_10(tmp_path: Path) -> None:
         settings = Settings(host="127.0.0.1", port=listener.getsockname()[1], runtime_dir=tmp_path)
         taken = port_check(settings)
         assert (taken.status, taken.exit_code) == ("fail", 10)
-        assert "another program has it" in (taken.remedy or "")
+        assert "another program uses it" in (taken.remedy or "")
     assert port_check(settings, tmp_path).status == "pass"
 
 
@@ -356,7 +356,7 @@ def load(time_s: float, *, busy_s: float = 0.0, own_s: float = 0.0) -> LoadSampl
     ("after", "status", "words"),
     [
         (load(10.0, busy_s=18.0, own_s=2.0), "warn", "other programs took 80% of 2 CPUs (1.6 cores)"),
-        (load(10.0, busy_s=18.0, own_s=18.0), "pass", "took 0% of 2 CPUs while this looked"),
+        (load(10.0, busy_s=18.0, own_s=18.0), "pass", "took 0% of 2 CPUs during this check"),
         (load(0.1, busy_s=0.2), "pass", "unknown"),  # too short a look
     ],
 )
