@@ -1,4 +1,5 @@
-"""python -m appliance.host VERB: the appliance's containers on this machine. `appliance VERB` where it is installed."""
+"""python -m appliance.host VERB: manages the appliance's containers on this machine. Installed, it is `appliance
+VERB`."""
 
 from __future__ import annotations
 
@@ -15,36 +16,37 @@ from appliance.errors import ConfigError, FatalError, UsageError
 from appliance.host.start.together import SeveralErrors
 from appliance.settings import load_settings, process_environment
 
-# Each names its module, which is imported when the verb is called: `list` must not pay for `bench`.
+# Verb -> module and description. The module is imported when the verb is called: `list` must not load what only `bench`
+# needs.
 VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "run": ("appliance.host.verbs.run", "start a model in a container of this machine"),
-    "status": ("appliance.host.verbs.status", "what it does now: phase, tok/s, memory, uptime"),
-    "list": ("appliance.host.verbs.list_services", "every appliance on this machine"),
-    "chat": ("appliance.host.verbs.chat", "talk to it in the terminal"),
-    "logs": ("appliance.host.verbs.logs", "what it said; -f follows"),
-    "stop": ("appliance.host.verbs.stop", "end it; its volume stays"),
-    "bench": ("appliance.host.bench", "measure prefill, decode and latency of it, or of any OpenAI endpoint"),
-    "inject": ("appliance.host.inject", "put it into the settings of an editor or another tool; --undo takes it out"),
-    "upgrade": ("appliance.host.verbs.upgrade", "take a newer image and compare its speed; --back returns"),
-    "version": ("appliance.host.verbs.version", "versions of this command, of Docker and of what runs"),
+    "status": ("appliance.host.verbs.status", "show what an appliance does now: phase, tok/s, memory, uptime"),
+    "list": ("appliance.host.verbs.list_services", "list all appliances on this machine"),
+    "chat": ("appliance.host.verbs.chat", "chat with the model in the terminal"),
+    "logs": ("appliance.host.verbs.logs", "show its log; -f follows"),
+    "stop": ("appliance.host.verbs.stop", "stop it; its volume stays"),
+    "bench": ("appliance.host.bench", "measure prefill, decode and latency of an appliance or any OpenAI endpoint"),
+    "inject": ("appliance.host.inject", "enter it in the settings of an editor or another tool; --undo removes it"),
+    "upgrade": ("appliance.host.verbs.upgrade", "change to a newer image and compare the speed; --back undoes it"),
+    "version": ("appliance.host.verbs.version", "show versions of this command, of Docker and of running appliances"),
 })  # fmt: skip
-# What serves the same purpose inside of a container, which has no Docker to ask.
+# What to use instead inside a container, which cannot reach Docker.
 INSIDE: Mapping[str, str] = MappingProxyType({
-    "run": "in here a model is served with `appliance serve`",
-    "status": "in here `appliance health` says whether it serves, and GET /appliance/v1/status the rest, "
+    "run": "inside the container `appliance serve` serves a model",
+    "status": "inside the container use `appliance health`, or GET /appliance/v1/status "
     "with the key of `appliance key`",
-    "list": "in here `appliance models` lists the models; outside, `docker ps` the containers",
-    "chat": "in here it is asked at /v1/chat/completions, with the key of `appliance key`",
-    "logs": "outside, `docker logs NAME` shows them",
-    "stop": "outside, `docker stop NAME` ends it",
-    "bench": "in here with its URL: appliance bench http://127.0.0.1:11435/v1, and the key in OPENAI_API_KEY",
-    "inject": "it changes settings of programs of that machine",
-    "upgrade": "outside, a newer image is started on the same volume",
-    "version": "in here `appliance version` tells of the image",
+    "list": "inside the container `appliance models` lists models; outside, `docker ps` lists containers",
+    "chat": "inside the container use /v1/chat/completions with the key of `appliance key`",
+    "logs": "outside the container `docker logs NAME` shows the log",
+    "stop": "outside the container `docker stop NAME` stops it",
+    "bench": "inside the container: appliance bench http://127.0.0.1:11435/v1, with the key in OPENAI_API_KEY",
+    "inject": "it changes settings of programs on that machine",
+    "upgrade": "outside the container, start a newer image on the same volume",
+    "version": "inside the container `appliance version` shows the image's version",
 })  # fmt: skip
 EPILOG = (
     "Exit codes: 2 usage, 10 Docker or a choice, 20 to 23 GPU, 30 to 32 model, 43 no readiness, 50 volume, 60 build; "
-    "a container that ends at its start gives its own."
+    "a container that ends during its start passes on its own code."
 )
 
 
@@ -77,7 +79,7 @@ def _run(words: list[str], prog: str) -> int:
 
 
 def parse(words: Sequence[str], prog: str = "appliance") -> tuple[ModuleType, argparse.Namespace]:
-    """The verb's module and its options; the first word is one of VERBS. Raises UsageError."""
+    """Return the verb's module and its options. The first word must be one of VERBS. Raises UsageError."""
     name, about = VERBS[words[0]]
     try:
         verb = importlib.import_module(name)
@@ -93,7 +95,7 @@ def parse(words: Sequence[str], prog: str = "appliance") -> tuple[ModuleType, ar
 
 
 def without_package(command: str, package: str) -> ConfigError:
-    """Return the error for a verb of the host that lacks a package. An image has none of them on purpose."""
+    """Return the error for a host verb that lacks a package. Images contain none of these packages on purpose."""
     if (load_settings({}, process_environment()).facts_dir / "image_facts.json").exists():
         message = f"`{command}` is for the machine that runs this container, and cannot be used inside of it"
         return ConfigError(message, hint=f"{INSIDE[command.split()[-1]]}; or on that machine: {command}")

@@ -255,7 +255,7 @@ def test_what_the_user_made_of_ours_is_left_alone(home: Home, tool: str, old: st
         ("zed", "// settings\n[]\n", "line 2: it is no object"),
         ("opencode", '{"provider": []}', "provider is not a group of settings"),
         ("continue", "models:\n  - name: x\n bad", "line 3: "),
-        ("continue", "models: [{name: x}]\n", "models is not a list with an entry a line"),
+        ("continue", "models: [{name: x}]\n", "models is not a list with one entry per line"),
         ("aider", "- a\n", "it is no mapping"),
         ("open-webui", "what is this\n", "line 1: not NAME=value"),
     ],
@@ -364,7 +364,7 @@ def test_nobody_to_ask_writes_nothing(home: Home) -> None:
     code, out, err = home.inject("zed")
     assert code == 2
     assert '+  "language_models"' in out
-    assert "there is nobody to ask" in err
+    assert "there is no terminal to ask on" in err
     assert home.inject("zed", "--dry-run")[0] == 0
     assert home.snapshot() == before
 
@@ -482,7 +482,7 @@ def test_the_list_shows_them_all(home: Home) -> None:
     [
         (("zedd",), 2, "perhaps you meant 'zed'"),
         ((), 2, "no tool was named"),
-        (("zed", "--undo"), 10, "nothing of the appliance is in the settings of Zed"),
+        (("zed", "--undo"), 10, "the appliance is not in the settings of Zed"),
         (("zed", "--url", "http://127.0.0.1:1"), 10, "no answer from http://127.0.0.1:1/v1"),
     ],
 )

@@ -215,7 +215,7 @@ def test_what_would_stop_it_is_told_at_once_and_before_anything_is_made(place: W
     assert told == [
         "error: Docker's plugin compose is missing: no `docker compose`",
         "error: CELL is no cell: llama-cpus",
-        "error: MODEL is no recipe and no model of one: quen",
+        "error: MODEL is not a recipe or a model of one: quen",
         "error: APPLIANCE_HOST_PORT is no port: 0",
     ]
     assert done.stderr.count("hint: ") == len(told)

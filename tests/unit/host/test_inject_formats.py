@@ -76,7 +76,7 @@ def test_comments_of_an_editor_are_read() -> None:
         ('{"a": 1 "b": 2}', "line 1: a comma or a } is missing"),
         ("{'a': 1}", "line 1: a key in double quotes is missing"),
         ('{"a": 1}\n\nx', "line 3: something follows the end"),
-        ('{"a": 1,\n"a": 2}', "line 2: this key stands there twice: a"),
+        ('{"a": 1,\n"a": 2}', "line 2: this key occurs twice: a"),
         ('{"a": 01}', "line 1: this is no value: 01"),
         ("/* {}", "line 1: a value is missing"),
         ("{" + '"a": {' * 200, "line 1: it is nested too deep"),
