@@ -395,7 +395,7 @@ def test_one_api_that_comes_back_with_an_empty_database_is_provisioned_again(tmp
             with one_api(*knobs):
                 assert json.loads(program.stdout.readline())["channel"]["did"] == "created"
                 before = stage.token
-            assert "it does not answer: " in program.stderr.readline()
+            assert "the server does not answer: " in program.stderr.readline()
             with one_api(*knobs):
                 assert json.loads(program.stdout.readline())["channel"]["did"] == "created"
                 assert stage.token != before

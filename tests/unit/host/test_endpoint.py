@@ -82,7 +82,7 @@ def test_a_key_file_without_one_key_is_refused(tmp_path: Path, text: str, what: 
 
 
 def test_a_variable_is_held_to_the_same() -> None:
-    with pytest.raises(ConfigError, match="the variable OPENAI_API_KEY holds something else"):
+    with pytest.raises(ConfigError, match="the variable OPENAI_API_KEY does not contain exactly one key"):
         given_endpoint(BASE, None, {"OPENAI_API_KEY": "sk-1\nX-Other: 1"})
 
 

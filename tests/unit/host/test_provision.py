@@ -123,7 +123,7 @@ def test_a_secret_that_is_wrong_is_refused_without_being_shown(
 def test_a_secret_that_is_not_there_and_a_folder_without_any(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
         read_secret(tmp_path / "access_token")
-    with pytest.raises(ConfigError, match="no secret is in the folder"):
+    with pytest.raises(ConfigError, match="the folder contains no secret"):
         check_folder(tmp_path)
     with pytest.raises(ConfigError, match="folder of secrets cannot be read"):
         check_folder(tmp_path / "none")
