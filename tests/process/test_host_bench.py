@@ -260,7 +260,7 @@ def test_a_model_that_is_not_clear_is_asked_for(knobs: tuple[str, ...], code: in
     [
         (("localhost:1",), 2, "not the URL of an endpoint: localhost:1"),
         (("http://127.0.0.1:1", "--prompts", "1x"), 2, "not a prompt length"),
-        (("http://127.0.0.1:1", "--concurrency", "0"), 2, "not a number of requests at once"),
+        (("http://127.0.0.1:1", "--concurrency", "0"), 2, "not a number of parallel requests"),
         (("http://127.0.0.1:1", "--tokens", "1"), 2, "not a whole number from 2"),
         (("http://127.0.0.1:1", "--plot", "p.txt"), 2, "unknown picture format: .txt"),
         (("http://127.0.0.1:1", "--plot", "/nowhere/p.png"), 10, "no such folder: /nowhere"),

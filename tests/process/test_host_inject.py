@@ -237,7 +237,7 @@ def test_what_the_user_made_of_ours_is_left_alone(home: Home, tool: str, old: st
     before = home.snapshot()
     code, _, err = home.undo(tool)
     assert code == 10
-    assert "you changed what was injected" in err
+    assert "the injected values were edited by hand" in err
     assert f"{path}.appliance-backup" in err
     assert any(line.startswith("  | -") and new.split()[-1] in line for line in err.splitlines()), "the difference"
     assert "sk-users-own" not in err
@@ -256,7 +256,7 @@ def test_what_the_user_made_of_ours_is_left_alone(home: Home, tool: str, old: st
         ("opencode", '{"provider": []}', "provider is not a group of settings"),
         ("continue", "models:\n  - name: x\n bad", "line 3: "),
         ("continue", "models: [{name: x}]\n", "models is not a list with one entry per line"),
-        ("aider", "- a\n", "it is no mapping"),
+        ("aider", "- a\n", "it is not a mapping"),
         ("open-webui", "what is this\n", "line 1: not NAME=value"),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_file_that_is_not_valid_is_never_overwritten(home: Home, tool: str, te
 def test_what_is_not_utf8_or_no_file_is_never_overwritten(home: Home) -> None:
     home.file("zed").write_bytes(b'{"a": "\xff"}')
     home.file("aider").mkdir()
-    for tool, said in (("zed", "not UTF-8"), ("aider", "not a file of settings")):
+    for tool, said in (("zed", "not UTF-8"), ("aider", "not a settings file")):
         code, _, err = home.inject(tool, "--yes")
         assert code == 10
         assert said in err
@@ -454,7 +454,7 @@ def test_a_tool_that_was_removed_can_be_undone(home: Home) -> None:
     assert home.states()["zed"] == "file is gone"
     code, out, _ = home.undo("zed")
     assert code == 0
-    assert "nothing of it is left" in out
+    assert "nothing is left to remove" in out
 
 
 @pytest.mark.parametrize("tool", ["cursor", "page-assist", "open-webui"])

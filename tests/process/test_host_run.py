@@ -178,7 +178,7 @@ def test_a_container_that_the_kernel_killed_is_told_as_that() -> None:
     with on_host("--exit", "137", "--oom") as host:
         done = host.run("run", host.model(), "-d", "--image", IMAGE, "--port", str(free_port()))
     assert done.code == 137
-    assert "the kernel killed it, memory ran out" in done.err
+    assert "killed by the kernel, memory ran out" in done.err
 
 
 def test_a_name_in_use_says_what_runs_there() -> None:
@@ -226,7 +226,7 @@ def test_an_address_that_this_machine_lacks_is_refused() -> None:
     with on_host() as host:
         done = host.run("run", host.model(), "--bind", "192.0.2.1", "-d")
     assert done.code == 10
-    assert "error: --bind is no address of this machine: 192.0.2.1" in done.err
+    assert "error: --bind is not an address of this machine: 192.0.2.1" in done.err
 
 
 def test_an_empty_key_file_is_said() -> None:
@@ -252,9 +252,9 @@ def test_without_authorization_no_key_is_looked_for() -> None:
         (["--set", "port=1"], 2, "--set takes NAME=VALUE", "parallel=8"),
         (["--mode", "sped"], 10, "perhaps you meant 'speed'", "--mode MODE"),
         (["--ctx-size", "7"], 10, "is outside 256", "--ctx-size"),
-        (["--port", "70000"], 2, "--port is outside 1 to 65535: 70000", "without --port"),
+        (["--port", "70000"], 2, "--port is outside 1 to 65535: 70000", "omit --port"),
         (["--prot", "1"], 2, "unknown argument: --prot", "perhaps you meant '--port'"),
-        (["--cpu", "--gpus", "all"], 2, "--cpu and --gpus all exclude each other", "leave one"),
+        (["--cpu", "--gpus", "all"], 2, "--cpu and --gpus all exclude each other", "give only one"),
         (["--gpus", ""], 2, "--gpus has an empty name", "indices"),
         (["--image", "appliance:none"], 10, "no such image here: appliance:none", "there are: appliance:llama-cpu"),
     ],

@@ -252,7 +252,7 @@ def test_there_is_nothing_to_upgrade_to() -> None:
         done = host.run("upgrade")
         back = host.run("upgrade", "--back")
     assert (done.code, done.out) == (0, f"one is up to date: {IMAGE}\n")
-    assert "--yes builds it" in done.err
+    assert "build it with --yes" in done.err
     assert back.code == 10
     assert "one has no previous container" in back.err
 
@@ -299,7 +299,7 @@ def test_without_the_package_for_docker_it_says_what_to_install() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "hint"), [("status", "in here `appliance health` says whether it serves"), ("stop", "`docker stop NAME`")]
+    ("verb", "hint"), [("status", "inside the container use `appliance health`"), ("stop", "`docker stop NAME`")]
 )
 def test_inside_of_a_container_it_says_what_to_call_there(tmp_path: Path, verb: str, hint: str) -> None:
     (tmp_path / "image_facts.json").touch()

@@ -319,7 +319,7 @@ def test_two_channels_of_one_name_are_left_to_the_user(tmp_path: Path) -> None:
             (),
             "root's password was refused: POST /api/user/login: 用户名或密码错误",
         ),
-        ((*NEW, "--set-up"), ("--kind",), "root's password is refused"),
+        ((*NEW, "--set-up"), ("--kind",), "root's password was refused"),
         ((*NEW, "--set-up", "--old-volume"), (), "new-api refuses the access token: GET /api/user/self"),
     ],
 )
@@ -346,7 +346,7 @@ def test_a_second_factor_is_no_programs(tmp_path: Path) -> None:
         (stage.folder / "secrets/root_password").write_text("long-enough-one\n")
         ended = stage.provision("--kind")
     assert ended.code == 10
-    assert "asks for a second factor" in ended.err
+    assert "requires a second factor" in ended.err
     assert "--access-token-file" in ended.err
 
 
@@ -364,7 +364,7 @@ def test_an_alias_with_a_comma_would_be_two_models(stage: Both) -> None:
     stage.appliance.listed = replace(QWEN, aliases=("a,b",))
     ended = stage.provision()
     assert ended.code == 10
-    assert "a channel cannot hold: 'a,b'" in ended.err
+    assert "cannot be used in a channel: 'a,b'" in ended.err
     assert stage.front.state["channels"] == []
 
 

@@ -72,7 +72,7 @@ def test_a_key_is_of_the_file_then_of_the_variable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("", "is empty"), (" \n", "is empty"), ("a b", "something else than one"), ("ä", "something else than one")],
+    [("", "is empty"), (" \n", "is empty"), ("a b", "not contain exactly one"), ("ä", "not contain exactly one")],
 )
 def test_a_key_file_without_one_key_is_refused(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "key"

@@ -127,7 +127,7 @@ def test_a_port_that_docker_alone_knows_of_is_in_use() -> None:
 @pytest.mark.parametrize("port", ["", "0", "65536", "-1", "127.0.0.1:80", "8000-8010", "x"])
 def test_what_is_no_port(port: str) -> None:
     [(message, _)] = told(port_findings(port, "appliance", SOUND))
-    assert message == f"APPLIANCE_HOST_PORT is no port: {port}"
+    assert message == f"APPLIANCE_HOST_PORT is not a port: {port}"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_is_no_port(port: str) -> None:
         ({"Labels": {"com.docker.compose.project": "appliance"}}, (OURS,), ("models",), None),
         ({"Labels": {"com.docker.compose.project": "other"}}, (OURS,), (), None),  # appliances share one by intent
         ({"Labels": None}, (OURS, OTHERS), (), "it is used by container db, which is not an appliance"),
-        ({"Labels": {"com.docker.compose.project": "shop"}}, (), (), "the compose project shop made it"),
+        ({"Labels": {"com.docker.compose.project": "shop"}}, (), (), "it was created by the compose project shop"),
         ({"Labels": {"com.docker.compose.project": "appliance-replicas"}}, (), ("models",), None),
         ({"Labels": {"com.docker.compose.project": "appliance"}}, (OTHERS,), (), None),  # a backup, or who looks at it
         (
