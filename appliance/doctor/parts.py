@@ -174,13 +174,13 @@ def _has_models(settings: Settings, engine: Engine) -> bool:
     several."""
     if list_models(settings.models_dir):
         return True
-    from appliance.weights.stores.stores import find_elsewhere  # imported here: only an empty volume needs it
+    from appliance.weights.stores.stores import find_elsewhere  # imported here: only an empty volume is worth the cost
 
     return find_elsewhere(None, settings, engine.model_format) is not None
 
 
 def _why_none(settings: Settings) -> FatalError | None:
-    from appliance.weights.stores.stores import why_none  # imported here: only an empty volume needs it
+    from appliance.weights.stores.stores import why_none  # imported here: only an empty volume is worth the cost
 
     return why_none(settings)
 

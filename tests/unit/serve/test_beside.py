@@ -134,7 +134,7 @@ def test_a_template_that_cannot_be_read_is_refused(model: Model, tmp_path: Path)
     said = {
         str(tmp_path / "none"): "no such file",
         str(tmp_path): "it is a folder",
-        str(pipe): "it is not a regular file",
+        str(pipe): "it is no file",
         str(long): "it is longer than 1,048,576 bytes",
         str(bytes_): "it is no UTF-8",
         "\0": "no such file",
