@@ -70,8 +70,8 @@ class Command:
     is_fatal: Callable[[str], bool] = _never
     # True for a log line that repeats while the program only waits; no sign of work
     is_waiting: Callable[[str], bool] = _never
-    # Never the volume: an engine may look for code to load in its working directory, and whoever can write a file
-    # there would run code in every container that shares it.
+    # Never the volume: an engine may load code from its working directory, and anyone who can write a file there would
+    # run code in every container that shares the volume.
     folder: Path = Path("/")
     socket_path: Path | None = None  # unlinked before each start: a stale file makes the next bind fail
     # Created before each start; removed with its contents after each end.

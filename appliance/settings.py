@@ -619,7 +619,7 @@ def load_settings(flags: Mapping[str, Texts], environment: Mapping[str, str]) ->
     return resolve_settings(flags, environment, text, str(path))
 
 
-# weights in the image, and where people mount the cache of their user or of root
+# weights in the image, and the usual mount points of a user's or root's cache
 _ROOTS = (Path("/opt/models"), Path("/root/.cache/huggingface/hub"))
 
 

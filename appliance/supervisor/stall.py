@@ -77,14 +77,14 @@ async def _why_away(child: Child, is_answering: Readiness | None, demand: Demand
     if (progress := child.seen_progress()) is None:
         return ""
     if progress.stopped:
-        return f"process {progress.stopped[0]} of it has been stopped by a signal for {{}}"
+        return f"its process {progress.stopped[0]} has been stopped by a signal for {{}}"
     if demand.requests or is_answering is None:
         return ""
     try:
         async with asyncio.timeout(timeout_s):
-            return "" if await is_answering() else "it has refused to answer for {} while nobody waited for it"
+            return "" if await is_answering() else "it has refused checks for {} while idle"
     except TimeoutError:
-        return "it has not answered for {} while nobody waited for it"
+        return "it has not answered checks for {} while idle"
     except OSError as error:
         if not is_lack(error):
             raise
@@ -112,9 +112,9 @@ async def _until_silent(child: Child, command: Command, demand: Demand) -> Hang:
                 continue  # without file descriptors the program cannot be asked either
             began = time.monotonic()
             if silence.seconds >= command.stall_timeout_s and await work.is_missing(command.stall_timeout_s):
-                return _hang(silence.requests, silence.seconds, "no work of it was seen")
+                return _hang(silence.requests, silence.seconds, "no work was seen")
             if await pace.is_lost(silence.seconds, silence.patience_s):
-                return _hang(silence.requests, silence.seconds, "it gets on with none of them, whatever it works on")
+                return _hang(silence.requests, silence.seconds, "none of them progressed, although it was working")
             asked_s = min(time.monotonic() - began, _ANSWER_S + silence.patience_s / 2)
 
 

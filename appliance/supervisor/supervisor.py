@@ -373,7 +373,7 @@ async def _is_ready(command: Command) -> bool:
     except OSError as error:
         if not is_lack(error):
             raise
-        return False  # nobody could ask it
+        return False  # we could not ask it
 
 
 async def _until_given_up(child: Child, last_words_s: float) -> None:

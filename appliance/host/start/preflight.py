@@ -205,7 +205,8 @@ def docker_findings(docker: Docker) -> Iterator[FatalError]:
 
 
 def _silent(docker: Docker) -> ConfigError:
-    if {"host", "store"} <= (docker.info or {}).keys():  # as `podman info` answers, where it stands in for docker
+    # the keys of `podman info`, for a docker command that is Podman's
+    if {"host", "store"} <= (docker.info or {}).keys():
         message = "the docker command here is Podman's, which lacks the builder and the image store that are needed"
         return ConfigError(message, hint="install Docker: https://docs.docker.com/engine/install/")
     said = docker.why or " ".join((docker.info or {}).get("ServerErrors") or ()) or "it gave no reason"
