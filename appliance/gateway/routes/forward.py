@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.console.progress import Progress
 from appliance.engine_route import Dialect, EngineRoute
-from appliance.gateway.clients import request_queue as hold
+from appliance.gateway.clients import request_queue
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.engine.upstream import BrokenError, HungError, LackError, Response, UnreachableError
@@ -117,7 +117,7 @@ class EngineEndpoint:
         progress: Callable[[], Progress],
         errors: EngineErrors | None = None,
         engines_name: Callable[[], str | None] = lambda: None,
-        tell_every_s: float = hold.TELL_EVERY_S,
+        tell_every_s: float = request_queue.TELL_EVERY_S,
     ) -> None:
         self._route = route
         self._errors = errors or EngineErrors()
@@ -160,9 +160,9 @@ class EngineEndpoint:
         if not (progress.is_ready or progress.is_held):
             raise api_error.not_ready(progress)  # the state may have changed while the body came
         if progress.is_held:
-            is_stream = self._route.can_stream and hold.asks_for_stream(body)
+            is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
             tell = reply.comment if is_stream else None
-            await hold.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
+            await request_queue.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
         if (name := self._engines_name()) is not None:
             body = with_model(body, content_type_of(scope), name)
         await self._forward(scope, body, reply)
