@@ -211,7 +211,7 @@ def parse_address(value: str) -> tuple[str, int | None]:
     otherwise."""
     found = _ADDRESS.fullmatch(value)
     if found is None or not _has_labels(found[2] or "a") or not 1 <= int(found[3] or 1) <= 65535:
-        message = "is no host, or HOST:PORT"
+        message = "is not a host or HOST:PORT"
         raise ValueError(message)
     return found[1] or found[2], int(found[3]) if found[3] else None
 
@@ -240,7 +240,7 @@ def parse_adapter(word: str) -> tuple[str, float]:
         message = "holds an empty name" if not name else "holds a character that no file's name should have"
         raise ValueError(message)
     if colon and not re.fullmatch(r"-?\d{1,3}(\.\d{1,6})?", scale):
-        message = f"has a scale that is no number: '{printable(scale)}'"
+        message = f"has a scale that is not a number: '{printable(scale)}'"
         raise ValueError(message)
     number = float(scale) if colon else 1.0
     if abs(number) > LORA_SCALE_MAX:

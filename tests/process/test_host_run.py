@@ -337,7 +337,7 @@ def test_a_daemon_that_fails_is_said() -> None:
     with on_host("--broken", "the disk is full") as host:
         done = host.run("run", host.model())
     assert done.code == 10
-    assert "error: Docker does not answer as it should" in done.err
+    assert "error: Docker returned an unexpected error" in done.err
     assert "the disk is full" in done.err
 
 

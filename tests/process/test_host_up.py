@@ -169,7 +169,7 @@ def test_a_container_that_is_removed_meanwhile_is_said() -> None:
 def test_an_engine_that_fails_is_said() -> None:
     code, _, err = ended("--ready", "0", "--break-after", "3")
     assert code == 10
-    assert "error: Docker does not answer as it should" in err
+    assert "error: Docker returned an unexpected error" in err
     assert "the disk of the engine is full" in err
 
 
@@ -188,7 +188,7 @@ def test_an_engine_that_vanishes_is_said() -> None:
             wait_for_words(program, "loading the model")
         _, err = program.communicate(timeout=90)
     assert program.returncode == 10
-    assert re.search("error: Docker (is stopped|is missing|does not answer as it should)", err)
+    assert re.search("error: Docker (is stopped|is missing|returned an unexpected error)", err)
     assert "Traceback" not in err
 
 

@@ -60,7 +60,7 @@ def explained(error: Exception, where: str, *, has_command: bool) -> ConfigError
         return ConfigError(
             message, hint=f"start it: sudo systemctl start docker, or Docker Desktop; or check {ADDRESS}"
         )
-    message = f"Docker does not answer as it should: {error}"
+    message = f"Docker returned an unexpected error: {error}"
     return ConfigError(message, hint=f"`docker info` shows why; {ADDRESS} selects another daemon")
 
 
