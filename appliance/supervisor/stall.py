@@ -114,7 +114,9 @@ async def _until_silent(child: Child, command: Command, demand: Demand) -> Hang:
             if silence.seconds >= command.stall_timeout_s and await work.is_missing(command.stall_timeout_s):
                 return _hang(silence.requests, silence.seconds, "no work was seen")
             if await pace.is_lost(silence.seconds, silence.patience_s):
-                return _hang(silence.requests, silence.seconds, "none of them progressed, although it was working")
+                return _hang(
+                    silence.requests, silence.seconds, "none of them progressed, although the engine was working"
+                )
             asked_s = min(time.monotonic() - began, _ANSWER_S + silence.patience_s / 2)
 
 
