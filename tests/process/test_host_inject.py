@@ -252,7 +252,7 @@ def test_what_the_user_made_of_ours_is_left_alone(home: Home, tool: str, old: st
     ("tool", "text", "said"),
     [
         ("claude-code", '{\n  "env": {\n    "A": 1,,\n  }\n}\n', "line 3: a key in double quotes is missing"),
-        ("zed", "// settings\n[]\n", "line 2: it is no object"),
+        ("zed", "// settings\n[]\n", "line 2: it is not an object"),
         ("opencode", '{"provider": []}', "provider is not a group of settings"),
         ("continue", "models:\n  - name: x\n bad", "line 3: "),
         ("continue", "models: [{name: x}]\n", "models is not a list with one entry per line"),
