@@ -1,4 +1,4 @@
-"""Where a running gateway says that it listens: a line of host and port in a file of its container."""
+"""The address file: one line with host and port, written by a running gateway in its container."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}  # noqa: S104
 
 
 def read_address(path: Path) -> tuple[str, int] | None:
-    """Where it can be reached from this container; None where no appliance has said anything."""
+    """Return host and port at which the gateway can be reached from this container. None if the file is missing or is
+    not readable as such."""
     try:
         host, port = path.read_text(encoding="ascii").split()
         return reachable(host), int(port)

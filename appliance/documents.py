@@ -1,4 +1,5 @@
-"""JSON documents -> dataclasses: what was not written from the dataclass is refused, by the name of the field."""
+"""Reads JSON documents into dataclasses. A document that does not match its dataclass is refused with the name of the
+field."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 T = TypeVar("T")
-# By dataclass: whether these values can be. Their types are right then.
+# Dataclass -> check of its values, called after their types were checked. False refuses the document.
 Rules = Mapping[type, Callable[[Any], bool]]
-_Path = tuple[Any, str | int]  # what it is part of, or None, and its own name or place: words only when they are wanted
+# parent path (None at the root) and own field name or list index; made into words only for an error
+_Path = tuple[Any, str | int]
 _PLAIN = frozenset({str, int, float, bool, type(None)})
-VALUES_MAX = 2_000_000  # of a document of somebody else: a second of reading at most
+VALUES_MAX = 2_000_000  # limit for a document from outside; reading so many values takes one second at most
 
 
 def load(data: str | bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no JSON object."""
+    """Return the JSON object in `data`. Raises ValueError if `data` is not JSON or not an object."""
     try:
         document = json.loads(data)
     except RecursionError as error:
@@ -32,15 +34,15 @@ def load(data: str | bytes) -> dict[str, Any]:
 
 
 def has_too_many_values(data: bytes) -> bool:
-    """Whether reading this JSON would hold up all else: 64 MiB of empty lists take 8 s. What opens or follows a value
-    is counted, also inside of texts, where it is rare."""
+    """True if reading this JSON would block the process for long: 64 MiB of empty lists take 8 s. Counts commas and
+    opening brackets, also the few inside of strings."""
     return sum(map(data.count, (b",", b"[", b"{"))) > VALUES_MAX
 
 
 def foreign(data: bytes) -> object:
-    """Return the value of a JSON text that somebody else wrote, by the letter of RFC 8259.
+    """Return the value of a JSON text from outside, read strictly by RFC 8259.
 
-    NaN, numbers beyond a float and half of a surrogate pair are refused: Python's own json takes them. Raises
+    Refuses NaN, numbers beyond a float and half of a surrogate pair, which Python's own json accepts. Raises
     ValueError, whose message quotes nothing of the text.
     """
     try:
@@ -50,7 +52,7 @@ def foreign(data: bytes) -> object:
     except UnicodeDecodeError:
         reason = "it is not UTF-8"
     except msgspec.DecodeError as error:
-        # msgspec says the first of both.
+        # msgspec says "truncated" in both cases.
         is_short = "truncated" in str(error)
         reason = "it ends too early, or has half of a surrogate pair" if is_short else str(error)
     except RecursionError:
@@ -61,10 +63,11 @@ def foreign(data: bytes) -> object:
 
 
 def read(kind: type[T], document: object, *, rules: Rules | None = None, **parts: Callable[[Any], Any]) -> T:
-    """A `kind` from what `json.loads` gave; `parts` read fields that their type alone does not describe.
+    """Return a `kind` made of what `json.loads` returned. `parts` maps a field to a function that reads it, if its type
+    is not enough.
 
-    Raises ValueError for a wrong type, for a field that is missing or unknown at any depth, and for values against a
-    rule. An integer may stand for a float, a boolean for neither.
+    Raises ValueError for a wrong type, for a missing or unknown field at any depth, and for values that break a rule.
+    An integer is accepted for a float; a boolean is accepted for neither.
     """
     try:
         value = _convert(kind, document, parts)
@@ -86,14 +89,15 @@ def _convert(kind: type[T], document: object, parts: Mapping[str, Callable[[Any]
 
 @cache
 def _without(kind: type, parts: frozenset[str]) -> type[msgspec.Struct]:
-    """The other fields of a dataclass. Made once: a profile has one plan after the other, and what msgspec knows of a
-    type is kept with the type."""
+    """Return a struct type with the dataclass's fields except `parts`. Cached: msgspec keeps what it knows of a type
+    with the type, and a profile holds many plans."""
     others = [(name, hint) for name, hint in get_type_hints(kind).items() if name not in parts]
     return msgspec.defstruct(kind.__name__, others)
 
 
 def _check(document: Any, value: object, path: _Path, rules: Rules, *, skipped: Collection[str] = ()) -> None:  # noqa: ANN401
-    """What msgspec does not: it passes over unknown fields of a dataclass, and gives missing ones their defaults."""
+    """Check what msgspec does not: it ignores unknown fields of a dataclass and fills missing ones with their
+    defaults."""
     if isinstance(value, tuple):
         for place, each in enumerate(value):
             if type(each) not in _PLAIN:
@@ -120,9 +124,9 @@ def _check_names(document: Mapping[str, Any], names: KeysView[str], path: _Path)
 
 
 def _names_of(kind: type) -> KeysView[str]:
-    """Of a dataclass's fields; empty for every other type."""
+    """Return the field names of a dataclass; empty for every other type."""
     found: Mapping[str, object] = getattr(kind, "__dataclass_fields__", {})
-    return found.keys()  # as `fields` has them, which takes longer
+    return found.keys()  # same result as `dataclasses.fields`, in less time
 
 
 def _in_words(path: _Path) -> str:

@@ -1,6 +1,6 @@
-"""A route of an engine that a client may reach. Each engine lists its own: what is not listed cannot be reached.
+"""A route of an engine that a client may reach. Each engine lists its routes; every other path of the engine is a 404.
 
-A request is matched by its whole decoded path, and the engine is asked for `upstream`, a constant: nothing of a
+A request is matched by its whole decoded path, and the engine is asked for `upstream`, a constant. Nothing of a
 client's path ever reaches the engine, so `//slots`, `%2e%2e/props` or a trailing slash can only be a 404.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dialect = Literal["openai", "anthropic"]
-"""How an error inside a stream is written so that the SDK of that API sees it."""
+"""The API whose format errors inside a stream use, so that the SDK of that API recognizes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +20,19 @@ class EngineRoute:
     upstream: str
     methods: tuple[str, ...] = ("POST",)
     dialect: Dialect = "openai"
-    not_for_rerankers: bool = False  # the engine would answer all the same, and with nonsense
-    only_for_embedders: bool = False  # at a model that gives text the engine has no such route
+    not_for_rerankers: bool = False  # True: refused for rerankers, for which the engine would answer with nonsense
+    only_for_embedders: bool = False  # True: refused for text models, for which the engine has no such route
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
-    fault: Callable[[bytes], str | None] | None = None  # what is wrong with a body that the engine would not refuse
-    needs_model: bool = True  # False: the engine answers without it, also one that makes no token any more
-    crowded: bytes = b""  # of its error, where requests that ran together did not fit into the context; empty: none
+    # describes a fault of the body that the engine would not refuse; None: no fault
+    fault: Callable[[bytes], str | None] | None = None
+    needs_model: bool = True  # False: works without the model, also if the engine can produce no tokens any more
+    # text in the engine's error if parallel requests exceeded the context together; empty: the engine has none
+    crowded: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadGauges:
-    """Names in /metrics of how busy a model is, for balancers that look for those of one kind of server."""
+    """Names of the load gauges in /metrics, for load balancers that expect the names of one kind of server."""
 
     waiting: str = "appliance_requests_waiting"
     running: str = "appliance_requests_running"
@@ -39,12 +41,12 @@ class LoadGauges:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRule:
-    """An engine's own error that a client is told in our words: the engine's name a flag, a file or a log that the
-    client does not have, or give a status that makes SDKs repeat a request which can never be answered.
+    """Replacement for an engine's error message that would not help a client: it names a flag, a file or a log that the
+    client does not have, or its status makes SDKs repeat a request that can never be answered.
 
-    `says` is a regular expression, searched in the error's message; with `of_status` it counts for answers of that
-    status only. `detail` is our sentence: what failed and what to do; `{name}` stands for a group of `says`. `source`
-    is the place in the pinned engine that writes the message.
+    `says` is a regular expression, searched in the error's message; with `of_status` it applies to answers of that
+    status only. `detail` is the replacement: what failed and what to do; `{name}` stands for a group of `says`.
+    `source` is the place in the pinned engine that writes the message.
     """
 
     says: str

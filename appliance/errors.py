@@ -21,22 +21,23 @@ FatalError                      1
 │  └─ EngineDiedError          45  while serving
 └─ VolumeError                 50  not writable, full, or locked
 
-Each is raised with what failed, with which value and where that came from; `hint` says what to do. Caught once, in
-`__main__`.
+Each message says what failed, with which value, and where the value came from; `hint` says what to do. `__main__`
+is the only place that catches them.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """For a terminal: a name may hold newlines and control sequences, which are shown as \\n and \\x1b."""
+    """Return `text` for a terminal: newlines and control sequences are shown as \\n and \\x1b."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class FatalError(Exception):
-    """Ends the program with `exit_code`; the message has no final period and the value stands after the colon.
+    """Ends the program with `exit_code`. The message has no final period, and the value stands after the colon.
 
-    `log`: where an engine's ending told of it, its last lines, oldest first, so that the cause can be shown.
+    `log` holds the last lines of the engine's log, oldest first, if the engine's ending caused the error; otherwise it
+    is empty.
     """
 
     exit_code = 1
@@ -57,7 +58,7 @@ class ConfigError(FatalError):
 
 
 class ModelAwayError(ConfigError):
-    """For what needs the model and fetches none."""
+    """Raised by a command that needs the model on the volume and does not download it."""
 
     def __init__(self, model: str) -> None:
         hint = "`appliance serve` fetches it when it starts, `appliance models pull` before"
@@ -73,7 +74,8 @@ class DriverTooOldError(FatalError):
 
 
 class KernelsError(FatalError):
-    """The engine's CPU kernels do not run here. `variant`: which of several, where more than one was tried."""
+    """The engine's CPU kernels do not run on this CPU. `variant` names the failed one if several were tried, else
+    None."""
 
     variant: str | None = None
 
@@ -99,11 +101,11 @@ class DownloadError(FatalError):
 
 
 class EngineError(FatalError):
-    """An ending of the engine that another plan may mend; a model, a GPU or a CPU that will not do is none.
+    """An ending of the engine that a different plan may avoid. An unusable model, GPU or CPU is another error.
 
-    `was_memory`: memory ran out, by the log or by the kernel's count, also while serving: only then a smaller plan
-    helps. `needed_mib`: the size of the buffer that was refused, where the log tells it; at most so much was missing.
-    `device`: the engine's name of the GPU that lacked it.
+    `was_memory` is True if memory ran out, by the log or by the kernel's count, also while serving; only then a smaller
+    plan helps. `needed_mib` is the size of the buffer that was refused, if the log tells it: at most so much was
+    missing. `device` is the engine's name of the GPU that lacked the memory.
     """
 
     exit_code = 43
@@ -145,7 +147,7 @@ class EngineLibraryError(EngineError):
 
 
 class GpuFaultError(EngineError):
-    """A GPU that failed at one plan's kernels; another plan may not need them."""
+    """A GPU failed while it ran a kernel of one plan. Another plan may not need that kernel."""
 
     exit_code = 23
 
@@ -155,7 +157,7 @@ class EngineDiedError(EngineError):
 
 
 class CpuBackendError(KernelsError):
-    """No EngineError: no other plan has other kernels."""
+    """The engine's CPU kernels cannot be loaded. Not an EngineError, since no other plan has other kernels."""
 
     exit_code = 44
 

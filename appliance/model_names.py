@@ -1,6 +1,6 @@
-"""What people call a model, and which rungs of a recipe that means. Pure, and of the standard library alone.
+"""Names that people use for a model, and the variants of a recipe that they mean. Pure; standard library only.
 
-`Qwen3-30B-A3B`, `qwen3:30b-a3b` and `qwen/qwen3-30b-a3b` are one model: case and separators carry no meaning.
+`Qwen3-30B-A3B`, `qwen3:30b-a3b` and `qwen/qwen3-30b-a3b` are one model: case and separators have no meaning.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from appliance.values import dataclass
 
 _TOKEN = re.compile(r"[a-z]+|\d+")
-# A word ends at a separator, and where the number behind a family's name begins: qwen3, gemma-4. A version is one word.
+# A word ends at a separator, and before the number after a family's name: qwen3, gemma-4. A version is one word.
 _WORD = re.compile(r"[a-z]{2,}(?=\d)|\d+\.\d+[a-z]*|[a-z0-9]+")
 _ENDS = re.compile(r"(?:-\d{5}-of-\d{5})?(?:[.-]gguf)?(?::latest)?$", re.IGNORECASE)
-_NOT_A_NAME = re.compile(r"[:@]|[.-]gguf$", re.IGNORECASE)  # behind a vendor: of a repository or one of its files
+# after `vendor/` this marks a repository or one of its files
+_NOT_A_NAME = re.compile(r"[:@]|[.-]gguf$", re.IGNORECASE)
 _BETWEEN_NUMBERS = re.compile(r"(?<=\d) (?=\d)")
 _NEAR = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedRung:
-    """`published`: the names of its repository and of its file."""
+    """Names of a variant. `published` holds the names of its repository and of its file."""
 
     name: str
     published: tuple[str, ...]
@@ -31,7 +32,7 @@ class NamedRung:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedRecipe:
-    """`vendors`: organisations that publish these models, in lower case."""
+    """Names of a recipe. `vendors` are the organisations that publish its models, in lower case."""
 
     name: str
     vendors: tuple[str, ...]
@@ -40,7 +41,8 @@ class NamedRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Meant:
-    """`rung`: a rung's name, or the beginning that several have in common; "" leaves the choice to the recipe."""
+    """What a name means. `rung` is a variant's name, or the beginning that several have in common; "" leaves the choice
+    to the recipe."""
 
     recipe: str
     rung: str
@@ -51,9 +53,9 @@ class Meant:
 
 
 def resolve(called: str, recipes: Sequence[NamedRecipe]) -> Meant | None:
-    """Return what a name means; None for a name of no recipe, and for what names a repository, a file or an address.
+    """Return what a name means. None if it names no recipe, or if it names a repository, a file or an address.
 
-    A vendor before the name must be one of the recipe's: somebody else's model of the same name is another model.
+    A vendor before the name must be one of the recipe's: another vendor's model of the same name is another model.
     """
     vendor, slash, name = called.rpartition("/")
     if slash and ("/" in vendor or _NOT_A_NAME.search(name)):
@@ -70,12 +72,12 @@ def resolve(called: str, recipes: Sequence[NamedRecipe]) -> Meant | None:
 
 
 def rungs_named(called: str, recipe: NamedRecipe) -> tuple[str, ...]:
-    """Return the names of all rungs that a name means; empty if it means none of this recipe."""
+    """Return the names of all variants that a name means; empty if it means none of this recipe."""
     return next((found for is_meant in _WAYS if (found := _found(called, recipe, is_meant))), ())
 
 
 def nearest(called: str, recipes: Sequence[NamedRecipe]) -> tuple[str, ...]:
-    """Return the names closest to an unknown one, each as it can be typed."""
+    """Return the known names that are closest to an unknown one, each as it can be typed."""
     names = {name_key(each.name): each.name for each in recipes}
     for recipe in recipes:
         for rung in recipe.rungs:
@@ -100,22 +102,23 @@ def _is_it(called: str, name: str) -> bool:
 
 
 def _begins(called: str, name: str) -> bool:
-    """True if the name begins so and goes on with another word or number: qwen3-3 does not begin qwen3-32b."""
+    """True if `name` begins with `called` and continues with another word or number: qwen3-3 does not begin
+    qwen3-32b."""
     tokens = _tokens(name)
     return name_key(called) in {_joined(tokens[:count]) for count in range(1, len(tokens))}
 
 
 def _has_words_of(called: str, name: str) -> bool:
-    """True if all words stand in the name, in this order, the family first: qwen3-30b-2507 leaves out a3b."""
+    """True if `name` contains all words of `called` in their order, the family first: qwen3-30b-2507 leaves out a3b."""
     words, there = _words(called), iter(_words(name))
     return len(words) > 1 and words[0] == _words(name)[0] and all(word in there for word in words)
 
 
-_WAYS = (_is_it, _begins, _has_words_of)  # the first that finds a rung holds
+_WAYS = (_is_it, _begins, _has_words_of)  # tried in this order; the first that finds a variant decides
 
 
 def _common(found: Sequence[str], recipe: NamedRecipe) -> str:
-    """Return the only name, or the words that all begin with; "" if the name means every rung of the recipe."""
+    """Return the only name, or the first words that all names share; "" if the names are all variants of the recipe."""
     if len(found) == len(recipe.rungs):
         return ""
     columns = zip(*(name.split("-") for name in found), strict=False)
@@ -127,7 +130,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _joined(tokens: Sequence[str]) -> str:
-    """Between two numbers stands a dot, so that 3.5-9b is not 35-9b."""
+    """Join tokens, with a dot between two numbers so that 3.5-9b differs from 35-9b."""
     return _BETWEEN_NUMBERS.sub(".", " ".join(tokens)).replace(" ", "")
 
 

@@ -1,4 +1,4 @@
-"""Several things that are waited for at once, of which nothing is left running behind."""
+"""Waiting for several things at once without leaving a task behind."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 async def first_of(*waits: Awaitable[Any], timeout_s: float | None = None) -> tuple[asyncio.Future[Any], ...]:
-    """Until one of them ends, with a result or an exception, or the time is up. The others are cancelled, and have
-    ended when this returns, also when it is cancelled itself.
+    """Wait until one of `waits` ends with a result or an exception, or until `timeout_s` has passed. Cancel the others
+    and wait for their end, also if this call is cancelled.
 
-    Returns all in their order: the first that is not `cancelled()` ended by itself. `result()` of it raises what it
-    raised; this raises nothing of theirs.
+    Returns the futures of all, in their order: the first that is not `cancelled()` ended by itself. Raises none of
+    their exceptions; `result()` of a future does.
     """
     futures = tuple(asyncio.ensure_future(wait) for wait in waits)
     try:

@@ -1,4 +1,5 @@
-"""What a user calls a model: `org/repo`, `org/repo:Q4_K_M`, `org/repo@revision`, `org/repo/file.gguf`, or a URL."""
+"""Parses what a user types for a model: `org/repo`, `org/repo:Q4_K_M`, `org/repo@revision`, `org/repo/file.gguf`, or a
+URL."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from appliance.values import dataclass
 HUB_HOSTS = ("huggingface.co", "hf.co", "www.huggingface.co")
 _FORMS = "as in org/repo, org/repo:Q4_K_M, org/repo@revision, org/repo/file.gguf or https://host/file.gguf"
 _PREFIXES = ("hf://", "hf.co/", "huggingface.co/")
-# huggingface_hub's own rule, utils/_validators.py: no "--" and no "..", which folder names are made of.
+# huggingface_hub's own rule, utils/_validators.py: no "--" and no "..", because folder names are built with them.
 _WORD = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?")
 _QUANT = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 _REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]{0,127}")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# Artifacts: `oci://…`, `docker://…`, and addresses of registries: a host that ends in letters, a number with a port,
-# this machine.
+# OCI artifacts: `oci://…`, `docker://…`, and addresses of registries: a host that ends in letters, a number with a
+# port, or this machine.
 _OCI = frozenset({"oci", "docker", "oci-archive", "containers-storage"})
 _HOST = r"(?:localhost|[\w-]+(?:\.[\w-]+)*\.[a-z]{2,})(?::\d+)?|[\d.]+:\d+|\[[\da-f:]+\](?::\d+)?"
 _REGISTRY = re.compile(rf"(?:{_HOST})/", re.IGNORECASE)
@@ -26,9 +27,9 @@ _REGISTRY = re.compile(rf"(?:{_HOST})/", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A repository of the hub with what of it is meant, or `url` alone."""
+    """A repository of the hub and which part of it is meant, or `url` alone."""
 
-    text: str  # as it was given
+    text: str  # as the user typed it
     repo: str | None = None
     revision: str | None = None
     quant: str | None = None
@@ -37,12 +38,14 @@ class Reference:
 
 
 def looks_remote(text: str) -> bool:
-    """Whether it can be more than a name on the volume; cheap, and without a judgement whether it is there."""
+    """True if `text` may be more than a name on the volume. A quick check of the form; does not look whether the model
+    exists."""
     return bool(_SCHEME.match(text)) or (text.count("/") >= 1 and not text.startswith(("/", "./", "../", "~")))
 
 
 def parse_reference(text: str, endpoint: str = "") -> Reference:
-    """Raises ConfigError that says which forms there are. A web address of the hub means the repository."""
+    """Return the parsed reference; a web address of the hub means the repository. Raises ConfigError that lists the
+    accepted forms."""
     scheme = _SCHEME.match(text)
     if scheme:
         refuse_password(text)
@@ -59,12 +62,12 @@ def parse_reference(text: str, endpoint: str = "") -> Reference:
 
 
 def refuse_artifact(text: str) -> None:
-    """Raises ConfigError for what names an artifact of a registry."""
+    """Raise ConfigError if `text` names an artifact of a registry."""
     scheme = _SCHEME.match(text)
     if scheme:
         is_artifact = scheme[1].lower() in _OCI
     else:
-        is_file = text.lower().endswith(".gguf")  # of a folder that has a dot in its name
+        is_file = text.lower().endswith(".gguf")  # a path whose first folder has a dot in its name
         is_artifact = not is_file and bool(_REGISTRY.match(text)) and text.partition("/")[0] not in HUB_HOSTS
     if is_artifact:
         raise _artifact(text)
@@ -97,7 +100,7 @@ def _of_url(text: str, endpoint: str) -> Reference:
 def _split(text: str) -> _Address:
     try:
         address = urlsplit(text)
-        address.port  # noqa: B018 - which is checked when it is read
+        address.port  # noqa: B018 - reading it checks it
     except ValueError as error:
         raise _refusal(text, str(error).lower()) from error
     if not address.hostname:
@@ -106,7 +109,7 @@ def _split(text: str) -> _Address:
 
 
 def refuse_password(text: str) -> None:
-    """ConfigError for an address with a user or a password in it, of whatever scheme."""
+    """Raise ConfigError if the address contains a user or a password, whatever its scheme."""
     scheme, slashes, rest = text.partition("://")
     user, at, _ = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")
     if slashes and at:
@@ -121,7 +124,7 @@ class _Address:
 
 
 def file_name(url: str) -> str:
-    """Last part of its path, unquoted; empty where that could not be a file's name."""
+    """Return the last part of the URL's path, unquoted; empty if it cannot be a file's name."""
     name = unquote(urlsplit(url).path.rpartition("/")[2])
     return "" if name in (".", "..") or "/" in name or not name.isprintable() else name
 
@@ -155,7 +158,8 @@ def _problem(org: str, name: str, path: str | None, quant: str | None, revision:
 
 
 def is_safe_path(path: str) -> bool:
-    """Relative, below where it is put, and printable: listings come from elsewhere."""
+    """True if `path` is relative, stays below its folder and is printable. Paths come from listings of other
+    servers."""
     parts = PurePosixPath(path).parts
     plain = "/".join(parts) == path and path.isprintable() and "\\" not in path
     return plain and bool(parts) and not path.startswith("/") and not {".", ".."} & set(parts)

@@ -1,4 +1,4 @@
-"""Short commands: run one, bounded in time and in output, and leave none of its processes behind."""
+"""Short commands: run one with a limit on time and output, and leave none of its processes behind."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from appliance.values import dataclass
 
 OUTPUT_LIMIT_BYTES = 4 * 1024 * 1024  # of each stream; the longest `--help` of an engine is under 100 KiB
 _CHUNK_BYTES = 64 * 1024
-_EXIT_POLL_S = 0.05  # only felt when a grandchild keeps the pipes open after the child itself has gone
-# SIGKILL takes milliseconds, unless the kernel is at work for the process: a driver that hangs never gives it back.
+_EXIT_POLL_S = 0.05  # matters only if a grandchild keeps the pipes open after the child has exited
+# SIGKILL takes milliseconds, unless the process is inside the kernel: a driver that hangs never returns.
 _END_S = 1.0
 _END_AT_ONCE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """How a command ended. `returncode` is minus the signal's number when it was killed, as in `subprocess`."""
+    """How a command ended. `returncode` is minus the signal's number if a signal killed it, as in `subprocess`."""
 
     returncode: int
     stdout: str
     stderr: str
-    is_cut: bool = False  # a stream went beyond OUTPUT_LIMIT_BYTES; the rest was read and dropped
+    is_cut: bool = False  # True if a stream exceeded OUTPUT_LIMIT_BYTES; the rest was read and dropped
 
 
 class RunTimeout(Exception):  # noqa: N818 - the name says what happened, as in asyncio
-    """The command ran past its limit and was killed with its whole process group."""
+    """The command exceeded its time limit and was killed with its whole process group."""
 
     def __init__(self, argv: Sequence[str], timeout_s: float, stderr: str) -> None:
         super().__init__(f"{argv[0]} did not end within {timeout_s:g} s")
@@ -51,11 +51,12 @@ def run(
     folder: Path | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Finished:
-    """Run `argv` in its own process group and without standard input; text is UTF-8, other bytes are replaced.
+    """Run `argv` in its own process group and without standard input. Output is decoded as UTF-8; other bytes are
+    replaced.
 
-    `environment` is the child's whole environment and `folder` where it works; None inherits ours. A non-zero
-    exit raises nothing. Raises RunTimeout, also as soon as `is_wanted` says no, and OSError when the program cannot be
-    started. Whatever the command left in its group is killed.
+    `environment` is the child's whole environment and `folder` its working directory; None inherits ours. A non-zero
+    exit raises nothing. Raises RunTimeout after `timeout_s`, or as soon as `is_wanted` returns False, and OSError if
+    the program cannot be started. Every process left in its group is killed.
     """
     process = subprocess.Popen(
         list(argv),
@@ -70,9 +71,9 @@ def run(
 
 
 def run_shown(argv: Sequence[str], *, folder: Path | None = None) -> int:
-    """Run `argv` where the user sees it: on our terminal, with its Ctrl-C, and its output on standard error.
+    """Run `argv` on the user's terminal: Ctrl-C reaches it, and its output goes to standard error.
 
-    Returns the exit code, minus the signal's number when it was killed. Raises OSError when it cannot be started.
+    Returns the exit code, or minus the signal's number if a signal killed it. Raises OSError if it cannot be started.
     """
     with subprocess.Popen(list(argv), cwd=folder, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()) as process:
         return process.wait()
@@ -97,11 +98,11 @@ def _collected(
 
 
 class Running:
-    """A command that goes on beside us until it is told to end, by the end of its standard input; that comes too when
-    this process dies. Beyond its first line it prints only then: meanwhile nobody reads, and a full pipe stops it."""
+    """Long-running child process. Closing its standard input stops it, and so does the death of this process. After its
+    first line it must print nothing until then: nobody reads, and a full pipe would block it."""
 
     def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
-        """Raises OSError when the program cannot be started."""
+        """Start the program. Raises OSError if it cannot be started."""
         self._argv = tuple(argv)
         self._process = subprocess.Popen(
             list(argv),
@@ -114,8 +115,9 @@ class Running:
         self._output = _Output(self._process)
 
     def wait_line(self, *, timeout_s: float, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Wait for its first line; False when it closed its output without one. Killed when RunTimeout is raised, which
-        is also as soon as `is_wanted` says no, from whichever thread."""
+        """Wait for its first line. Returns False if it closed its output without one. Raises RunTimeout after
+        `timeout_s`, or as soon as `is_wanted` returns False, and kills the child first. May be called from any
+        thread."""
         deadline_s = time.monotonic() + timeout_s
         while (has_line := self._output.has_line()) is None:
             if (remaining_s := deadline_s - time.monotonic()) <= 0 or not is_wanted():
@@ -125,13 +127,13 @@ class Running:
         return has_line
 
     def finish(self, *, timeout_s: float, is_wanted: Callable[[], bool] = lambda: True) -> Finished:
-        """Tell it to end and wait for what it prints. Raises RunTimeout as `wait_line` does; its process group is
-        killed in either case."""
+        """Close its standard input and return its output after it ended. Raises RunTimeout as `wait_line` does. Its
+        process group is killed in every case."""
         self._close_input()
         return _collected(self._process, self._output, self._argv, timeout_s, is_wanted)
 
     def kill(self) -> None:
-        """End it at once; what it would have said is of no use."""
+        """Kill it at once and drop its output."""
         _kill_group(self._process, wait_s=_END_AT_ONCE_S)
         self._close_input()
         self._output.close()
@@ -142,7 +144,7 @@ class Running:
 
 
 class _Output:
-    """Both streams of one child, read as they come: a full pipe would stop it."""
+    """Both output streams of one child, read as they come: a full pipe would block the child."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.is_cut = False
@@ -154,7 +156,7 @@ class _Output:
             self._selector.register(descriptor, selectors.EVENT_READ)
 
     def collect(self, deadline_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Read until the child has ended; False when the deadline came first, or nobody wants it any more."""
+        """Read until the child has ended. Returns False if the deadline passed or `is_wanted` returned False before."""
         while not self._has_exited():
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0 or not is_wanted():
@@ -162,20 +164,20 @@ class _Output:
             if self._selector.get_map():
                 self.read_ready(min(remaining_s, _EXIT_POLL_S))
             else:
-                time.sleep(min(remaining_s, 0.002))  # both streams are closed: the end is a moment away
+                time.sleep(min(remaining_s, 0.002))  # both streams are closed, so the child ends soon
         while self._selector.get_map() and self.read_ready(0):
             pass
         return True
 
     def has_line(self) -> bool | None:
-        """Whether standard output holds one; None: it may still come."""
+        """True if standard output holds a whole line, False if it ended without one, None if a line may still come."""
         stdout = next(iter(self._kept))
         if b"\n" in self._kept[stdout]:
             return True
         return None if stdout in self._selector.get_map() else False
 
     def _has_exited(self) -> bool:
-        # WNOWAIT leaves the child a zombie, so its id, which is the group's, cannot be given to anybody else yet.
+        # WNOWAIT leaves the child a zombie, so its pid, which is also its group's, cannot be reused yet.
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
@@ -203,7 +205,8 @@ class _Output:
 
 
 def _kill_group(process: subprocess.Popen[bytes], *, wait_s: float) -> None:
-    """Whoever does not end within `wait_s` is waited for by a thread of its own, so that no zombie stays behind."""
+    """Kill the process group and wait up to `wait_s` for its leader. After that a thread waits for it, so that no
+    zombie remains."""
     with suppress(ProcessLookupError):  # the group is empty already
         os.killpg(process.pid, signal.SIGKILL)
     try:

@@ -1,8 +1,8 @@
 """Defaults < /data/appliance.yaml < APPLIANCE_* variables < flags: resolved once, frozen, each value with its source.
 
 The same words everywhere: the setting `ctx_size` is `--ctx-size`, `APPLIANCE_CTX_SIZE` and the key `ctx_size` (or
-`ctx-size`) in the file. This is the only module that reads the process environment, and it does so in one place,
-`process_environment`, so that everything else can be given another one.
+`ctx-size`) in the file. This is the only module that reads the process environment, and it does so only in
+`process_environment`, so that a test can pass another one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from appliance.values import dataclass
 PREFIX = "APPLIANCE_"
 _MOUNTED = tuple(Path("/mnt") / name for name in ("ollama", "huggingface", "lmstudio", "models"))
 _OWN = (".cache/huggingface/hub", ".ollama/models", ".lmstudio/models", ".cache/lm-studio/models")
-# What an image carries, and Ollama's installed as a service.
+# models in the image, and the folders of an Ollama that was installed as a service
 _SYSTEM = (Path("/opt/models"), Path("/usr/share/ollama/.ollama/models"), Path("/var/lib/ollama/models"))
 FILE_NAME = "appliance.yaml"
 FILE_LIMIT_BYTES = 2**20
-# Context lengths are multiples of it: a page of an engine's cache, or several. Less is rounded up, and every figure
-# would be short by one.
+# Context lengths are multiples of this: one page of an engine's cache, or several. An engine rounds other values up,
+# and every figure would be too small by one page.
 CONTEXT_STEP = 256
 
 
@@ -40,7 +40,7 @@ def _text(value: str) -> str:
 
 
 def _switch(value: str) -> bool:
-    """One spelling of true is not enough for people, four are: on/off, true/false, yes/no, 1/0."""
+    """Return the boolean for on/off, true/false, yes/no or 1/0: people use all four spellings."""
     known = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
     if value.lower() not in known:
         message = "is neither on nor off"
@@ -93,7 +93,8 @@ WORKLOADS = ("chat", "agent", "document")
 
 
 def parse_jobs(value: str) -> tuple[tuple[str, float], ...]:
-    """Names of jobs with weights, from "chat" or "chat:3,agent:1"; what they mean is tune/workload.py's business."""
+    """Return names of workloads with weights, from "chat" or "chat:3,agent:1". tune/workload.py defines the
+    workloads."""
     jobs = []
     for word in value.split(","):
         name, colon, share = word.strip().partition(":")
@@ -109,7 +110,7 @@ def parse_jobs(value: str) -> tuple[tuple[str, float], ...]:
 
 
 def _kv_type(value: str) -> str:
-    """One type, or those of K and V as in "q8_0/q4_0". Which types there are is for the engine of the image to say."""
+    """Return one type for K and V, or a pair as in "q8_0/q4_0". The image's engine says which types exist."""
     if not re.fullmatch(r"\w+(/\w+)?", value, re.ASCII) or ("/" in value and "auto" in value.split("/")):
         message = "is no type, or two as in q8_0/q4_0"
         raise ValueError(message)
@@ -126,7 +127,8 @@ _NAME_BYTES, _PATH_BYTES = 255, 4095  # Linux: NAME_MAX, and PATH_MAX less its N
 
 
 def _path(value: str) -> Path:
-    """What the kernel would not even look up is refused here: pathlib raises ENAMETOOLONG where a file is missing."""
+    """Return the path. Raises ValueError if it is longer than the kernel allows: pathlib would raise ENAMETOOLONG
+    later."""
     path = Path(value)
     sizes = [len(os.fsencode(part)) for part in path.parts]
     if len(os.fsencode(path)) > _PATH_BYTES or max(sizes, default=0) > _NAME_BYTES:
@@ -136,7 +138,8 @@ def _path(value: str) -> Path:
 
 
 def parse_folders(value: str) -> tuple[Path, ...]:
-    """Absolute paths with commas; `none` is no folder."""
+    """Return absolute paths separated by commas; empty for `none`. Raises ValueError for a path that is not
+    absolute."""
     words = [] if value.strip() == "none" else [word.strip() for word in value.split(",")]
     for word in words:
         if not word.startswith("/"):
@@ -154,7 +157,7 @@ _FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9._-]*")
 
 
 def is_flag(word: str) -> bool:
-    """And no value: `-1` and `-0.5` are numbers."""
+    """True for a word that is a flag; False for a negative number such as `-1` or `-0.5`."""
     return _FLAG.fullmatch(word) is not None
 
 
@@ -170,11 +173,11 @@ def _device_list(value: str) -> str:
 
 
 def _engine_arguments(value: str) -> tuple[str, ...]:
-    """Words of one or more flags with their values, quoted as in a shell: `--top-k 20 --chat-template "a b"`."""
-    import shlex  # here: few starts need it
+    """Return one or more flags with their values, quoted as in a shell: `--top-k 20 --chat-template "a b"`."""
+    import shlex  # imported here, since few starts need it
 
     if not value.isprintable():
-        message = "holds a line break or another character that no argument has"
+        message = "contains a line break or another unprintable character"
         raise ValueError(message)
     try:
         words = shlex.split(value)
@@ -189,7 +192,7 @@ def _engine_arguments(value: str) -> tuple[str, ...]:
 
 
 def _halves(word: str) -> tuple[str, ...]:
-    """`--top-k=20` as the engine takes it."""
+    """Return `--top-k=20` as the two words that the engine takes."""
     flag, equals, value = word.partition("=")
     return (flag, value) if equals and is_flag(flag) else (word,)
 
@@ -199,21 +202,22 @@ def _address(value: str) -> str:
     return value
 
 
-_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?"  # of a host
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?"  # host name
 _ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]+)\]|({_NAME}))(?::(\d{{1,5}}))?")
 
 
 def parse_address(value: str) -> tuple[str, int | None]:
-    """A host, and the port where one is given: `node-0:11435`, `10.0.0.1`, `[fd00::1]:11435`."""
+    """Return the host, and the port or None: `node-0:11435`, `10.0.0.1`, `[fd00::1]:11435`. Raises ValueError
+    otherwise."""
     found = _ADDRESS.fullmatch(value)
     if found is None or not _has_labels(found[2] or "a") or not 1 <= int(found[3] or 1) <= 65535:
-        message = "is no host, or HOST:PORT"
+        message = "is not a host or HOST:PORT"
         raise ValueError(message)
     return found[1] or found[2], int(found[3]) if found[3] else None
 
 
 def _has_labels(name: str) -> bool:
-    """What a resolver encodes: no label is empty or above 63 characters."""
+    """True if a resolver accepts the name: no label is empty or longer than 63 characters."""
     return all(0 < len(label) <= 63 for label in name.removesuffix(".").split("."))
 
 
@@ -221,7 +225,7 @@ LORA_SCALE_MAX = 100.0
 
 
 def _adapters(value: str) -> tuple[str, ...]:
-    """Names with commas, each with a scale behind a colon, or without."""
+    """Return adapter names separated by commas, each with or without `:SCALE`."""
     words = tuple(word.strip() for word in value.split(","))
     for word in words:
         parse_adapter(word)
@@ -229,13 +233,14 @@ def _adapters(value: str) -> tuple[str, ...]:
 
 
 def parse_adapter(word: str) -> tuple[str, float]:
-    """Name and scale of `style.gguf:0.5`. Raises ValueError for what the engine's own form could not say."""
+    """Return name and scale of `style.gguf:0.5`; the scale is 1 if none is given. Raises ValueError for a value that
+    the engine's own form could not express."""
     name, colon, scale = word.partition(":")
     if not name or not word.isprintable():
         message = "holds an empty name" if not name else "holds a character that no file's name should have"
         raise ValueError(message)
     if colon and not re.fullmatch(r"-?\d{1,3}(\.\d{1,6})?", scale):
-        message = f"has a scale that is no number: '{printable(scale)}'"
+        message = f"has a scale that is not a number: '{printable(scale)}'"
         raise ValueError(message)
     number = float(scale) if colon else 1.0
     if abs(number) > LORA_SCALE_MAX:
@@ -258,7 +263,7 @@ def _setting(
 
 
 POOLINGS = ("none", "mean", "cls", "last", "rank")
-# What an engine may do something with, or nothing: each says which of them it takes.
+# Settings that an engine may support or ignore; each engine lists those that it supports.
 ENGINE_SETTINGS = frozenset({
     "allow_disk", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model", "engine_arg",
     "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "numa", "parallel", "pooling",
@@ -266,29 +271,29 @@ ENGINE_SETTINGS = frozenset({
 })  # fmt: skip
 
 
-# Set in each pod of a group by LeaderWorkerSet, the defaults of ours: kubernetes-sigs/lws,
-# api/leaderworkerset/v1/leaderworkerset_types.go. A pod that serves alone there has no place in it.
-_GROUP_MAX = 10**6  # of such a group, in which every verb must work; `serve` has NODES_MAX
+# LeaderWorkerSet sets these variables in each pod of a group; they are the defaults of our three settings:
+# kubernetes-sigs/lws, api/leaderworkerset/v1/leaderworkerset_types.go. They are ignored in a pod that serves alone.
+_GROUP_MAX = 10**6  # largest LeaderWorkerSet group: every verb must work in it; `serve` allows NODES_MAX
 NODES_MAX = 64
 _GROUP = {"nodes": "LWS_GROUP_SIZE", "node_rank": "LWS_WORKER_INDEX", "leader": "LWS_LEADER_ADDRESS"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Every value a user can set. `sources` maps each name to where its value came from, in words."""
+    """All values that a user can set. `sources` maps each name to the source of its value, in words."""
 
     model: str | None = _setting(
         _text,
         None,
-        "model to serve: a file on the volume, a rung of the image's recipe (qwen:8b-q4), org/repo[:QUANT], or a URL",
+        "model to serve: a file on the volume, a variant of the image's recipe (qwen:8b-q4), org/repo[:QUANT] or a URL",
         "MODEL",
     )
     data_dir: Path = _setting(_path, Path("/data"), "the volume", "DIR")
     model_dirs: str | None = _setting(
         _folders,
         None,
-        "mounted folders of other tools to read models from, with commas, or none "
-        "(default: /mnt/ollama, /mnt/huggingface, /mnt/lmstudio, /mnt/models and the tools' own, where they are there)",
+        "mounted folders of other tools to read models from, separated by commas, or none "
+        "(default: /mnt/ollama, /mnt/huggingface, /mnt/lmstudio, /mnt/models and the tools' own, if they exist)",
         "LIST",
         is_rare=True,
     )
@@ -299,7 +304,7 @@ class Settings:
     ctx_size: int | None = _setting(
         _integer(CONTEXT_STEP, 2**24),
         None,
-        "context length in tokens (default: what memory carries, at most native)",
+        "context length in tokens (default: as much as fits in memory, at most the model's native length)",
         "N",
     )
     fill_minutes: int = _setting(
@@ -312,12 +317,12 @@ class Settings:
     rope_scaling: str = _setting(
         _one_of("auto", "yarn"),
         "auto",
-        "auto: as the model says; yarn: reach a --ctx-size above the model's native length, at some loss",
+        "auto: as the model file says; yarn: allow a --ctx-size above the model's native length, at some loss",
         "KIND",
         is_rare=True,
     )
     kv_type: str = _setting(
-        _kv_type, "auto", "type of the KV cache: f16, q8_0 and others; of K and V as in q8_0/q4_0", "TYPE"
+        _kv_type, "auto", "KV cache type: f16, q8_0 and others; separate types for K and V as in q8_0/q4_0", "TYPE"
     )
     threads: int | None = _setting(
         _integer(1, 4096), None, "threads of the engine (default: measured)", "N", is_rare=True
@@ -325,58 +330,64 @@ class Settings:
     cpu_variant: str = _setting(
         _text,
         "auto",
-        "the engine's build of its CPU kernels, as haswell (default: the fastest that runs here)",
+        "build of the engine's CPU kernels, such as haswell (default: the fastest that this CPU can run)",
         "NAME",
         is_rare=True,
     )
     ubatch: int | None = _setting(
-        _integer(16, 16384), None, "prompt tokens computed at once (default: measured)", "N", is_rare=True
+        _integer(16, 16384), None, "prompt tokens computed in one step (default: measured)", "N", is_rare=True
     )
     parallel: int = _setting(
         _integer(1, 256), 4, "requests served at the same time: an expert's override of --users", "N"
     )
     cache_ram_mib: int | None = _setting(
-        _integer(0, 2**22), None, "the engine's cache of prompts, MiB (default: from what is left)", "MIB", is_rare=True
+        _integer(0, 2**22),
+        None,
+        "the engine's prompt cache, MiB (default: from the memory that is left)",
+        "MIB",
+        is_rare=True,
     )
-    devices: str = _setting(_device_list, "auto", "GPUs to use: auto, none, or indices or UUIDs with commas", "LIST")
+    devices: str = _setting(
+        _device_list, "auto", "GPUs to use: auto, none, or indices or UUIDs separated by commas", "LIST"
+    )
     gpu_layers: int | None = _setting(
-        _integer(0, 1024), None, "layers on GPUs, the output counted as one (default: the fastest that fits)", "N"
+        _integer(0, 1024), None, "layers on GPUs; the output layer counts as one (default: the fastest that fits)", "N"
     )
     n_cpu_moe: int | None = _setting(
         _integer(0, 1024), None, "first layers whose experts stay in host memory (default: the fastest that fits)", "N"
     )
     reserve_mib: int = _setting(
-        _integer(0, 2**20), 0, "memory of each GPU that is left alone, for a game or another program, MiB", "MIB"
+        _integer(0, 2**20), 0, "memory to leave free on each GPU for other programs, MiB", "MIB"
     )
     tier: str = _setting(
         _one_of("auto", "quality", "balanced", "compact"),
         "auto",
-        "of the files that a recipe or a repository offers: nearest to the original, usual, or small "
-        "(default: what is best on this machine)",
+        "which quantization of a recipe or a repository to serve: near the original, usual, or small "
+        "(default: the best for this machine)",
         "TIER",
     )
     load_mode: str = _setting(
         _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"),
         "auto",
-        "how weights get into memory",
+        "how the engine loads weights into memory",
         "MODE",
         is_rare=True,
     )
     numa: str = _setting(
         _one_of("auto", "off", "distribute", "isolate", "numactl"),
         "auto",
-        "threads on a machine with several memory nodes: as the engine's modes of these names do, or wherever they run",
+        "placement of threads on a machine with several NUMA nodes: the engine's mode of that name; off: no placement",
         "MODE",
         is_rare=True,
     )
     allow_disk: bool = _setting(
-        _switch, False, "start even when weights exceed memory, and read them from disk", "on|off"
+        _switch, False, "start even if the weights exceed memory, and read them from disk", "on|off"
     )
     mode: str = _setting(
         _one_of("balanced", "speed", "context"),
         "balanced",
-        "balanced: the largest context that keeps 0.7 of the best speed, or up to 65,536 tokens 30 tok/s half full; "
-        "speed: the shortest job; "
+        "balanced: the largest context that keeps 70 % of the best speed, or up to 65,536 tokens at "
+        "30 tok/s half full; speed: the shortest job; "
         "context: the largest context that still decodes 15 tok/s when full",
         "MODE",
     )
@@ -384,7 +395,10 @@ class Settings:
         _workload, "chat", "what plans are measured for: chat, agent, document, or a mix as in chat:3,agent:1", "JOBS"
     )
     users: int = _setting(
-        _integer(1, 256), 1, "people who ask at the same time; --parallel sets the number of requests itself", "N"
+        _integer(1, 256),
+        1,
+        "people who use the model at the same time; --parallel sets the requests themselves",
+        "N",
     )
     speculation: str = _setting(
         _one_of("auto", "stable", "fast", "off", "ngram", "draft", "mtp"),
@@ -399,32 +413,32 @@ class Settings:
     mmproj: str = _setting(
         _text,
         "auto",
-        "projector for images and audio: auto: the one that lies beside the model; off; "
+        "projector for images and audio. auto: the one in the model's folder; off; "
         "or a file name on the volume, or a path",
         "auto|off|FILE",
     )
     lora: tuple[str, ...] = _setting(
         _adapters,
         (),
-        "LoRA adapter: a file name on the volume, or a path, and :SCALE if not 1; may be given several times, "
-        "or several with commas",
+        "LoRA adapter: a file name on the volume, or a path, and :SCALE if it is not 1; may be given several times, "
+        "or as a list separated by commas",
         "NAME[:SCALE]",
         is_list=True,
     )
     pooling: str = _setting(
         _one_of("auto", *POOLINGS),
         "auto",
-        "how vectors are made. auto: as the model says; none, mean, cls or last: serve it for embeddings; "
+        "pooling of vectors. auto: as the model file says; none, mean, cls or last: serve it for embeddings; "
         "rank: serve it as a reranker",
         "TYPE",
     )
     chat_template_file: Path | None = _setting(
-        _path, None, "Jinja template of the chat instead of the model's own", "FILE"
+        _path, None, "Jinja chat template to use instead of the model's own", "FILE"
     )
     reasoning_format: str = _setting(
         _one_of("auto", "none", "deepseek", "deepseek-legacy"),
         "auto",
-        "where thoughts go in answers. auto: as the engine does; none: left in the text; deepseek: reasoning_content; "
+        "where answers hold reasoning. auto: the engine's default; none: in the text; deepseek: in reasoning_content; "
         "deepseek-legacy: both",
         "FORMAT",
         is_rare=True,
@@ -433,83 +447,90 @@ class Settings:
         _engine_arguments,
         (),
         'arguments passed to the engine as they are, quoted as in a shell: "--top-k 20 --no-warmup"; may be given '
-        "several times; what the plan decides is refused",
+        "several times; flags that the plan sets are refused",
         '"--FLAG VALUE"',
         is_list=True,
     )
     nodes: int = _setting(
         _integer(1, _GROUP_MAX),
         1,
-        "hosts that serve the model together, each with a part of its layers",
+        "number of hosts that serve the model together, each with a part of its layers",
         "N",
         is_rare=True,
     )
     node_rank: int = _setting(
-        _integer(0, _GROUP_MAX), 0, "of this host among them; 0 is the leader, which is asked", "N", is_rare=True
+        _integer(0, _GROUP_MAX),
+        0,
+        "index of this host, 0 to nodes - 1; clients talk to host 0, the leader",
+        "N",
+        is_rare=True,
     )
     leader: str | None = _setting(
         _address,
         None,
-        "the leader's address for the others; the port where it is not --port",
+        "address of host 0, for the other hosts; the port defaults to --port",
         "HOST[:PORT]",
         is_rare=True,
     )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
         "idle",
-        "idle: serve the prediction at once and measure while nobody asks; first: measure before serving; off: never",
+        "idle: serve the predicted plan at once, measure while idle; first: measure before serving; off: never measure",
         "WHEN",
     )
     idle_s: float = _setting(
         _seconds(1, 604800),
         600.0,
-        "with tune idle: nobody has asked for so long before the engine is reloaded",
+        "with tune idle: time without requests before the engine may be reloaded",
         "SECONDS",
     )
-    budget_s: float = _setting(_seconds(5, 86400), 120.0, "time that measuring may take", "SECONDS")
-    drain_s: float = _setting(_seconds(0, 3600), 5.0, "time that running streams get when stopping", "SECONDS")
+    budget_s: float = _setting(_seconds(5, 86400), 120.0, "time limit for measuring", "SECONDS")
+    drain_s: float = _setting(_seconds(0, 3600), 5.0, "time for running streams to finish when stopping", "SECONDS")
     stall_timeout_s: float = _setting(
         _seconds(1, 86400),
         120.0,
-        "give the engine up if it does nothing for so long, as it loads or for requests",
+        "kill the engine if it does nothing for so long while it loads or while requests wait",
         "SECONDS",
         is_rare=True,
     )
     offline: bool = _setting(
-        _switch, False, "fetch nothing: serve what is on the volume, or end (also HF_HUB_OFFLINE=1)", "on|off"
+        _switch, False, "download nothing: serve what is on the volume, or exit (also HF_HUB_OFFLINE=1)", "on|off"
     )
     hf_cache: Path | None = _setting(
         _path,
         None,
-        "a mounted Hugging Face cache to read models from and never write "
-        "(default: HF_HUB_CACHE, or ~/.cache/huggingface/hub where it is mounted)",
+        "mounted Hugging Face cache to read models from; never written "
+        "(default: HF_HUB_CACHE, or ~/.cache/huggingface/hub if it is mounted)",
         "DIR",
         is_rare=True,
     )
-    log: str = _setting(_one_of("auto", "text", "json"), "auto", "text on a terminal, JSON lines otherwise", "FORMAT")
-    engine_dir: Path | None = _setting(
-        _path, None, "where the engine's binaries are (default: the engine's folder in /opt)", "DIR", is_rare=True
+    log: str = _setting(
+        _one_of("auto", "text", "json"), "auto", "auto: text on a terminal, JSON lines otherwise", "FORMAT"
     )
-    facts_dir: Path = _setting(_path, Path("/opt/appliance"), "where the facts of the image are", "DIR", is_rare=True)
-    runtime_dir: Path = _setting(_path, Path("/tmp"), "where the engine's socket is made", "DIR", is_rare=True)  # noqa: S108
+    engine_dir: Path | None = _setting(
+        _path, None, "folder of the engine's binaries (default: the engine's folder in /opt)", "DIR", is_rare=True
+    )
+    facts_dir: Path = _setting(_path, Path("/opt/appliance"), "folder of the image's facts", "DIR", is_rare=True)
+    runtime_dir: Path = _setting(_path, Path("/tmp"), "folder for the engine's socket", "DIR", is_rare=True)  # noqa: S108
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    usual_model_dirs: tuple[Path, ...] = field(default=(), compare=False)  # for `model_dirs`; most are not there
-    # Variables of this process that are not ours: an engine looks among them for its own, and names what it leaves out.
+    # default of `model_dirs`; most of these folders do not exist
+    usual_model_dirs: tuple[Path, ...] = field(default=(), compare=False)
+    # Other variables of this process: an engine looks for its own among them, and names those that it ignores.
     environment: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def is_set(self, name: str) -> bool:
-        """Whether somebody gave this value."""
+        """True if a user gave this value."""
         return self.sources.get(name, "default") != "default"
 
     @property
     def slots(self) -> int:
-        """Requests that run side by side: what was asked for. The default is enough for three users, and grows with
-        more: one beside them, for a title or an editor's call."""
+        """Number of requests that run in parallel: `parallel` if it was set. The default is enough for three users and
+        grows with more: one slot per user and one for a title or an editor's request."""
         return self.parallel if self.is_set("parallel") else max(self.parallel, self.users + 1)
 
     @property
     def slots_source(self) -> str:
-        """Where that number comes from."""
+        """Source of `slots`, in words."""
         decides = "parallel" if self.is_set("parallel") or self.slots == self.parallel else "users"
         return self.sources.get(decides, "default")
 
@@ -523,7 +544,8 @@ class Settings:
 
     @property
     def address_path(self) -> Path:
-        """Where a gateway says that it listens: flags of `serve` may have moved it, and `health` has no such flags."""
+        """File in which a running gateway writes its address. `health` reads it, since it does not know the flags of
+        `serve`."""
         return self.runtime_dir / "appliance.address"
 
     @property
@@ -533,28 +555,28 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class HubSettings:
-    """How files are fetched. The token is in no repr, no message and no command line."""
+    """How files are downloaded. The token is in no repr, no message and no command line."""
 
     endpoint: str = "https://huggingface.co"
     token: str | None = field(default=None, repr=False)
     offline: bool = False
     read_only_roots: tuple[Path, ...] = ()  # hub caches that are read and never written
-    patience_s: float = 120.0  # without a byte, over all attempts, before a download has failed
-    # At most so much by one request. The hub sends no more than 50 GB by a plain one (huggingface_hub 2.4.0,
-    # constants.py, MAX_HTTP_DOWNLOAD_SIZE), and its signed addresses last an hour.
+    patience_s: float = 120.0  # a download fails after so long without a byte, over all attempts
+    # Largest download by one request. The hub sends at most 50 GB by a plain one (huggingface_hub 2.4.0, constants.py,
+    # MAX_HTTP_DOWNLOAD_SIZE), and its signed addresses last an hour.
     piece_bytes: int = 8 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One row of the table that `--help`, the variables and the file share."""
+    """One setting: name, help, default and parser, shared by `--help`, the variables and the file."""
 
     name: str
     help: str
     metavar: str
     default: object
     parse: Callable[[str], Any]
-    is_list: bool = False  # may be given several times; `parse` makes a tuple of each
+    is_list: bool = False  # may be given several times; `parse` returns a tuple for each time
     is_rare: bool = False  # True for what few people set: `--help-all` shows it, `--help` does not
 
     @property
@@ -584,17 +606,18 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 
 
 def process_environment() -> Mapping[str, str]:
-    """The environment of this process, read here and nowhere else."""
+    """Return the environment of this process. No other code reads it."""
     return dict(os.environ)
 
 
-Texts = str | Sequence[str]  # several where a setting may be given several times
+Texts = str | Sequence[str]  # several texts for a setting that may be given several times
 
 
 def resolve_settings(
     flags: Mapping[str, Texts], environment: Mapping[str, str], file_text: str | None = None, file_name: str = FILE_NAME
 ) -> Settings:
-    """Least specific first. Raises ConfigError that names the value and where it came from."""
+    """Return the settings from file, environment and flags; later sources win. Raises ConfigError with the bad value
+    and its source."""
     values: dict[str, Any] = {}
     sources = dict.fromkeys(SETTINGS, "default")
     from_flags = [(name, text, f"flag {SETTINGS[name].flag}") for name, text in flags.items()]
@@ -609,7 +632,8 @@ def resolve_settings(
 
 
 def _usual_model_dirs(environment: Mapping[str, str]) -> tuple[Path, ...]:
-    """By the tools' own variables, ours, and the tools' defaults; sources in weights/stores.md."""
+    """Return the folders named by the tools' own variables, our mount points, and the tools' defaults. Sources:
+    weights/stores.md."""
     named = (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("OLLAMA_MODELS", ""))
     folders = [Path(environment[name]) / below for name, below in named if environment.get(name, "").startswith("/")]
     homes = [Path(home) for home in (environment.get("HOME", ""), "/root") if home.startswith("/")]
@@ -618,7 +642,8 @@ def _usual_model_dirs(environment: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def load_settings(flags: Mapping[str, Texts], environment: Mapping[str, str]) -> Settings:
-    """Reads the file on the volume that flags and environment point to, then resolves."""
+    """Read the settings file on the volume that flags and environment name, then resolve all settings. Raises
+    ConfigError."""
     without_file = resolve_settings(flags, environment)
     path = without_file.data_dir / FILE_NAME
     try:
@@ -627,23 +652,24 @@ def load_settings(flags: Mapping[str, Texts], environment: Mapping[str, str]) ->
         return without_file
     except (OSError, UnicodeDecodeError) as error:
         message = f"settings file cannot be read: {path}: {error}"
-        raise ConfigError(message, hint=hint_of_empty(path) or "mend or remove the file") from error
+        raise ConfigError(message, hint=hint_of_empty(path) or "repair or remove the file") from error
     return resolve_settings(flags, environment, text, str(path))
 
 
-# Weights that an image brought, and where people mount the cache of their user or of root.
+# weights in the image, and the usual mount points of a user's or root's cache
 _ROOTS = (Path("/opt/models"), Path("/root/.cache/huggingface/hub"))
 
 
 def hub_settings(settings: Settings, environment: Mapping[str, str]) -> HubSettings:
-    """Of the settings and of the variables that every program of the hub reads. An empty variable is not set."""
+    """Return the download settings, from our settings and from the variables that all programs of the hub read. An
+    empty variable counts as not set. Raises ConfigError for an invalid variable."""
     given = {name: environment.get(name, "").strip() for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")}
     endpoint = (given["HF_ENDPOINT"] or HubSettings().endpoint).rstrip("/")
     if not re.fullmatch(r"https?://[^/\s@]+(/[^\s@]*)?", endpoint):
-        message = f"variable HF_ENDPOINT is no address of a hub: '{endpoint}'"
+        message = f"variable HF_ENDPOINT is not the address of a hub: '{endpoint}'"
         raise ConfigError(message, hint="as in HF_ENDPOINT=https://huggingface.co")
     if not re.fullmatch(r"[\x21-\x7e]*", given["HF_TOKEN"]):
-        message = "variable HF_TOKEN is no token: it holds spaces or other characters that a header cannot carry"
+        message = "variable HF_TOKEN is not a token: it contains spaces or other characters that a header cannot carry"
         raise ConfigError(message, hint="a token looks like hf_ and 34 letters; huggingface.co/settings/tokens")
     is_offline = given["HF_HUB_OFFLINE"].upper() in ("1", "ON", "YES", "TRUE")
     return HubSettings(
@@ -655,13 +681,13 @@ def hub_settings(settings: Settings, environment: Mapping[str, str]) -> HubSetti
 
 
 def _roots(settings: Settings, environment: Mapping[str, str]) -> tuple[Path, ...]:
-    """Hub caches that are there; one that was asked for has to be."""
+    """Return the hub caches that exist. Raises ConfigError if `hf_cache` is set and is not a folder."""
     if settings.hf_cache and not _is_folder(settings.hf_cache):
-        message = f"setting hf_cache is no folder: '{settings.hf_cache}' ({settings.sources.get('hf_cache', '')})"
+        message = f"setting hf_cache is not a folder: '{settings.hf_cache}' ({settings.sources.get('hf_cache', '')})"
         raise ConfigError(message, hint="mount it, as in `-v ~/.cache/huggingface/hub:/hub:ro --hf-cache /hub`")
     named = [Path(text) for name in ("HF_HUB_CACHE",) if (text := environment.get(name))]
     named += [Path(text) / "hub" for name in ("HF_HOME",) if (text := environment.get(name))]
-    # A cache of the hub that `models list` shows is one that nothing is fetched for.
+    # Models in a hub cache that `models list` shows must not be downloaded again.
     listed = settings.usual_model_dirs
     if settings.model_dirs is not None:
         listed = parse_folders(settings.model_dirs)
@@ -671,7 +697,8 @@ def _roots(settings: Settings, environment: Mapping[str, str]) -> tuple[Path, ..
 
 
 def _is_folder(path: Path) -> bool:
-    """No for what may not be looked at, as another user's home: nothing could be read there either."""
+    """True if `path` is a folder. False if we may not look, as in another user's home: nothing could be read there
+    either."""
     try:
         return path.is_dir()
     except OSError:
@@ -684,7 +711,7 @@ _Row = tuple[str, Texts, str]  # name, text, source
 def _from_file(text: str | None, file_name: str) -> list[_Row]:
     if text is None or not text.strip():
         return []
-    import yaml  # here, since it is not needed where there is no file and costs 20 ms of every start
+    import yaml  # imported here: it costs 20 ms of every start and is needed only if there is a file
 
     try:
         data = yaml.safe_load(text)
@@ -705,7 +732,7 @@ def _from_file(text: str | None, file_name: str) -> list[_Row]:
 
 
 def _yaml_texts(name: str, key: str, value: object, file_name: str) -> Texts:
-    """A list where the setting may be given several times."""
+    """Return one text, or a list for a setting that may be given several times. Raises ConfigError for another type."""
     items = value if isinstance(value, list) and SETTINGS[name].is_list else [value]
     wrong = next((item for item in items if item is None or isinstance(item, dict | list)), items)
     if wrong is not items:
@@ -724,7 +751,8 @@ def _yaml_word(value: object) -> str:
 
 
 def _of_group(environment: Mapping[str, str], own: Sequence[_Row]) -> list[_Row]:
-    """Rank and leader only where the group of the pods is the one that serves."""
+    """Return the values from LeaderWorkerSet's variables. Rank and leader are left out if `nodes` was set to another
+    size than the group's: then the pods of the group do not serve together."""
     rows: list[_Row] = [
         (name, environment[key], f"variable {key}") for name, key in _GROUP.items() if environment.get(key)
     ]
@@ -751,10 +779,10 @@ def _is_service_link(variable: str, value: str) -> bool:
     return is_address or bool(re.fullmatch(r"APPLIANCE_(SERVICE_.+|PORT_\d+_.+)", variable))
 
 
-# Where others have their key. Ours is a file: variables are shown by `docker inspect`.
+# Names under which other products take their key. Ours is a file, because `docker inspect` shows variables.
 _KEY_NAMES = frozenset({"api_key", "apikey", "key", "api_keys", "token", "auth_token"})
 _KEY_HINT = (
-    "the key is a file: mount yours as secrets/api_key of the volume, or leave it to the first start, which makes one; "
+    "the key is a file: mount yours as secrets/api_key of the volume, or let the first start create one; "
     "`appliance key` shows it, and `auth: off` (APPLIANCE_AUTH=off) asks for none"
 )
 
@@ -763,7 +791,7 @@ def _known(name: str, where: str, shown: str, names: tuple[str, ...]) -> str:
     if name in names:
         return name
     message = f"unknown setting in {where}: {shown}"
-    own = name.removeprefix(PREFIX)  # which all variables have: with it each would be near to each
+    own = name.removeprefix(PREFIX)  # all variables have the prefix: with it every name would be similar to every other
     if own.lower() in _KEY_NAMES:
         raise ConfigError(message, hint=_KEY_HINT)
     near = difflib.get_close_matches(own, [each.removeprefix(PREFIX) for each in names], 1, cutoff=0.72)

@@ -1,8 +1,9 @@
-"""`@dataclass(frozen=True, kw_only=True)` that is quick to define: for what a start imports before the engine runs.
+"""`@dataclass(frozen=True, kw_only=True)` whose classes are quick to define, for modules imported before the engine
+starts.
 
 The standard library compiles six methods of source text for each class, which takes 1 to 1.5 ms; the hundred classes of
-a start took a third of the time before the engine's launch. Here the methods are closures. All else is the standard
-library's: `fields`, `replace`, `asdict` and type checkers see a dataclass. A test compares the two.
+a start took a third of the time before the engine's launch. Here the methods are closures. Everything else is the
+standard library's: `fields`, `replace`, `asdict` and type checkers see a dataclass. A test compares the two.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(*, frozen: bool, kw_only: bool) -> Callable[[type[Any]], Any]:
-        """Both are true, and stand there for the reader and the type checker."""
+        """Return the decorator. Both arguments must be True; they are written out for the reader and the type
+        checker."""
         if not (frozen and kw_only):
-            message = "only frozen=True, kw_only=True; for others take the standard library's"
+            message = "only frozen=True, kw_only=True is supported; use the standard library's dataclass for others"
             raise TypeError(message)
         return _made
 
 
 def _made(cls: type[Any]) -> Any:  # noqa: ANN401 - methods are set, which mypy forbids for a type
-    cls.__doc__ = cls.__doc__ or cls.__name__  # else a signature is made up, which is slow as well
+    # without a docstring dataclasses would build one from the signature, which is slow
+    cls.__doc__ = cls.__doc__ or cls.__name__
     # This collects the fields and compiles nothing.
     made: Any = dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
     found = dataclasses.fields(made)

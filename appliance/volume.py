@@ -20,15 +20,16 @@ FOLDERS = ("models", "profiles", "cache", "secrets")
 KEY_BYTES = 32
 _KEY_FILE_BYTES = 4096
 _CHUNK_BYTES = 2**20
-_PROBE_BYTES = 65536  # more than fits beside an inode, so that a full disk refuses it
+_PROBE_BYTES = 65536  # more than an inode can hold itself, so that a full disk refuses it
 _MARK_BYTES = 8
 _PARTS = f".*.gguf.{'[0-9a-f]' * 2 * _MARK_BYTES}.part"
 
 
 def open_volume(path: Path, build_id: str = "") -> None:
-    """Makes the folders and proves that a file can be written. Raises VolumeError in words; removes nothing.
+    """Create the volume's folders and check that a file can be written. Removes nothing. Raises VolumeError with the
+    reason.
 
-    With `build_id` also that build's folder of caches: what one build compiled, another must not load.
+    `build_id` adds the cache folder of that build: caches compiled by one build must not be loaded by another.
     """
     try:
         if not path.is_dir():
@@ -44,7 +45,8 @@ def open_volume(path: Path, build_id: str = "") -> None:
 
 
 def read_key(path: Path) -> str:
-    """The API key, or nothing where there is none yet. Writes nothing, so that a full volume still tells it."""
+    """Return the API key, or "" if there is none yet. Writes nothing, so that it works on a full volume. Raises
+    VolumeError if the file cannot be read."""
     try:
         return _read(path)
     except OSError as error:
@@ -53,26 +55,28 @@ def read_key(path: Path) -> str:
 
 
 def read_or_make_key(path: Path) -> str:
-    """The API key. Two containers that start at once on an empty volume agree on one."""
+    """Return the API key; create it if there is none. Two containers that start at once on an empty volume get the same
+    key. Raises VolumeError if the key can be neither read nor stored."""
     try:
         return _read(path) or _make_key(path)
     except OSError as error:
-        if _is_empty(path):  # and read-only: of a mounted secret
+        if _is_empty(path):  # an empty, read-only file: a mounted secret
             message = f"API key file is empty: {path}"
             raise VolumeError(message, hint="put the key into the file or the Secret that is mounted there") from error
-        message = f"API key cannot be kept on the volume: {path}: {_words(error)}"
+        message = f"API key cannot be stored on the volume: {path}: {_words(error)}"
         raise VolumeError(message, hint="check owner and mode of the volume, or set APPLIANCE_AUTH=off") from error
 
 
 def _is_empty(path: Path) -> bool:
     try:
         return path.is_file() and path.stat().st_size == 0
-    except OSError:  # then it is not the file that is wrong
+    except OSError:  # the file cannot be examined: not an empty file
         return False
 
 
 def _make_key(path: Path) -> str:
-    """Under a lock, and after another look: whoever was faster made the key. An empty file is a torn one."""
+    """Create the key under a lock and return it. Another process may have created it meanwhile, so the file is read
+    again first. An empty file is left over from an interrupted write."""
     lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -111,7 +115,7 @@ def _prove_writable(probe: Path) -> None:
 
 
 def refusal(path: Path, error: OSError) -> VolumeError:
-    """Why the volume at `path` refuses, in words."""
+    """Return a VolumeError that says why the volume at `path` refused."""
     who = f"user {os.getuid()}, group {os.getgid()}"
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
@@ -129,7 +133,8 @@ def refusal(path: Path, error: OSError) -> VolumeError:
 
 
 def _place_of(error: OSError, path: Path) -> Path:
-    """What refused: the file of the error below `path`, or the folder that it was to be made in."""
+    """Return the path that refused: the file named by the error if it is below `path`, or its nearest existing
+    folder."""
     if not isinstance(error.filename, str | os.PathLike):
         return path
     place = Path(error.filename)
@@ -151,10 +156,11 @@ def _words(error: OSError) -> str:
 
 
 def add_model(models_dir: Path, name: str, source: IO[bytes], sha256: str | None) -> str:
-    """Streams `source` into a model of that name; returns a sentence. What was there stays until a sound one has come.
+    """Write `source` to a model file of that name and return a sentence about it. The old file stays until the new one
+    is complete and checked.
 
-    With `sha256` nothing is read when the model there has it already. Raises ModelUnreadableError for what is not a
-    whole GGUF file or one whole part of a split one, DownloadError for another sha256, VolumeError for the disk.
+    With `sha256` nothing is read if the existing file has that hash. Raises ModelUnreadableError if `source` is not a
+    whole GGUF file or one whole part of a split one, DownloadError for another sha256, VolumeError if the disk refuses.
     """
     path = _inside(models_dir, name)
     try:
@@ -170,9 +176,10 @@ def add_model(models_dir: Path, name: str, source: IO[bytes], sha256: str | None
 
 
 def drop_unfinished(models_dir: Path) -> None:
-    """Removes what an `add` that was killed left behind. A running one, in whichever container, holds its lock."""
+    """Remove the temporary files of killed `add` commands. A running `add`, in any container, holds a lock on its
+    file."""
     for part in models_dir.glob(_PARTS):
-        with suppress(OSError):  # in use, just renamed, or somebody else's: none of it is a reason not to go on
+        with suppress(OSError):  # in use, just renamed, or another user's: it may stay
             handle = os.open(part, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,8 +189,8 @@ def drop_unfinished(models_dir: Path) -> None:
 
 
 def hold_files(paths: Sequence[Path]) -> tuple[int, ...]:
-    """Open files with a shared lock each, which says in every container that they are served. The lock ends with the
-    process; a disk that has no locks goes without."""
+    """Open the files with a shared lock each and return the handles. The lock tells other containers that the file is
+    being served. It ends with the process. A disk without locks is ignored."""
     held = []
     for path in paths:
         with suppress(OSError):
@@ -194,7 +201,7 @@ def hold_files(paths: Sequence[Path]) -> tuple[int, ...]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody serves it, writes it, or waits for it."""
+    """True if a process serves the file, writes it, or waits for it."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -212,7 +219,7 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def part_of(path: Path) -> Iterator[IO[bytes]]:
-    """A new file beside `path`, locked; gone at the end unless it was renamed."""
+    """Yield a new, locked file next to `path`. It is removed at the end unless it was renamed."""
     file = _open_part(path)
     try:
         yield file
@@ -228,11 +235,11 @@ def _open_part(path: Path) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return file
-        file.close()  # before it was locked, another add took it for a leftover and removed it
+        file.close()  # another `add` took it for a leftover before it was locked, and removed it
 
 
 def _copy(source: IO[bytes], file: IO[bytes]) -> tuple[int, str]:
-    """Bytes and sha256 of what came; it is on the disk when this returns."""
+    """Copy `source` to `file` and sync it to the disk. Returns its size in bytes and its sha256."""
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(_CHUNK_BYTES):
         file.write(chunk)
@@ -245,13 +252,14 @@ def _copy(source: IO[bytes], file: IO[bytes]) -> tuple[int, str]:
 
 def _check(name: str, part: Path, size: int, found: str, sha256: str | None) -> None:
     if not size:
-        message = f"model is unreadable: {name}: nothing came, the input was empty"
+        message = f"model is unreadable: {name}: the input was empty"
         raise ModelUnreadableError(
-            message, hint=f"Docker hands it on with -i: docker exec -i CONTAINER appliance models add {name} < {name}"
+            message,
+            hint=f"Docker passes input on only with -i: docker exec -i CONTAINER appliance models add {name} < {name}",
         )
     if sha256 and found != sha256.lower():
-        message = f"model is not what was announced: {name}: sha256 {found} of {size:,} bytes, expected {sha256}"
-        raise DownloadError(message, hint="it is another file, or it did not come whole: fetch it again")
+        message = f"model has another sha256 than expected: {name}: {found} of {size:,} bytes, expected {sha256}"
+        raise DownloadError(message, hint="it is another file, or the transfer was incomplete: fetch it again")
     try:
         read_gguf(part)
     except ModelUnreadableError as error:

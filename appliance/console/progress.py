@@ -1,4 +1,4 @@
-"""Where a start stands, in words that a client can be shown. Standard library only: imported before the engine runs."""
+"""The state of a start, in words for clients. Standard library only: imported before the engine runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from appliance.values import dataclass
 
 class Phase(StrEnum):
     STARTING = "starting"
-    FETCHING = "fetching"  # weights come from elsewhere
+    FETCHING = "fetching"  # weights are being downloaded
     LOADING = "loading"
     TUNING = "tuning"
     READY = "ready"
-    HELD = "held"  # the engine is away on purpose and comes back: requests wait for it instead of being refused
+    HELD = "held"  # the engine is restarted on purpose: requests wait for it instead of being refused
     RESTARTING = "restarting"
     ASLEEP = "asleep"  # the engine was stopped, and is started when the model is wanted
     STOPPING = "stopping"
@@ -40,12 +40,12 @@ DOING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """`since` is time.monotonic() at the beginning of the phase."""
+    """Phase of a start. `since` is time.monotonic() at the beginning of the phase."""
 
     phase: Phase
     message: str = ""
     since: float = field(default_factory=time.monotonic)
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of the phase, for documents: how far it is
+    facts: Mapping[str, Any] = field(default_factory=dict)  # details of the phase for documents, such as its progress
 
     @property
     def is_ready(self) -> bool:
@@ -57,15 +57,15 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """As far as anybody can tell."""
+        """Estimated seconds until ready; None if there is no estimate."""
         return self.facts.get("seconds_left")
 
     def sentence(self) -> str:
-        """What is being done: "the model is being loaded: weights"."""
+        """Return what is being done, as in "the model is being loaded: weights"."""
         return f"{DOING[self.phase]}: {self.message}" if self.message else DOING[self.phase]
 
     def document(self) -> dict[str, Any]:
-        """The body of a readiness answer that is not "ready"."""
+        """Return the body of a readiness answer that is not "ready"."""
         return {
             "status": "not ready",
             "phase": str(self.phase),

@@ -1,6 +1,7 @@
-"""What a start says: rich text on a terminal, JSON lines otherwise, and the phase that clients are shown.
+"""Output of a start: text with styles on a terminal, otherwise JSON lines; and the phase that clients are shown.
 
-One event a line, as {"time", "level", "event", "message", …facts}; `event` is stable for scripts, `message` for people.
+One event a line, as {"time", "level", "event", "message", …facts}; `event` is stable for scripts, `message` is for
+people.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
 class Report:
-    """`form` is auto, text or json. `progress` is what /health/ready answers from."""
+    """Writes the output. `form` is auto, text or json. /health/ready answers from `progress`."""
 
     def __init__(self, form: str = "auto", stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -44,14 +45,14 @@ class Report:
         self._say("error", event, message, facts)
 
     def phase(self, phase: Phase, message: str = "", **facts: Any) -> None:  # noqa: ANN401
-        """Kept for clients; `since` stays while the phase does."""
+        """Set the phase that clients are shown; `since` changes only with the phase."""
         since = self.progress.since if phase is self.progress.phase else time.monotonic()
         self.progress = Progress(phase=phase, message=message, since=since, facts=facts)
 
     @contextmanager
     def taking_logs(self) -> Iterator[Report]:
-        """What modules without a report of their own log, as events `log`: a line of text among the others would be
-        none for a script."""
+        """Write the logs of modules without a report of their own as events `log`, so that scripts get JSON lines
+        only."""
         logger, handler = logging.getLogger("appliance"), _LogHandler(self)
         level = logger.level
         logger.setLevel(logging.INFO)
@@ -71,7 +72,7 @@ class Report:
         print(json.dumps(row, default=str), file=self._stream, flush=True)
 
     def _say_text(self, level: str, message: str) -> None:
-        # here, since a container without a terminal never needs it, and it costs 60 ms
+        # imported here: a container without a terminal never needs it, and it costs 60 ms
         from rich.text import Text
 
         from appliance.console.terminal import Terminal

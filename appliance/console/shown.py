@@ -1,7 +1,7 @@
-"""The way out of all text that people read: control sequences in it are shown as words, wherever they came from.
+"""Makes control sequences visible in all text that people read, whatever its source.
 
-Names of files, GPUs and programs, logs and answers are others' text. `main` of each command line writes through
-`shown_streams`; rich finds the stream beneath by itself and is used as `terminal.Terminal`, which does the same.
+Names of files, GPUs and programs, logs and answers come from others. `main` of each command line writes through
+`shown_streams`. rich finds the stream underneath by itself, so it is used as `terminal.Terminal`, which does the same.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
-# C0 but for tab and newline, C1, what turns the direction of text, and halves of names that are no UTF-8. DEL does
-# nothing to a terminal, and JSON has it raw.
+# C0 without tab and newline, C1, characters that change the direction of text, and surrogates of names that are not
+# UTF-8. DEL has no effect on a terminal, and JSON contains it raw.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x80-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def shown(text: str) -> str:
-    """ESC as \\x1b. Lines stay lines, and every letter stays."""
+    """Return the text with control characters in words, as in \\x1b for ESC. Line breaks and all letters stay."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """For what moves the cursor itself: it takes care of others' text in what it writes."""
+    """Return the stream underneath. For code that moves the cursor itself and therefore must treat foreign text in its
+    output itself."""
     inner = getattr(stream, "rich_proxied_file", None)
     return stream if inner is None else beneath(cast("TextIO", inner))
 
 
 def quoted(word: str) -> str:
-    """A word of a command line: bash takes it as it was meant, with control sequences as words."""
+    """Return a word of a command line so that bash takes it literally, with control characters in words."""
     if not _CONTROLS.search(word):
         return shlex.quote(word)
     plain = word.replace("\\", "\\\\").replace("'", "\\'")
@@ -47,7 +48,7 @@ def shown_streams() -> Iterator[None]:
 
 
 class _Shown:
-    """A stream as it is, but for what is written."""
+    """A stream that makes control characters visible in everything written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = beneath(stream)

@@ -1,4 +1,4 @@
-"""rich's console for others' text. Imported where there is a terminal only: rich costs 60 ms."""
+"""rich's console for text that comes from others. Imported only if there is a terminal: rich costs 60 ms."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from appliance.console.shown import beneath, shown
 
 
 class Terminal(Console):
-    """Its own styles and cursor moves are sequences; of what it is given none is."""
+    """A console that emits only its own styles and cursor moves; control sequences in the given text become visible
+    words."""
 
     def __init__(self, *, file: TextIO | None = None, stderr: bool = False, **options: Any) -> None:  # noqa: ANN401
-        # Found now: what rich puts in place of a stream while something moves leads to ours, and that is not the last.
+        # Resolved now: rich later replaces the stream by one that leads back to ours.
         super().__init__(file=beneath(file or (sys.stderr if stderr else sys.stdout)), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:

@@ -1,4 +1,4 @@
-"""`appliance doctor`: everything that a start looks at, judged in one pass, with what was seen and what to do."""
+"""`appliance doctor`: checks everything that a start depends on in one pass; shows what was seen and what to do."""
 
 from appliance.doctor.bundle import bundle, write_bundle
 from appliance.doctor.check import Check

@@ -1,7 +1,8 @@
-"""What a bug report needs, in one JSON file that its sender can read before sending it.
+"""The bundle for a bug report: one JSON file that its sender can read before sending it.
 
-In it: the checks, the hardware, the image and the engine, the settings with their sources, the plan. Not in it: the
-key, uuids and addresses of devices, names of users, hosts and other programs, folders. File names of models stay.
+It contains the checks, the hardware, the image and the engine, the settings with their sources, and the plan. It does
+not contain the key, uuids and addresses of devices, folders, or names of users, hosts and other programs. File names of
+models stay.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ _PATTERNS = (
     (re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+"), "<mail>"),
     (re.compile(r"(?<![\w.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\w.])"), "<address>"),
 )
-# Folders of the system name nobody. Every other one may be a person's, a company's, a project's.
+# Paths of system folders reveal nothing. Every other path may name a person, a company or a project.
 _PATH = re.compile(r"(?<![\w<>.])/(?!(?:dev|proc|sys|usr|lib|lib64|opt)/)(?:[^\s/'\",:;()]+/)+")
 
 
 def bundle(settings: Settings, findings: Findings, names: Sequence[str], secrets: Sequence[str]) -> str:
-    """JSON text. `names` are words to hide wherever they stand alone, as the host's; `secrets` also inside others."""
+    """Return the bundle as JSON text. `names` are words to hide if they stand alone, such as the host's name; `secrets`
+    are hidden inside other words too."""
     holders = [holder.name for gpu in findings.hardware.gpus.gpus for holder in gpu.holders if holder.name]
     document = {
         "appliance": __version__,
@@ -49,7 +51,8 @@ def bundle(settings: Settings, findings: Findings, names: Sequence[str], secrets
 
 
 def write_bundle(path: Path, text: str) -> None:
-    """Raises ConfigError. A file that is there is left alone: it may be another report's."""
+    """Write the bundle to a new file. An existing file is not overwritten: it may be another report's. Raises
+    ConfigError."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -65,7 +68,8 @@ def _setting(settings: Settings, name: str) -> dict[str, Any]:
 
 
 class _Redaction:
-    """Known folders become the setting that names them, so that a reader still sees what lies where."""
+    """Replaces private text. A known folder is replaced by the setting that names it, so that a reader still sees what
+    lies where."""
 
     def __init__(self, settings: Settings, names: Sequence[str], secrets: Sequence[str]) -> None:
         folders = {name: str(getattr(settings, name)) for name in SETTINGS if name.endswith("_dir")}

@@ -1,4 +1,4 @@
-"""One check: what was looked at, what was seen, and what to do about it."""
+"""One check: its name, what was seen, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.errors import FatalError
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """`exit_code` is what a start would end with because of this; 0 unless it failed."""
+    """One result. `exit_code` is the code that a start would end with because of it; 0 unless it failed."""
 
     name: str
     status: Literal["pass", "warn", "fail"]
@@ -28,10 +28,10 @@ def warned(name: str, value: str, remedy: str) -> Check:
 
 
 def failed(name: str, error: FatalError) -> Check:
-    """As a start would end: its words, its hint, its code."""
+    """Return a failed check with the message, hint and exit code that a start would end with."""
     return Check(name=name, status="fail", value=error.message, remedy=error.hint, exit_code=error.exit_code)
 
 
 def judged(name: str, value: str, trouble: str | None) -> Check:
-    """A warning when there is a remedy to give."""
+    """Return a warning if `trouble` holds a remedy, else a passed check."""
     return warned(name, value, trouble) if trouble else passed(name, value)

@@ -1,4 +1,4 @@
-"""All checks in one pass. None ends it: a machine that is ill in three places is told so at once."""
+"""Runs all checks in one pass. No failed check ends the pass, so that several faults are reported at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """`plan` is what a start would begin with; None without a model, or where nothing fits."""
+    """Results of all checks. `plan` is the plan that a start would begin with; None without a model, or if nothing
+    fits."""
 
     checks: tuple[Check, ...]
     hardware: Hardware
@@ -44,18 +45,18 @@ class Findings:
 
     @property
     def will_start(self) -> bool | None:
-        """None: there is no model here to tell by, and nothing else is wrong."""
+        """True if a start would succeed, False if a check failed, None if there is no model to tell."""
         return False if self.exit_code else True if self.plan else None
 
     @property
     def exit_code(self) -> int:
-        """Of the first check that failed; 0 when none did."""
+        """Exit code of the first check that failed; 0 if none did."""
         return next((check.exit_code for check in self.checks if check.status == "fail"), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The image on this machine. `kernels` are those that a start would serve with, or what it would end with."""
+    """The image on this machine. `kernels` are those that a start would use, or the error that it would end with."""
 
     settings: Settings
     environment: Mapping[str, str]
@@ -72,7 +73,7 @@ class Subject:
         return self.kernels.variant if isinstance(self.kernels, Kernels) else None
 
     def load_model(self) -> Model:
-        """That a start would serve. Raises ModelAwayError where it would be fetched first."""
+        """Return the model that a start would serve. Raises ModelAwayError if a start would download it first."""
         contents = replace(self._contents, recipe=load_recipe(self.settings, self.image))
         return load_model(contents, self.environment)
 
@@ -81,21 +82,23 @@ class Subject:
         return ImageContents(settings=self.settings, image=self.image, facts=self.facts, engine=self.engine)
 
     def inputs(self, model: Model) -> Inputs:
-        """A start's. Where no kernels are left, with those that the engine would take by itself: what else is wrong is
-        told as well. Raises ConfigError (10) or ModelUnreadableError (30) for a draft model."""
+        """Return a start's inputs for `model`. If no kernels are usable, take those that the engine would choose
+        itself, so that other faults are found too. Raises ConfigError (10) or ModelUnreadableError (30) for a draft
+        model."""
         usable = self.kernels if isinstance(self.kernels, Kernels) else None
         kernels = usable or Kernels(variant=None, isa=self.hardware.cpu.isa)
         machine = UsableMachine(hardware=self.hardware, install=self.install, kernels=kernels, warnings=())
         return inputs_of(self._contents, machine, model)
 
     def plan(self, model: Model) -> Plan:
-        """That a start would serve, from a profile or predicted."""
+        """Return the plan that a start would serve, from a profile or predicted."""
         inputs = self.inputs(model)
         return preview_of(StartInputs(engine=self.engine, install=self.install, inputs=inputs, key=key_of(inputs))).plan
 
 
 def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool = False) -> Findings:
-    """Raises nothing that a start would end with: it becomes a check. `with_kernels` runs them, which takes time."""
+    """Run all checks. An error that a start would end with becomes a check instead of being raised. `with_kernels` also
+    runs the engine's kernels, which takes time."""
     before = query_work()
     found = _examine(settings, environment, with_kernels=with_kernels)
     return replace(found, checks=(*found.checks, other_work_check(before, query_work())))
@@ -105,7 +108,7 @@ def _examine(settings: Settings, environment: Mapping[str, str], *, with_kernels
     hardware = probe(settings.data_dir, environment)
     hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
     checks = [volume_check(settings, hardware), key_check(settings)]
-    port = port_check(settings)  # a start listens when it has read its model, and before it plans
+    port = port_check(settings)  # same order as a start: it listens after it has read its model and before it plans
     try:
         image, facts = load_facts(settings)
     except FatalError as error:
@@ -161,7 +164,7 @@ def _subject(
 def _machine_checks(
     settings: Settings, hardware: Hardware, image: ImageFacts | None, subject: Subject | None
 ) -> Iterator[Check]:
-    """`subject` None: there is no engine to ask."""
+    """Yield the checks of host and GPUs. `subject` None: there is no engine to ask."""
     kernels, ruled_out = (subject.kernels, subject.ruled_out) if subject else (None, None)
     yield from host_checks(_ROOT, settings, hardware, kernels, ruled_out)
     yield from gpu_checks(settings, image, hardware, partial(_devices, subject) if subject else None)
@@ -173,7 +176,7 @@ def _devices(subject: Subject) -> Devices:
 
 
 def _engine_notes(subject: Subject, plan: Plan | None) -> Iterator[Check]:
-    """What the engine itself has to tell of the plan that a start would serve."""
+    """Yield the engine's own notes on the plan that a start would serve."""
     for result in subject.engine.examine(subject.install, plan) if plan else ():
         yield _as_check(result)
 
@@ -185,7 +188,7 @@ def _as_check(result: KernelResult) -> Check:
 
 
 def _kernel_checks(subject: Subject) -> Iterator[Check]:
-    """For the types of the model that a start would serve."""
+    """Check the kernels for the data types of the model that a start would serve."""
     settings, image = subject.settings, subject.image
     try:
         inputs = subject.inputs(subject.load_model())
@@ -194,7 +197,7 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
             "kernels", f"not checked, since there is no model: {error.message}", "name one with APPLIANCE_MODEL"
         )
         return
-    with suppress(VolumeError):  # which is a check of its own; here it is said that nothing is kept
+    with suppress(VolumeError):  # the volume has a check of its own; here the results are just not kept
         open_volume(settings.data_dir, image.build_id)
     yield from map(_as_check, subject.engine.check_kernels(subject.install, inputs))
 

@@ -1,4 +1,4 @@
-"""Checks of the GPUs: whether this image can use them, and what makes them slower than they could be."""
+"""Checks of the GPUs: can this image use them, and what makes them slower than they could be."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from appliance.probe.gpu.driver import CUDA, PLACES
 from appliance.settings import Settings
 from appliance.start.checks import check_devices, check_driver, check_supported, gpu_trouble, why_fewer
 
-_HINT = "mounted elsewhere, LD_LIBRARY_PATH has to name its folder, which must not be on the volume"
+_HINT = "if it is mounted elsewhere, LD_LIBRARY_PATH must name its folder, which must not be on the volume"
 
 
 def gpu_checks(
     settings: Settings, image: ImageFacts | None, hardware: Hardware, ask_engine: Callable[[], Devices] | None
 ) -> Iterator[Check]:
-    """`ask_engine` is called only where a GPU can be used by this image at all; None: the engine cannot be asked."""
+    """Yield the checks of all GPUs. `ask_engine` is called only if this image can use a GPU at all; None: the engine
+    cannot be asked."""
     gpus = hardware.gpus
     if gpus.driver:
         yield _driver(image, hardware)
@@ -27,7 +28,7 @@ def gpu_checks(
             yield _library(hardware)
     yield from _usable(settings, image, hardware, ask_engine)
     for warning in gpus.warnings:
-        yield warned("gpu readings", warning, "believe the driver's own nvidia-smi on the host")
+        yield warned("gpu readings", warning, "trust the driver's own nvidia-smi on the host")
     for gpu in gpus.gpus:
         yield from _one(gpu)
 
@@ -46,8 +47,8 @@ def _driver(image: ImageFacts | None, hardware: Hardware) -> Check:
 def _library(hardware: Hardware) -> Check:
     gpus = hardware.gpus
     if gpus.libcuda is None:
-        remedy = f"programs that compute need it: NVIDIA_DRIVER_CAPABILITIES=compute,utility; {_HINT}"
-        return warned("driver library", f"{CUDA} is nowhere that it is looked for", remedy)
+        remedy = f"compute programs need it: set NVIDIA_DRIVER_CAPABILITIES=compute,utility; {_HINT}"
+        return warned("driver library", f"{CUDA} was not found in any searched folder", remedy)
     if gpus.driver_dir is None:
         return passed("driver library", gpus.libcuda)
     known = (place.used_by for place in PLACES if gpus.driver_dir == f"/{place.folder}")
@@ -66,7 +67,7 @@ def _usable(
             if not warning.startswith(tuple(told_below)):
                 yield warned("gpu", warning, "`python -m images select` names the image for each GPU")
         if image.cuda is None or not hardware.gpus.gpus or settings.devices == "none":
-            yield passed("gpu", "none is asked for" + (": devices is none" if settings.devices == "none" else ""))
+            yield passed("gpu", "no GPU is requested" + (": devices is none" if settings.devices == "none" else ""))
             return
         if ask_engine is None:
             yield passed("gpu", "the image has kernels for it; the engine was not asked")
@@ -93,9 +94,13 @@ def _one(gpu: Gpu) -> Iterator[Check]:
     if gpu.ecc is not None:
         yield passed(f"{name} ecc", "on" if gpu.ecc else "off")
     if gpu.display:
-        yield warned(f"{name} display", "a desktop takes some of its memory", "free it for the model, if it is spare")
+        yield warned(
+            f"{name} display", "a desktop takes some of its memory", "move the desktop to another GPU if there is one"
+        )
     if gpu.holders:
-        yield warned(f"{name} in use", _holders(gpu), "plans use what is free: stop these for a larger context")
+        yield warned(
+            f"{name} in use", _holders(gpu), "plans use only free memory: stop these programs for a larger context"
+        )
 
 
 def _memory(gpu: Gpu) -> str:
@@ -120,7 +125,7 @@ def _link(name: str, gpu: Gpu) -> Iterator[Check]:
     seen = f"PCIe {now[0]} x{now[1]}, at most {most[0]} x{most[1]}"
     is_narrow = gpu.pcie_width != gpu.pcie_width_max
     slot = "fewer lanes than the card has: use another slot, or take out what shares its lanes"
-    asleep = "a sleeping card steps down: `appliance probe --measure` tells what it does under load"
+    asleep = "an idle card lowers its link speed: `appliance probe --measure` shows the speed under load"
     yield judged(f"{name} link", seen, None if now == most else slot if is_narrow else asleep)
 
 
@@ -130,7 +135,7 @@ def _power(name: str, gpu: Gpu) -> Iterator[Check]:
     usual = gpu.power_limit_default_w
     seen = f"{gpu.power_limit_w:g} W" + (f", by default {usual:g} W" if usual else "")
     is_capped = usual is not None and gpu.power_limit_w < usual
-    remedy = f"capped: `nvidia-smi -i {gpu.index} -pl {usual:g}` on the host gives it back" if is_capped else None
+    remedy = f"capped: `nvidia-smi -i {gpu.index} -pl {usual:g}` on the host removes the cap" if is_capped else None
     yield judged(f"{name} power", seen, remedy)
 
 

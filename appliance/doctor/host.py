@@ -1,4 +1,4 @@
-"""Checks of the machine apart from its GPUs: CPU, memory, and what the kernel allows this container."""
+"""Checks of the machine without its GPUs: CPU, memory, and what the kernel allows this container."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 
 MIB = 1024 * 1024
-LITTLE_MIB = 1024  # less memory than this serves no model that is worth it
-SWAPPED_MIB = 1024  # more than what sleeping services are pushed out with
-SHM_MIB = 1024  # what GPUs exchange through it is tens of MiB a pair; Docker's default of 64 is too little
+LITTLE_MIB = 1024  # with less memory no useful model can be served
+SWAPPED_MIB = 1024  # more swap is in use than idle services account for
+SHM_MIB = 1024  # each pair of GPUs exchanges tens of MiB through it; Docker's default of 64 MiB is too little
 
 
 def host_checks(
@@ -26,8 +26,8 @@ def host_checks(
     kernels: Kernels | FatalError | None,
     ruled_out: RuledOut | None = None,
 ) -> Iterator[Check]:
-    """`root` is where /proc and /sys lie. `kernels` are those that a start would serve with, or what it would end with;
-    None: the image does not tell."""
+    """Yield the checks. `root` is the folder with /proc and /sys. `kernels` are those that a start would use, or the
+    error that it would end with; None: the image does not tell."""
     yield _cpu(hardware, kernels, ruled_out or RuledOut())
     yield _quota(hardware)
     yield _memory(hardware)
@@ -48,7 +48,7 @@ def _cpu(hardware: Hardware, kernels: Kernels | FatalError | None, ruled_out: Ru
     if not ruled_out.seen:
         return passed("cpu", seen)
     out = "; ".join(f"{name}: {why}" for name, why in sorted(ruled_out.seen.items()))
-    return warned("cpu", f"{seen}; ruled out: {out}", f"to let them be tried again remove {ruled_out.where}")
+    return warned("cpu", f"{seen}; ruled out: {out}", f"to try them again, remove {ruled_out.where}")
 
 
 def _quota(hardware: Hardware) -> Check:
@@ -62,7 +62,7 @@ def _quota(hardware: Hardware) -> Check:
 
 def _kinds(cpu: Cpu) -> str:
     if cpu.groups_problem:
-        return f" that are taken as equal ({cpu.groups_problem})"
+        return f" that are assumed equal ({cpu.groups_problem})"
     kinds = ", ".join(f"{group.cores} of {group.capacity:.0%}" for group in cpu.groups)
     return f" ({kinds} of the fastest's speed)" if cpu.is_unequal else ""
 
@@ -85,7 +85,7 @@ def _shm(folder: Path, hardware: Hardware) -> Check:
     try:
         space = os.statvfs(folder)
     except OSError as error:
-        return warned("shared memory", f"cannot be asked: {error.strerror}", "let the container have its own /dev/shm")
+        return warned("shared memory", f"cannot be examined: {error.strerror}", "give the container its own /dev/shm")
     total_mib = space.f_blocks * space.f_frsize // MIB
     is_little = len(hardware.gpus.gpus) > 1 and total_mib < SHM_MIB
     remedy = "several GPUs exchange data through it: start with --shm-size 1g" if is_little else None
@@ -98,7 +98,7 @@ def _swap(root: Path) -> Check:
         return passed("swap", "unknown")
     total_mib, free_mib = int(found["SwapTotal"]) // 1024, int(found["SwapFree"]) // 1024
     used_mib = total_mib - free_mib
-    remedy = "memory is short on the host: weights that are swapped out are read back for every token"
+    remedy = "the host is short of memory: weights in swap are read back for every token"
     return judged("swap", f"{used_mib:,} MiB used of {total_mib:,}", remedy if used_mib > SWAPPED_MIB else None)
 
 
@@ -107,7 +107,9 @@ def _hugepages(root: Path) -> Check:
     match = re.search(r"\[(\w+)\]", text)
     if match is None:
         return passed("huge pages", "unknown")
-    remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled on the host: weights are read somewhat faster"
+    remedy = (
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled on the host makes reading weights somewhat faster"
+    )
     return judged("huge pages", match[1], remedy if match[1] == "never" else None)
 
 

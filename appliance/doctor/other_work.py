@@ -1,4 +1,4 @@
-"""Whether other programs take the CPUs while doctor looks: beside them an engine is slower."""
+"""Checks if other programs use the CPUs while doctor runs: they make an engine slower."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from appliance.probe.load.counters import query_load
 from appliance.probe.load.load import LoadSample
 
 NAME = "other programs"
-_REMEDY = "the engine is slower beside them: stop them, or give it CPUs of its own (docker run --cpuset-cpus)"
+_REMEDY = "they slow the engine down: stop them, or give the engine CPUs of its own (docker run --cpuset-cpus)"
 
 
 def query_work() -> LoadSample:
-    """Where `docker exec` began us, the appliance beside us is no other program either: it is what the container's
-    first process has started."""
+    """Return the CPU use so far. If `docker exec` started doctor, the appliance in the same container counts as our own
+    work: everything that the container's first process started."""
     seen = query_load()
     if _is_begun_by_first():
         return seen
@@ -27,20 +27,21 @@ def query_work() -> LoadSample:
 
 
 def other_work_check(before: LoadSample, after: LoadSample) -> Check:
-    """What others took of the CPUs between these two."""
+    """Return the check of the CPU share that other programs took between the two samples."""
     seen = conditions(before, after)
     if seen.foreign_cpu is None:
         return passed(NAME, "unknown")
-    quiet = f"took {seen.foreign_cpu:.0%} of {seen.cpus} CPUs while this looked"
+    quiet = f"took {seen.foreign_cpu:.0%} of {seen.cpus} CPUs during this check"
     return judged(NAME, seen.crowd or quiet, _REMEDY if seen.crowd else None)
 
 
 def _is_begun_by_first() -> bool:
-    """True if process 1 is ourselves or an ancestor. One that enters a container has a parent outside of it: 0."""
+    """True if process 1 is this process or an ancestor. A process that enters a container has a parent outside of it,
+    shown as 0."""
     pid = os.getpid()
     while pid > 1:
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
-            return True  # nobody can say: then it is our own tree that counts
+            return True  # unknown: count our own process tree only
     return pid == 1

@@ -1,4 +1,4 @@
-"""Checks of what belongs to the appliance: its volume, key and port, its image and engine, its model."""
+"""Checks of the appliance's own parts: volume, key and port, image and engine, model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from appliance.start.attachments import check_files
 from appliance.start.image import check_settings
 from appliance.volume import open_volume, read_key
 
-SPARE_MIB = 1024  # profiles, caches and the next small model
+SPARE_MIB = 1024  # room for profiles, caches and one more small model
 _NO_DRIVER = "start the container with --gpus all on a machine with a GPU"
 
 
 def volume_check(settings: Settings, hardware: Hardware) -> Check:
-    """Writes a probe, as every start does."""
+    """Write a probe file to the volume, as every start does, and look at its free space."""
     try:
         open_volume(settings.data_dir)
     except FatalError as error:
@@ -38,29 +38,34 @@ def volume_check(settings: Settings, hardware: Hardware) -> Check:
     free = "unknown" if space.free_mib is None else f"{space.free_mib:,}"
     seen = f"{settings.data_dir}: writable, {free} MiB free"
     if not settings.data_dir.is_mount():
-        return warned("volume", f"{seen}; not a mount", f"it ends with the container: add -v appliance:{space.path}")
+        return warned(
+            "volume", f"{seen}; not a mount", f"its content is lost with the container: add -v appliance:{space.path}"
+        )
     is_full = space.free_mib is not None and space.free_mib < SPARE_MIB
     return judged("volume", seen, "free some space, or remove models that are not served" if is_full else None)
 
 
 def key_check(settings: Settings) -> Check:
     if not settings.auth:
-        return warned("key", "authentication is off", "whoever reaches the port can use the model: APPLIANCE_AUTH=on")
+        return warned(
+            "key", "authentication is off", "everyone who reaches the port can use the model: set APPLIANCE_AUTH=on"
+        )
     try:
         has_key = bool(read_key(settings.key_path))
     except FatalError as error:
         return failed("key", error)
     if not has_key:
-        return passed("key", "none yet: the first start makes it")
+        return passed("key", "none yet: the first start creates it")
     is_open = bool(settings.key_path.stat().st_mode & stat.S_IRWXO)
-    return judged("key", "there is one", "others may read it: chmod 640 secrets/api_key" if is_open else None)
+    return judged("key", "there is one", "other users can read it: chmod 640 secrets/api_key" if is_open else None)
 
 
 def port_check(settings: Settings, root: Path = Path("/")) -> Check:
-    """Free, or held by the appliance beside which this runs. `root` is where /proc and /sys lie."""
+    """Check that the port is free, or held by the appliance of this container. `root` is the folder with /proc and
+    /sys."""
     seen = f"{settings.host}:{settings.port}"
     if (check := _listening(settings, seen)).status == "pass" and (words := why_unreachable(settings.host, root)):
-        return warned("port", f"{check.value}; {words}", "leave APPLIANCE_HOST out, or set it to 0.0.0.0")
+        return warned("port", f"{check.value}; {words}", "remove APPLIANCE_HOST, or set it to 0.0.0.0")
     return check
 
 
@@ -73,14 +78,15 @@ def _listening(settings: Settings, seen: str) -> Check:
         try:
             listener.bind((settings.host, settings.port))
         except OSError as error:
-            hint = "another program has it" if error.errno == errno.EADDRINUSE else "choose another host or port"
+            hint = "another program uses it" if error.errno == errno.EADDRINUSE else "choose another host or port"
             message = f"cannot listen on {seen}: {(error.strerror or str(error)).lower()}"
             return failed("port", ConfigError(message, hint=f"{hint}: set APPLIANCE_PORT"))
     return passed("port", f"{seen} is free")
 
 
 def settings_checks(settings: Settings, engine: Engine) -> Iterator[Check]:
-    """Nothing, unless one means nothing to the engine or names a file that is not there."""
+    """Yield a failed check for a setting that the engine does not support or that names a missing file; otherwise
+    nothing."""
     try:
         check_settings(settings, engine)
         check_files(settings)
@@ -91,10 +97,10 @@ def settings_checks(settings: Settings, engine: Engine) -> Iterator[Check]:
 def engine_check(
     engine: Engine, install: Install, image: ImageFacts, gpus: GpuProbe, cpu_variant: str | None = None
 ) -> Check:
-    """Starts it for its version: what was written at build must be what is there."""
+    """Start the engine for its version: it must be the one that was recorded when the image was built."""
     binary, facts = install.engine_dir / engine.binary, install.facts
     if words := engine.why_unasked(image, gpus):
-        seen = f"{_shown_engine(image, facts)}, as the image says; it is not asked, since {words}"
+        seen = f"{_shown_engine(image, facts)}, by the image's facts; the engine was not started: {words}"
         return warned("engine", seen, _NO_DRIVER)
     try:
         found = engine.query_installed(install, cpu_variant=cpu_variant)
@@ -109,7 +115,7 @@ def engine_check(
 
 
 def _differences(facts: EngineFacts, found: EngineFacts) -> Iterator[str]:
-    """Of what was written at build from what is there, in words."""
+    """Describe how the recorded engine differs from the installed one."""
     if (found.build, found.commit) != (facts.build, facts.commit):
         yield f"the engine is build {found.build} ({found.commit}), the image's facts say {facts.build}"
     if found.version != facts.version:
@@ -124,7 +130,8 @@ def _differences(facts: EngineFacts, found: EngineFacts) -> Iterator[str]:
 
 
 def _shown_engine(image: ImageFacts, found: EngineFacts) -> str:
-    """An engine of wheels has neither a build's number nor backends of its own files."""
+    """Return name, version and parts of the engine. An engine installed from wheels has no build number and no backend
+    files."""
     parts = [f"{image.engine} {found.version}", f"build {found.build}" if found.build else ""]
     parts += [f"{len(found.backends)} backends"] if found.backends else []
     parts += [f"{len(found.attention)} attention backends"] if found.attention else []
@@ -135,8 +142,8 @@ def _shown_engine(image: ImageFacts, found: EngineFacts) -> str:
 def model_checks(
     settings: Settings, image: ImageFacts, engine: Engine, load: Callable[[], Model], plan: Callable[[Model], Plan]
 ) -> Iterator[tuple[Check, Plan | None]]:
-    """Whether there is one, can be read and fits; the plan for it where there is one. `load` and `plan` are a
-    start's."""
+    """Check that there is a model, that it can be read, and that it fits; yield each check with the plan if there is
+    one. `load` and `plan` are a start's functions."""
     try:
         if not settings.model and not image.recipe and not _has_models(settings, engine):
             if told := _why_none(settings):
@@ -163,16 +170,17 @@ def model_checks(
 
 
 def _has_models(settings: Settings, engine: Engine) -> bool:
-    """On the volume, or in a mounted folder of another tool. Raises ConfigError where several are there."""
+    """True if a model is on the volume or in a mounted folder of another tool. Raises ConfigError if there are
+    several."""
     if list_models(settings.models_dir):
         return True
-    from appliance.weights.stores.stores import find_elsewhere  # here: only an empty volume costs it
+    from appliance.weights.stores.stores import find_elsewhere  # imported here: only an empty volume is worth the cost
 
     return find_elsewhere(None, settings, engine.model_format) is not None
 
 
 def _why_none(settings: Settings) -> FatalError | None:
-    from appliance.weights.stores.stores import why_none  # here: only an empty volume costs it
+    from appliance.weights.stores.stores import why_none  # imported here: only an empty volume is worth the cost
 
     return why_none(settings)
 
@@ -185,7 +193,7 @@ def _shown(model: Model) -> str:
 
 
 def _answers(settings: Settings) -> bool:
-    """Whether an appliance that shares our /tmp says that it listens, and does."""
+    """True if an appliance that shares our /tmp has written its address and answers there."""
     if (address := read_address(settings.address_path)) is None:
         return False
     connection = http.client.HTTPConnection(*address, timeout=5)

@@ -1,4 +1,4 @@
-"""The checks for people and for scripts."""
+"""Shows the checks, for people and for scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_json(findings: Findings) -> str:
 
 
 def show(findings: Findings, stream: TextIO) -> None:
-    """A table on a terminal; elsewhere a line a check, with its remedy below it, for logs and grep."""
+    """Print a table on a terminal; elsewhere one line per check with its remedy below it, for logs and grep."""
     if stream.isatty():
         _show_table(findings, stream)
         return
@@ -40,7 +40,7 @@ def summary(findings: Findings) -> str:
 
 
 def _show_table(findings: Findings, stream: TextIO) -> None:
-    from rich import box  # here: a terminal only, and it costs 60 ms
+    from rich import box  # imported here: only a terminal needs it, and it costs 60 ms
     from rich.table import Table
     from rich.text import Text
 

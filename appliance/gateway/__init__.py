@@ -1,5 +1,5 @@
-"""The HTTP front door: FastAPI on uvicorn, bytes forwarded to the engine over a unix socket.
+"""The HTTP gateway: FastAPI on uvicorn; bytes are forwarded to the engine over a unix socket.
 
-Importing the package costs nothing. `progress` is light as well, so that a start can keep its phase from the first
-moment; `app` and `server` import FastAPI, uvicorn and aiohttp (0.6 s compiled) and belong after the engine's start.
+Importing the package costs nothing. `app` and `server` import FastAPI, uvicorn and aiohttp (0.6 s compiled) and must be
+imported after the engine's start.
 """

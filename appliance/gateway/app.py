@@ -1,7 +1,7 @@
-"""Which path is answered by what: the data path, health and what is shown as bare ASGI, all else by FastAPI.
+"""The gateway's routing: engine routes, health and documents are bare ASGI; everything else is FastAPI.
 
-FastAPI, with pydantic, takes as long to import as a small model takes to load. What the first token does not need is
-imported with the first request for it.
+FastAPI, with pydantic, takes as long to import as a small model takes to load. It is not needed for the first token and
+is imported with the first request that needs it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class App:
         self, asgi: ASGIApp, backends: Sequence[Backend], traffics: Sequence[Traffic], connection_counts: Counts
     ) -> None:
         self._asgi = asgi
-        self.connection_counts = connection_counts  # of whoever serves it
+        self.connection_counts = connection_counts  # counts kept by the server of this application
         self.backends = tuple(backends)
-        self.traffics = tuple(traffics)  # all requests, also those whose model is not known yet
+        self.traffics = tuple(traffics)  # one per model, and one for requests whose model is not known yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._asgi(scope, receive, send)
@@ -54,8 +54,8 @@ def create_app(
     keys: Keys | None,
     tell_every_s: float = TELL_EVERY_S,
 ) -> App:
-    """`keys` None turns authentication off. Of several backends a request goes to the one that it names as `model`;
-    raises ConfigError where two have one name."""
+    """Return the application. `keys` None turns authentication off. With several backends, a request goes to the one
+    that it names as `model`. Raises ConfigError if two backends have one name."""
     _refuse_same_names(backends)
     reading = Traffic()
     traffics = [*(backend.traffic for backend in backends), reading]
@@ -89,7 +89,7 @@ def create_app(
 def _refuse_same_names(backends: Sequence[Backend]) -> None:
     names = Counter(backend.name for backend in backends)
     if same := [name for name, count in names.items() if count > 1]:
-        message = f"several models have one name: {', '.join(same)}"
+        message = f"several models have the same name: {', '.join(same)}"
         raise ConfigError(message, hint="give each an alias of its own")
 
 
@@ -140,8 +140,8 @@ def _elsewhere(words: str) -> Endpoint:
 
 
 class _Door:
-    """Paths that are known here go to their endpoint, GETs below one of the `prefixes` to that one's, all others to
-    the rest of the gateway."""
+    """Routes requests: a known path to its endpoint, a GET below one of the `prefixes` to the endpoint of that prefix,
+    every other request to the rest of the gateway."""
 
     def __init__(
         self, routes: Mapping[str, tuple[tuple[str, ...], Endpoint]], prefixes: Mapping[str, Endpoint], rest: _Rest
@@ -169,7 +169,7 @@ class _Door:
                 tell("answering a request", error)
                 await lacking().send(send, dialect_of(scope["path"]))
                 return
-            if not is_started:  # the client gets no traceback; the server logs it
+            if not is_started:  # no traceback for the client; the server logs it
                 await internal_error().send(send, dialect_of(scope["path"]))
             raise
 
@@ -188,7 +188,8 @@ class _Door:
         await endpoint(scope, receive, send)
 
     def _look_at_connection(self, scope: Scope) -> None:
-        """Whoever comes here has a key or needs none. Raises ApiError for one request too many."""
+        """Mark the connection as one that has a valid key or needs none. Raises ApiError if there are too many
+        requests."""
         if KNOWN in scope:
             scope[KNOWN]()
         if BUSY in scope and scope[BUSY]():
@@ -205,7 +206,7 @@ def _with_head(methods: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Rest:
-    """Our own routes that do something, made with FastAPI when the first of them is asked for."""
+    """Our own routes that change something. They are made with FastAPI when one of them is first requested."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._backends = backends
@@ -213,19 +214,19 @@ class _Rest:
         self.paths = frozenset(path_of(name) for backend in backends for name in backend.actions)
 
     async def loaded(self) -> ASGIApp:
-        # What failed is tried again: a lack of open files passes.
+        # A failed load is retried: a lack of open files is temporary.
         if self._loading is None or (self._loading.done() and self._loading.exception()):
             self._loading = asyncio.create_task(self._load())
-        # A client that leaves must not end it for the others.
+        # A client that disconnects must not cancel the load for others.
         return await asyncio.shield(self._loading)
 
     async def _load(self) -> ASGIApp:
-        # In a thread: streams go on meanwhile.
+        # In a thread, so that streams continue meanwhile.
         return await asyncio.to_thread(self._make)
 
     def _make(self) -> ASGIApp:
         from appliance.gateway.routes.own import (
-            create_own_app,  # here: the first token after a start does not wait for it
+            create_own_app,  # imported here, so that the first token after a start does not wait for it
         )
 
         return create_own_app(self._backends)
@@ -237,8 +238,8 @@ def _health_routes(traffic: Traffic, progress: Callable[[], Progress]) -> dict[s
 
     async def ready(_scope: Scope, _receive: Receive, send: Send) -> None:
         now = Progress(phase=Phase.STOPPING) if traffic.is_closed else progress()
-        # Held is ready, since what is sent now is answered: a load balancer that took this appliance out for the
-        # seconds of a reload would refuse the very requests that are held so that nobody is refused.
+        # "Held" counts as ready, because requests sent now are answered. If a load balancer took this appliance out for
+        # the seconds of a reload, it would refuse the very requests that are held so that none is refused.
         status = 200 if now.is_ready or now.is_held else 503
         document = {"status": "ready"} if now.is_ready else now.document()
         await ResponseWriter(send, "openai").document(

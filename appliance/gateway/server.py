@@ -1,4 +1,4 @@
-"""Listening and stopping. Signals are not this module's business: whoever opens the gateway drains it."""
+"""Opens the port and closes it in order. It handles no signals: the code that opens the gateway drains it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from appliance.gateway.clients.connections import KEEP_ALIVE_S, Connections, Lim
 from appliance.gateway.clients.traffic import all_idle
 from appliance.race import first_of
 
-# Together with uvicorn's own steps of 0.1 s this stays below the second that a stop may take after its `drain_s`.
+# Together with uvicorn's own steps of 0.1 s this is less than the second that a stop may take after `drain_s`.
 END_S = 0.8
-# Shares of it: for the error events to reach the clients, for connections to be closed in order, and after those that
-# were not have been torn.
+# Shares of END_S: to send error events to clients, to close connections in order, and to end after the remaining
+# connections were aborted.
 TELL, FLUSH, ABORT = 0.3, 0.45, 0.25
 BIND_HINTS = {
     errno.EADDRINUSE: "stop the program that listens there, or choose another port with --port (APPLIANCE_PORT)",
@@ -44,8 +44,8 @@ class Gateway:
 
     @classmethod
     async def open(cls, app: App, host: str, port: int, limits: Limits | None = None) -> Gateway:
-        """Binds at once and serves in the running loop; raises ConfigError when it cannot. Port 0: any free one.
-        `limits` None: those of this process."""
+        """Bind the port at once and serve in the running loop. Port 0 takes any free one. `limits` None takes the
+        limits of this process. Raises ConfigError if the port cannot be bound."""
         listener = await bind(host, port)
         config = uvicorn.Config(
             app,
@@ -63,7 +63,7 @@ class Gateway:
         running = lambda: sum(traffic.running for traffic in app.traffics)  # noqa: E731
         server = _Server(config, Connections(limits or own_limits(), app.connection_counts, running))
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
-        # Shielded: it goes on serving once it is up.
+        # Shielded, because the task must keep serving after this wait.
         await first_of(asyncio.shield(serving), server.is_up.wait())
         if serving.done():
             listener.close()
@@ -72,12 +72,12 @@ class Gateway:
 
     @property
     def running(self) -> int:
-        """Requests of every kind."""
+        """Number of running requests of every kind."""
         return sum(traffic.running for traffic in self._traffics)
 
     async def drain(self, drain_s: float, *, end_s: float = END_S) -> None:
-        """Stops in order: no new connections, no new requests, `drain_s` seconds for running ones, an error for the
-        rest, every connection closed. Returns within `drain_s` + `end_s` + 0.2 s whatever the clients do; a second call
+        """Stop in order: no new connections, no new requests, `drain_s` seconds for running requests, an error for the
+        rest, every connection closed. Returns within `drain_s` + `end_s` + 0.2 s whatever clients do; a second call
         waits for the same end."""
         for traffic in self._traffics:
             traffic.close()
@@ -99,7 +99,7 @@ class Gateway:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, and with connections that are counted."""
+    """uvicorn's server without its signal handlers, and with our counted connections."""
 
     servers: list[Acceptor]  # type: ignore[assignment]
 
@@ -132,16 +132,16 @@ class _Server(uvicorn.Server):
             server.close()
 
     def abort_connections(self) -> None:
-        """For clients that read nothing: their buffers would never empty."""
+        """Abort all connections: buffers of clients that read nothing would never empty."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 async def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to `host`; a name stands for its IPv4 address where it has one. Raises ConfigError."""
+    """Return a socket that listens on `host`; a host name means its IPv4 address if it has one. Raises ConfigError."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, OverflowError, UnicodeError) as error:  # the last of an empty part of a name
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: an empty part in the host name
         message = f"the address to listen on is unknown: {host} port {port}"
         raise ConfigError(message, hint=BIND_HINTS[errno.EADDRNOTAVAIL]) from error
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
@@ -149,7 +149,7 @@ async def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Here and not in the server: with SO_REUSEADDR, two sockets may be bound as long as neither of them listens.
+        # Listen here, not in the server: with SO_REUSEADDR two sockets may be bound as long as neither listens.
         listener.listen(2048)
     except OSError as error:
         listener.close()

@@ -1,1 +1,1 @@
-"""What runs on the user's machine, beside the container and not in it."""
+"""Code that runs on the user's machine, outside the container."""

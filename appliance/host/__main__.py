@@ -1,4 +1,5 @@
-"""python -m appliance.host VERB: the appliance's containers on this machine. `appliance VERB` where it is installed."""
+"""python -m appliance.host VERB: manages the appliance's containers on this machine. Installed, it is `appliance
+VERB`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from appliance.settings import load_settings, process_environment
 
 EPILOG = (
     "Exit codes: 2 usage, 10 Docker or a choice, 20 to 23 GPU, 30 to 32 model, 43 no readiness, 50 volume, 60 build; "
-    "a container that ends at its start gives its own."
+    "a container that ends during its start passes on its own code."
 )
 
 
@@ -51,7 +52,7 @@ def _run(words: list[str], prog: str) -> int:
 
 
 def parse(words: Sequence[str], prog: str = "appliance") -> tuple[ModuleType, argparse.Namespace]:
-    """The verb's module and its options; the first word is one of VERBS. Raises UsageError."""
+    """Return the verb's module and its options. The first word must be one of VERBS. Raises UsageError."""
     row = VERBS[words[0]]
     try:
         verb = importlib.import_module(row.module)
@@ -67,7 +68,7 @@ def parse(words: Sequence[str], prog: str = "appliance") -> tuple[ModuleType, ar
 
 
 def without_package(command: str, package: str) -> ConfigError:
-    """Return the error for a verb of the host that lacks a package. An image has none of them on purpose."""
+    """Return the error for a host verb that lacks a package. Images contain none of these packages on purpose."""
     if (load_settings({}, process_environment()).facts_dir / "image_facts.json").exists():
         message = f"`{command}` is for the machine that runs this container, and cannot be used inside of it"
         return ConfigError(message, hint=f"{VERBS[command.split()[-1]].inside}; or on that machine: {command}")

@@ -1,4 +1,5 @@
-"""What the builder's cache has of a cell already, and need not be written again. Before any package is installed."""
+"""Size of a cell's layers that are already in the builder's cache and need not be written again. Usable before any
+package is installed."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ _RUN = re.compile(r"^mount / from exec /bin/sh -c ")
 
 
 def cached_mib(listing: str, dockerfile: str) -> int:
-    """`listing` is what `docker buildx du --verbose` says. Records of commands that the Dockerfile has count: another
-    input of the same command may make it anew all the same, and that is found only by building."""
+    """Return the cached size in MiB. `listing` is the output of `docker buildx du --verbose`. Records of the
+    Dockerfile's commands count; a changed input may still force a command to run again, which only the build finds
+    out."""
     commands = _one_line(re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", dockerfile, flags=re.MULTILINE)))
     found = 0.0
     for record in listing.split("\n\n"):

@@ -1,4 +1,4 @@
-"""Runs one verb as a program of its own: `python -m appliance.host.bench`."""
+"""Runs one verb as a separate program: `python -m appliance.host.bench`."""
 
 from __future__ import annotations
 

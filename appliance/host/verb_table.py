@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class Verb(NamedTuple):
-    module: str  # imported when the verb is called: `list` must not pay for `bench`
+    module: str  # imported when the verb is called: `list` must not load what only `bench` needs
     about: str
-    inside: str  # what serves the same purpose in a container, which has no Docker to ask
+    inside: str  # what to use instead inside a container, which cannot reach Docker
 
 
 VERBS: Mapping[str, Verb] = MappingProxyType(
@@ -18,45 +18,52 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "run": Verb(
             "appliance.host.verbs.run",
             "start a model in a container of this machine",
-            "in here a model is served with `appliance serve`",
+            "inside the container `appliance serve` serves a model",
         ),
         "status": Verb(
             "appliance.host.verbs.status",
-            "what it does now: phase, tok/s, memory, uptime",
-            "in here `appliance health` says whether it serves, and GET /appliance/v1/status the rest, "
-            "with the key of `appliance key`",
+            "show what an appliance does now: phase, tok/s, memory, uptime",
+            "inside the container use `appliance health`, or GET /appliance/v1/status with the key of `appliance key`",
         ),
         "list": Verb(
             "appliance.host.verbs.list_services",
-            "every appliance on this machine",
-            "in here `appliance models` lists the models; outside, `docker ps` the containers",
+            "list all appliances on this machine",
+            "inside the container `appliance models` lists models; outside, `docker ps` lists containers",
         ),
         "chat": Verb(
             "appliance.host.verbs.chat",
-            "talk to it in the terminal",
-            "in here it is asked at /v1/chat/completions, with the key of `appliance key`",
+            "chat with the model in the terminal",
+            "inside the container use /v1/chat/completions with the key of `appliance key`",
         ),
-        "logs": Verb("appliance.host.verbs.logs", "what it said; -f follows", "outside, `docker logs NAME` shows them"),
-        "stop": Verb("appliance.host.verbs.stop", "end it; its volume stays", "outside, `docker stop NAME` ends it"),
+        "logs": Verb(
+            "appliance.host.verbs.logs",
+            "show its log; -f follows",
+            "outside the container `docker logs NAME` shows the log",
+        ),
+        "stop": Verb(
+            "appliance.host.verbs.stop",
+            "stop it; its volume stays",
+            "outside the container `docker stop NAME` stops it",
+        ),
         "bench": Verb(
             "appliance.host.bench",
-            "measure prefill, decode and latency of it, or of any OpenAI endpoint",
-            "in here with its URL: appliance bench http://127.0.0.1:11435/v1, and the key in OPENAI_API_KEY",
+            "measure prefill, decode and latency of an appliance or any OpenAI endpoint",
+            "inside the container: appliance bench http://127.0.0.1:11435/v1, with the key in OPENAI_API_KEY",
         ),
         "inject": Verb(
             "appliance.host.inject",
-            "put it into the settings of an editor or another tool; --undo takes it out",
-            "it changes settings of programs of that machine",
+            "enter it in the settings of an editor or another tool; --undo removes it",
+            "it changes settings of programs on that machine",
         ),
         "upgrade": Verb(
             "appliance.host.verbs.upgrade",
-            "take a newer image and compare its speed; --back takes the one before",
-            "outside, a newer image is started on the same volume",
+            "change to a newer image and compare the speed; --back undoes it",
+            "outside the container, start a newer image on the same volume",
         ),
         "version": Verb(
             "appliance.host.verbs.version",
-            "versions of this command, of Docker and of what runs",
-            "in here `appliance version` tells of the image",
+            "show versions of this command, of Docker and of running appliances",
+            "inside the container `appliance version` shows the image's version",
         ),
     }
 )

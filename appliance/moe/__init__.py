@@ -1,1 +1,1 @@
-"""Expert placement: what a token of a mixture of experts costs, and which experts are kept on the GPU."""
+"""Expert placement: the cost of a token in a mixture of experts, and the choice of experts that stay on the GPU."""

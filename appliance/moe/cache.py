@@ -1,7 +1,8 @@
-"""Which experts of a layer lie in the GPU's slots, and what is done with a token's experts: admission has a price.
+"""The experts of a layer that are in the GPU's slots, and the decision what to do with a token's experts. Admission has
+a price.
 
-The engine and the simulator call the same: `decide` before a layer's experts run, `observe` while the next layer's
-attention runs, `landed` or `failed` when a copy has ended. Single-threaded: the callers' loop owns it.
+Engine and simulator call the same code: `decide` before a layer's experts run, `observe` while the next layer's
+attention runs, `landed` or `failed` when a copy has ended. Not thread-safe: the caller's loop owns it.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ from appliance.moe.uses import History, Uses
 
 Rule = Literal["priced", "lru", "lru-1", "cpu"]  # lru-1: at most one copy a layer and token
 GUARD_TOKENS = 256
-_GUARD_EVERY = 8  # layers: the others are taken to be alike
-_GUARD_MARGIN = 0.005  # behind by less is chance, and a change of rules is not free
-_LEAST_GAIN = 0.3  # of a copy's time: a resident outlives the horizon, and no copy needs more than 3.3 hits to pay
-_IN_FLIGHT_TOKENS = 2  # copies of that many tokens' experts may be under way, over all layers
+_GUARD_EVERY = 8  # every so many layers one is watched; the others are assumed to behave like it
+_GUARD_MARGIN = 0.005  # a smaller difference is chance, and changing the rule has a cost
+# least gain of a hit, as a share of a copy's time: a resident expert outlives the horizon, and no copy needs more than
+# 3.3 hits to pay off
+_LEAST_GAIN = 0.3
+_IN_FLIGHT_TOKENS = 2  # largest amount of copies in flight over all layers, in tokens' experts
 _VALUE = itemgetter(0)
 
 
 class SlotsTooFewError(ValueError):
-    """Fewer slots than one token uses: each token would evict what it needs itself."""
+    """There are fewer slots than one token uses: each token would evict experts that it needs itself."""
 
 
 class Upload(NamedTuple):
-    """One copy into `slot`, whose `victim` may still be read by GPU work that was enqueued before it.
+    """One copy into `slot`. Its `victim` may still be read by GPU work that was enqueued before the copy.
 
-    `is_fetch`: this token computes with it as soon as it has landed; else it is for later tokens.
+    `is_fetch` is True if this token computes with the expert as soon as the copy has ended; otherwise the copy is for
+    later tokens.
     """
 
     expert: int
@@ -40,18 +44,18 @@ class Upload(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Where each expert of a token is computed, each in exactly one of `gpu`, `fetch` and `cpu`."""
+    """The place where each expert of a token is computed: exactly one of `gpu`, `fetch` and `cpu`."""
 
     gpu: tuple[int, ...]
     fetch: tuple[int, ...]
     cpu: tuple[int, ...]
-    uploads: tuple[Upload, ...]  # of `fetch`, then those for later
-    ms: float  # predicted, without the layer's other time
+    uploads: tuple[Upload, ...]  # copies for `fetch` first, then those for later tokens
+    ms: float  # predicted time, without the layer's other work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Takeover:
-    """Another rule decides from now on; times are predicted, over `GUARD_TOKENS` tokens of the watched layers."""
+    """A change of the deciding rule. Times are predicted, over `GUARD_TOKENS` tokens of the watched layers."""
 
     token: int
     before: Rule
@@ -66,20 +70,21 @@ class Takeover:
 
 @dataclass(kw_only=True)
 class Shared:
-    """What the layers of one model share: learned uses, bytes in flight, and which rule decides."""
+    """State that the layers of one model share: learned uses, bytes in flight, and the rule that decides."""
 
     uses: Uses
     in_flight_max_mb: float
     rule: Rule = "priced"
     on_takeover: Callable[[Takeover], None] = lambda _: None
     in_flight_mb: float = 0.0
-    predicted_ms: dict[Rule, float] = field(default_factory=dict)  # since the rules were last compared
+    # predicted time of each rule since the rules were last compared
+    predicted_ms: dict[Rule, float] = field(default_factory=dict)
 
     def add(self, rule: Rule, ms: float) -> None:
         self.predicted_ms[rule] = self.predicted_ms.get(rule, 0.0) + ms
 
     def compare(self, token: int) -> None:
-        """The rule with the least predicted time takes over when the present one is behind."""
+        """Change to the rule with the least predicted time if the current rule is behind by more than the margin."""
         ms, before = self.predicted_ms, self.rule
         after = min(ms, key=lambda rule: (ms[rule], rule))
         if ms[after] < ms[before] * (1 - _GUARD_MARGIN):
@@ -99,10 +104,10 @@ def layer_caches(
     is_guarded: bool = True,
     needed: Collection[int] | None = None,
 ) -> tuple[LayerCache, ...]:
-    """One cache for each layer that has routed experts, in order; `costs` and `top_k` are by layer.
+    """Return one cache for each layer with routed experts, in order; `costs` and `top_k` are by layer.
 
-    With `needed`, only those layers decide as they would among all; the others have no slots unless they are guarded.
-    Raises SlotsTooFewError where `slots` is neither 0 nor enough for one token.
+    With `needed`, only those layers decide, exactly as they would among all layers; the others have no slots unless
+    they are watched. Raises SlotsTooFewError if `slots` is neither 0 nor enough for one token.
     """
     largest_mb = max((cost.expert_mb * k for cost, k in zip(costs, top_k, strict=True)), default=0.0)
     shared = Shared(
@@ -136,9 +141,9 @@ class LayerCache:
         is_guarded: bool = False,
         pinned: Sequence[int] = (),
     ) -> None:
-        """`pinned` experts lie in slots from the start and are never evicted: those that a model always uses.
+        """`pinned` experts are in slots from the start and are never evicted, such as those that a model always uses.
 
-        Raises SlotsTooFewError where `slots` is neither 0 nor enough for one token and the pinned.
+        Raises SlotsTooFewError if `slots` is neither 0 nor enough for one token and the pinned experts.
         """
         if not 0 < top_k <= experts:
             message = f"a token cannot use {top_k} of {experts} experts"
@@ -154,21 +159,22 @@ class LayerCache:
         self.top_k = top_k
         self.shared = shared
         self._pinned = frozenset(pinned)
-        self._slot_of = {expert: slot for slot, expert in enumerate(pinned)}  # readable
+        # expert -> slot, for experts that may be read
+        self._slot_of = {expert: slot for slot, expert in enumerate(pinned)}
         self._free = list(range(slots - 1, len(pinned) - 1, -1))
         self._in_flight: dict[int, Upload] = {}
         self._history = History(experts, shared.uses, layer, is_valued=slots > 0)
-        self._ranked: list[tuple[float, int]] = []  # residents as the next token finds them, least value first
+        self._ranked: list[tuple[float, int]] = []  # (value, resident expert) for the next token, lowest value first
         self._gains = self._gains_ms()
         self._splits = [cost.splits(top_k, hits) for hits in range(top_k + 1)]
         self.all_cpu_ms = cost.all_cpu_ms(top_k)
         self._layer = layer
         self._guard = _Guard(self) if is_guarded else None
-        self._decided: tuple[Sequence[int], Decision] | None = None  # not yet observed
+        self._decided: tuple[Sequence[int], Decision] | None = None  # the decision that was not observed yet
 
     def _gains_ms(self) -> list[float]:
-        """By hits: what one more saves now, the mean of the steps on both sides, since whole experts make time a
-        staircase."""
+        """Return, by number of hits, the time that one more hit saves: the mean of the steps on both sides, since whole
+        experts make the time a staircase."""
         least = _LEAST_GAIN * self.cost.expert_mb / self.cost.rates.pcie_gb_s
         best = [self.cost.best_ms(self.top_k, hits) for hits in range(self.top_k + 1)]
         gains = []
@@ -178,7 +184,7 @@ class LayerCache:
         return gains
 
     def split_ms(self, hits: int, copied: int) -> float:
-        """Of the best split of a token with so many hits and copies."""
+        """Return the time of the best split of a token with so many hits and copies."""
         return self._splits[hits][copied].ms
 
     @property
@@ -191,10 +197,10 @@ class LayerCache:
         return tuple(self._in_flight.values())
 
     def decide(self, used: Sequence[int]) -> Decision:
-        """What to do with a token's experts, given by falling router weight. O(top_k + slots) look-ups.
+        """Return what to do with a token's experts, given by falling router weight. O(top_k + slots) look-ups.
 
-        A victim stops being resident here. It may be one of this token's own hits: its GPU work is enqueued before
-        the copy, on whose stream the copy waits. Raises ValueError for a token that the layer cannot have.
+        A victim stops being resident here. It may be one of this token's own hits: its GPU work is enqueued before the
+        copy, and the copy waits for that work on its stream. Raises ValueError for a token that the layer cannot have.
         """
         if self._decided is not None:
             message = "decide was called twice without observe between"
@@ -226,14 +232,15 @@ class LayerCache:
         return self._carried_out(hits, misses, wanted, victims, count)
 
     def _priced(self, hits: list[int], wanted: list[int], room: int) -> tuple[list[int], list[int], int]:
-        """Misses by falling value, victims by rising value, and how many of the pairs pay.
+        """Return the misses by falling value, the victims by rising value, and how many of these pairs pay off.
 
-        The first fill free slots, at once. The price of each further one is what it adds to this token, negative where
-        fetching it shortens the token; its gain is the difference in value times what a hit saves now.
+        The first misses fill free slots at once. The price of each further copy is the time that it adds to this token,
+        negative if fetching shortens the token. Its gain is the difference in value times the time that a hit saves
+        now.
         """
         history = self._history
         asked = history.valued(wanted, history.used_now)
-        asked.sort(key=_VALUE, reverse=True)  # stable: by router weight among equals
+        asked.sort(key=_VALUE, reverse=True)  # the sort is stable: equal values stay ordered by router weight
         wanted = [expert for _, expert in asked]
         free = len(self._free)
         if room <= free:
@@ -252,8 +259,8 @@ class LayerCache:
         return wanted, [expert for _, expert in victims], count
 
     def _least_valuable(self, hits: list[int], count: int) -> list[tuple[float, int]]:
-        """Of the residents, this token's own hits among them. Use only adds to a hit's value, as a rule: then one that
-        ranks behind `count` others need not be looked at."""
+        """Return the `count` least valuable residents, which may include this token's own hits. Use normally only
+        raises the value of a hit, so a hit that ranks behind `count` others need not be looked at."""
         found: list[tuple[float, int]] = []
         passed = []
         for pair in self._ranked:
@@ -281,7 +288,7 @@ class LayerCache:
     def _carried_out(
         self, hits: list[int], misses: list[int], wanted: list[int], victims: list[int], count: int
     ) -> Decision:
-        """Begins the copies of the first `count` wanted: into free slots, then into those of the victims."""
+        """Start the copies of the first `count` wanted experts, into free slots first, then into the victims' slots."""
         ms, on_gpu, fetched, _ = self._splits[len(hits)][count]
         gpu = tuple(hits[:on_gpu])
         if not count:
@@ -303,7 +310,8 @@ class LayerCache:
         return Decision(gpu, fetch, cpu, tuple(uploads), ms)
 
     def observe(self) -> None:
-        """After each `decide`, off the critical path: learns, and ranks the residents for the next token."""
+        """Call after each `decide`, off the critical path: learns from the token and ranks the residents for the next
+        one."""
         if self._decided is None:
             message = "observe was called without decide before it"
             raise RuntimeError(message)
@@ -324,19 +332,20 @@ class LayerCache:
         self._ranked = ranked
 
     def landed(self, upload: Upload) -> None:
-        """The copy has ended: the expert may be read, and evicted, from now on. KeyError for one not in flight."""
+        """Note that a copy has ended: from now on the expert may be read and evicted. Raises KeyError if it was not in
+        flight."""
         self._end(upload)
         self._slot_of[upload.expert] = upload.slot
         if self._decided is None:
             self._rank()
 
     def failed(self, upload: Upload) -> None:
-        """The copy has failed: its slot is free again. KeyError for one not in flight."""
+        """Note that a copy has failed: its slot is free again. Raises KeyError if it was not in flight."""
         self._end(upload)
         self._free.append(upload.slot)
 
     def as_priced(self) -> LayerCache:
-        """A cache that begins with what this one holds and knows, learns nothing, and always goes by prices."""
+        """Return a cache with the same content and knowledge that learns nothing and always decides by prices."""
         shared = Shared(uses=self.shared.uses, in_flight_max_mb=self.shared.in_flight_max_mb)
         twin = LayerCache(
             cost=self.cost,
@@ -359,7 +368,7 @@ class LayerCache:
 
 
 class _LruShadow:
-    """What LRU would have done, with copies that land at once: residents in the order of their last use."""
+    """The decisions that LRU would have made, with copies that end at once. Residents are ordered by their last use."""
 
     def __init__(self, slots: int, most: int) -> None:
         self._slots = slots
@@ -367,10 +376,10 @@ class _LruShadow:
         self._residents: dict[int, None] = {}
 
     def use(self, used: Sequence[int]) -> tuple[int, int]:
-        """Hits, and copies made, of one token."""
+        """Return hits and copies of one token."""
         residents = self._residents
         misses = []
-        for expert in reversed(used):  # the least router weight is the first to go
+        for expert in reversed(used):  # lowest router weight first, so that it is evicted first
             if expert in residents:
                 del residents[expert]
                 residents[expert] = None
@@ -379,14 +388,14 @@ class _LruShadow:
         free = self._slots - len(residents)
         copied = min(len(misses), max(self._most, free))
         for _ in range(copied - free):
-            del residents[next(iter(residents))]  # none of this token's: those are behind
+            del residents[next(iter(residents))]  # never an expert of this token: those come later in the order
         for expert in misses[len(misses) - copied :]:
             residents[expert] = None
         return len(used) - len(misses), copied
 
 
 class _Guard:
-    """Rules that do not decide now, in one layer: what their decisions would have taken."""
+    """Predicted times of the rules that do not decide now, in one layer."""
 
     def __init__(self, cache: LayerCache) -> None:
         self._cache = cache
@@ -394,7 +403,7 @@ class _Guard:
             "lru": _LruShadow(cache.slots, cache.top_k),
             "lru-1": _LruShadow(cache.slots, 1),
         }
-        self._priced: LayerCache | None = None  # while another rule decides
+        self._priced: LayerCache | None = None  # exists while another rule decides
 
     def see(self, used: Sequence[int], decision: Decision) -> None:
         cache, shared = self._cache, self._cache.shared
@@ -412,7 +421,8 @@ class _Guard:
             self._see_priced(used)
 
     def _see_priced(self, used: Sequence[int]) -> None:
-        """Begins with what the layer holds, and with what all have learned."""
+        """Add the predicted time of deciding by prices, beginning with the layer's current content and all learned
+        uses."""
         if self._priced is None:
             self._priced = self._cache.as_priced()
         decision = self._priced.decide(used)

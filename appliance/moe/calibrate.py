@@ -1,7 +1,7 @@
-"""The rates of a machine from measured times of layers: robust, with intervals.
+"""Fits a machine's rates to measured times of layers, robustly and with intervals.
 
-Rows are measured inside the engine, CPU and PCIe at work together; a microbenchmark of either alone misleads
-(facts/tuning.md section 0, 6). T is a maximum of lines, so a row tells only of the side that was the last to finish.
+Rows are measured inside the engine while CPU and PCIe work together; a microbenchmark of either alone misleads
+(facts/tuning.md section 0, 6). T is a maximum of lines, so a row informs only about the side that finished last.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ _NAMES = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s", "cpu_fixed_ms", "gpu_expert_ms")
 _ROUNDS = 40
 _STEP = 1e-4
 _FAR = math.log(10)
-# Mean errors. 95 % of χ² halved is 1.9; more, since which side was the last in a row is chosen by the fit as well.
+# Threshold in mean errors. Half of the 95 % quantile of χ² is 1.9; it is larger here, since the fit also chooses which
+# side finished last in a row.
 _LIKELY = 3.0
-_SMALLEST_ERROR = 1e-3  # of a time, that is no difference
+_SMALLEST_ERROR = 1e-3  # smaller relative differences of a time are ignored
 _HALVINGS = 12
 _TRIED = (0.5, 0.7, 0.85, 0.95, 1.05, 1.15, 1.3, 1.6, 2.5)
 _TOLERANCE = 1e-9
 _SMALLEST_MS = 1e-4
-_HUBER = 1.5  # median deviations beyond which a row counts as little as its distance makes it
+_HUBER = 1.5  # beyond so many median deviations a row's weight falls with its distance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One layer and token: experts on the CPU, fetched, already on the GPU, uploaded for later, and its time."""
+    """One layer and token: numbers of experts on the CPU, fetched, already on the GPU, uploaded for later, and the
+    time."""
 
     on_cpu: int
     fetched: int
@@ -40,8 +42,8 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """`intervals`: by name of the rate, all that fits the rows nearly as well; (0, inf) for one that no row depends
-    on."""
+    """Fitted rates. `intervals` maps each rate's name to all values that fit the rows nearly as well; (0, inf) if no
+    row depends on that rate."""
 
     rates: Rates
     intervals: dict[str, tuple[float, float]]
@@ -49,12 +51,12 @@ class Calibration:
 
 
 def calibrate(rows: Sequence[Measured], *, expert_mb: float, other_ms: float) -> Calibration:
-    """Fits C, P, D, t0 and g; the layer's other time is measured apart, without experts.
+    """Fit C, P, D, t0 and g. The layer's other time is measured separately, without experts.
 
-    Least squares of relative errors with Huber weights (Levenberg-Marquardt on logarithms, from several starts): a
-    few stalled rows do not matter. Intervals by likelihood: resampled rows lack the few in which a rarely last side was
-    the last, and miss its rate. Deterministic. Raises ValueError for fewer rows
-    than rates, or times that are not positive.
+    Least squares of relative errors with Huber weights (Levenberg-Marquardt on logarithms, from several starts): a few
+    stalled rows do not matter. The intervals are by likelihood: resampling would lose the few rows in which a rarely
+    last side finished last, and miss its rate. Deterministic. Raises ValueError for fewer rows than rates, or for times
+    that are not positive.
     """
     if len(rows) < len(_NAMES) or any(not 0 < row.ms < math.inf for row in rows):
         message = f"{len(rows)} rows with positive times are too few to fit {len(_NAMES)} rates from"
@@ -63,7 +65,8 @@ def calibrate(rows: Sequence[Measured], *, expert_mb: float, other_ms: float) ->
     solutions = [fit.solved(start) for start in fit.starts()]
     best = min(solutions, key=fit.loss)
     enough = fit.loss_likely(best)
-    likely = [each for each in solutions if fit.loss(each) <= enough]  # another side may have been the last
+    # in another solution another side may have finished last
+    likely = [each for each in solutions if fit.loss(each) <= enough]
     intervals = {}
     for at, name in enumerate(_NAMES):
         ends = [fit.likely(each, at, enough) for each in likely]
@@ -82,21 +85,22 @@ class _Fit:
         return Rates(**dict(zip(_NAMES, map(math.exp, logs), strict=True)), other_ms=self._other)
 
     def starts(self) -> list[list[float]]:
-        """The slowest a side can be by rows in which it must have been the last; else guesses around that."""
+        """Return starting points: for each side the rate that its rows require at least; a guess if there are none."""
         size = self._size
         cpu = [row.on_cpu * size / row.ms for row in self._rows if row.on_cpu and not row.fetched + row.uploads]
         link = [row.fetched * size / row.ms for row in self._rows if row.fetched]
         cpu_gb_s = max(cpu, default=40.0)
         pcie_gb_s = max(link, default=20.0)
         found = []
-        for share in (0.6, 0.8, 1.0, 5.0):  # at last a DRAM that never limits
+        for share in (0.6, 0.8, 1.0, 5.0):  # the last one: DRAM that never limits
             for fixed_ms in (0.01, 0.05):
                 dram = share * (cpu_gb_s + pcie_gb_s) * 1.2
                 found.append([math.log(each) for each in (cpu_gb_s * 1.1, pcie_gb_s * 1.05, dram, fixed_ms, 0.01)])
         return found
 
     def residual(self, logs: Sequence[float], row: Measured) -> float:
-        """Of logarithms. The formula is `Cost.layer_ms`, which a test holds; here without an object for each try."""
+        """Return the residual in logarithms. The formula is `Cost.layer_ms` (a test compares the two), written out here
+        to avoid an object for each try."""
         cpu, pcie, dram, fixed, expert = map(math.exp, logs)
         size, fetched = self._size, row.fetched
         moved, read = (fetched + row.uploads) * size, (row.on_cpu + fetched + row.uploads) * size
@@ -111,22 +115,24 @@ class _Fit:
         return math.log(ms / row.ms)
 
     def loss(self, logs: Sequence[float]) -> float:
-        """Sum of absolute residuals: one stalled row cannot outweigh the others."""
+        """Return the sum of absolute residuals: one stalled row cannot outweigh the others."""
         return sum(abs(self.residual(logs, row)) for row in self._rows)
 
     def loss_likely(self, logs: Sequence[float]) -> float:
-        """Up to which loss a fit is nearly as likely as the best one, `logs`."""
+        """Return the loss up to which a fit is nearly as likely as the best one, `logs`."""
         loss = self.loss(logs)
         return loss + _LIKELY * max(loss / len(self._rows), _SMALLEST_ERROR)
 
     def likely(self, logs: Sequence[float], at: int, enough: float) -> tuple[float, float]:
-        """Around one fit, where one rate alone can go with a loss of at most `enough`: 0 or infinity without an end."""
+        """Return the range in which one rate alone can vary around a fit with a loss of at most `enough`; 0 or infinity
+        if there is no end."""
         down, up = (self._reach(logs, at, sign, enough) for sign in (-1, 1))
         best = math.exp(logs[at])
         return best * math.exp(-down), best * math.exp(up)
 
     def _reach(self, logs: Sequence[float], at: int, sign: int, enough: float) -> float:
-        """How far the logarithm of one rate can go with a loss of at most `enough`; infinity from a factor of ten."""
+        """Return how far the logarithm of one rate can move with a loss of at most `enough`; infinity beyond a factor
+        of ten."""
 
         def fits(distance: float) -> bool:
             return self.loss([value + sign * distance * (n == at) for n, value in enumerate(logs)]) <= enough
@@ -140,8 +146,8 @@ class _Fit:
         return far
 
     def solved(self, start: Sequence[float]) -> list[float]:
-        """Least squares, then each rate tried far and near by itself, since a side that is never the last in a fit has
-        no slope; then least squares again."""
+        """Return the fit from one start: least squares; then each rate is tried far and near by itself, since a side
+        that never finishes last has no slope; then least squares again."""
         logs = self._tried(self._descended(start, _ROUNDS))
         return self._descended(logs, _ROUNDS // 2)
 
@@ -169,7 +175,7 @@ class _Fit:
         return logs
 
     def _step(self, logs: Sequence[float], damping: float) -> list[float]:
-        """Solves (JᵀWJ + damping·I) x = −JᵀW r."""
+        """Solve (JᵀWJ + damping·I) x = −JᵀW r."""
         size = len(logs)
         residuals = [self.residual(logs, row) for row in self._rows]
         scale = _HUBER * max(1e-6, statistics.median(map(abs, residuals)))
@@ -189,7 +195,7 @@ class _Fit:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination with pivots; the matrix is positive definite by its damping."""
+    """Solve by Gaussian elimination with pivots; the damping makes the matrix positive definite."""
     size = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for at in range(size):

@@ -1,6 +1,6 @@
-"""What a layer's experts cost for one token on the CPU, on the GPU and over PCIe, and the cheapest split of them.
+"""The time of a layer's experts for one token on the CPU, on the GPU and over PCIe, and the cheapest split of them.
 
-Milliseconds throughout: a MB (10^6 bytes) at a GB/s (10^9) takes one.
+Times are in milliseconds: one MB (10^6 bytes) at one GB/s (10^9) takes 1 ms.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """One machine, measured with CPU and PCIe at work together: alone, either looks faster than it is in use.
+    """Rates of one machine, measured while CPU and PCIe work together: alone, either looks faster than in use.
 
     Raises ValueError for a rate that is not positive or a time below zero.
     """
 
     cpu_gb_s: float
     pcie_gb_s: float
-    dram_gb_s: float  # what CPU and PCIe can read together
-    other_ms: float  # of a layer without its routed experts: PCIe is free meanwhile
-    cpu_fixed_ms: float  # once for any number of experts on the CPU: submit, wait, merge
+    dram_gb_s: float  # rate that CPU and PCIe reach together
+    other_ms: float  # time of a layer without its routed experts, in which PCIe is free
+    cpu_fixed_ms: float  # once, for any number of experts on the CPU: submit, wait, merge
     gpu_expert_ms: float
     gpu_fixed_ms: float = 0.0
 
@@ -38,8 +38,8 @@ class Rates:
 
 
 class Split(NamedTuple):
-    """How many of a token's experts go where. `hits` are computed in their slots; resident experts beyond them are
-    computed on the CPU, where every expert lies as well."""
+    """Number of a token's experts in each place. `hits` are computed in their slots; further resident experts are
+    computed on the CPU, which has a copy of every expert."""
 
     ms: float
     hits: int
@@ -60,11 +60,11 @@ class Cost:
         self._splits: dict[tuple[int, int], tuple[Split, ...]] = {}
 
     def layer_ms(self, hits: int, misses: int, fetched: int, uploads: int) -> float:
-        """The MoE part of one layer for one token; the layer takes `rates.other_ms` besides.
+        """Return the time of the MoE part of one layer for one token; the layer takes `rates.other_ms` in addition.
 
-        Of `misses`, `fetched` are copied and computed on the GPU now, the rest on the CPU; `uploads` are copied for
+        Of `misses`, `fetched` are copied and computed on the GPU now, the others on the CPU; `uploads` are copied for
         later. T = max( t0·[c>0] + c·s/C, f·s/P + g·[f>0], g0 + g·(h+f), (m+u)·s/D − t_a, (f+u)·s/P − t_a ), c = m − f.
-        An expert that is uploaded is read twice, once by the CPU: hence m + u and not m.
+        An uploaded expert is read twice, once by the CPU: hence m + u and not m.
         """
         rates, size = self.rates, self.expert_mb
         on_cpu = misses - fetched
@@ -80,10 +80,10 @@ class Cost:
         return self.layer_ms(0, top_k, 0, 0)
 
     def splits(self, top_k: int, hits: int) -> tuple[Split, ...]:
-        """The cheapest split for each number of experts copied into slots, 0 to top_k − hits, by that number.
+        """Return the cheapest split for each number of experts copied into slots, 0 to top_k − hits.
 
-        Exact: experts of a layer are alike, so counts are all that can differ, and each pair of them is tried. Found
-        once, and looked up from then on.
+        Exact: experts of a layer are alike, so only counts can differ, and every pair of counts is tried. Computed once
+        and then looked up.
         """
         found = self._splits.get((top_k, hits))
         if found is None:
@@ -92,7 +92,8 @@ class Cost:
         return found
 
     def _with(self, top_k: int, hits: int, copied: int) -> Iterator[Split]:
-        """Ties go to fewer hits used and fewer fetched, so that a replay is the same everywhere."""
+        """Yield all splits with so many copies, in an order in which ties go to fewer hits used and fewer fetched, so
+        that a replay is the same on every machine."""
         for used in range(hits + 1):
             for fetched in range(copied + 1):
                 uploads = copied - fetched
@@ -100,6 +101,6 @@ class Cost:
                 yield Split(ms, used, fetched, uploads)
 
     def best_ms(self, top_k: int, hits: int) -> float:
-        """The least time with so many hits and nothing uploaded: min over f of T, and over hits left unused."""
+        """Return the least time with so many hits and no uploads: the minimum of T over f and over unused hits."""
         used = range(hits + 1)
         return min(self.layer_ms(h, top_k - h, f, 0) for h in used for f in range(top_k - hits + 1))

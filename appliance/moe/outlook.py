@@ -1,7 +1,7 @@
-"""What an expert cache would make of a machine that was never replayed: the price that `plan --explain` asks for.
+"""Predicts what an expert cache would bring on a machine that was never replayed; `plan --explain` shows it.
 
-A recorded policy's hits and copies are possible on any machine; the time of each step is the formula's for the machine
-asked about. Of several recorded policies the fastest counts.
+The hits and copies of a recorded policy are possible on any machine; the formula gives the time of each step on this
+machine. The fastest of the recorded policies counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Steps = tuple[tuple[int, int, int], ...]  # (hits, copies, layer-tokens)
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """One recorded trace. `by_slots`: slots a layer -> what policies for several kinds of machines did."""
+    """One recorded trace. `by_slots` maps slots per layer to what policies for several kinds of machines did."""
 
     architecture: str
     name: str
@@ -28,24 +28,26 @@ class Replay:
     by_slots: Mapping[int, tuple[Steps, ...]]
 
     def steps_for(self, slots: int) -> tuple[Steps, ...]:
-        """Of the largest number replayed that is not above `slots`; empty below the smallest."""
+        """Return the steps of the largest replayed number of slots that is not above `slots`; empty below the
+        smallest."""
         fitting = [count for count in self.by_slots if count <= slots]
         return self.by_slots[max(fitting)] if fitting else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """Modelled decode, with the interval that follows from rates that are off by a factor."""
+    """Modelled decode speed, with the interval for rates that are wrong by a factor."""
 
     tokens_per_s: float
     low: float
     high: float
     hit_rate: float = 0.0
-    copied_mb: float = 0.0  # a layer and token
+    copied_mb: float = 0.0  # per layer and token
 
 
 def cached(replay: Replay, cost: Cost, slots: int, *, fixed_ms: float, off: float) -> Outlook | None:
-    """With `slots` in each layer; `fixed_ms` a token beside its layers. None below one token's experts."""
+    """Return the outlook with `slots` in each layer; `fixed_ms` is a token's time outside its layers. None if the slots
+    hold less than one token's experts."""
     found = replay.steps_for(slots)
     if not found:
         return None
@@ -62,7 +64,8 @@ def cached(replay: Replay, cost: Cost, slots: int, *, fixed_ms: float, off: floa
 
 
 def static_layers(replay: Replay, cost: Cost, cpu_layers: int, *, fixed_ms: float, off: float) -> Outlook:
-    """With all experts of `cpu_layers` on the CPU and those of the others on the GPU, as --n-cpu-moe places them."""
+    """Return the outlook with all experts of `cpu_layers` on the CPU and the others on the GPU, as --n-cpu-moe places
+    them."""
 
     def token_ms(price: Cost) -> float:
         on_cpu = min(cpu_layers, replay.layers)
@@ -81,7 +84,7 @@ def _mean_ms(steps: Steps, cost: Cost, top_k: int) -> float:
 
 
 def _interval(token_ms: Callable[[Cost], float], cost: Cost, off: float) -> Outlook:
-    """Every corner of the three rates, each `off` times too high or too low."""
+    """Return the outlook over all combinations of the three rates, each `off` times too high or too low."""
     names = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s")
     times = []
     for factors in product((1 / off, off), repeat=len(names)):

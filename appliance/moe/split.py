@@ -1,7 +1,7 @@
-"""A batch of tokens: which of its experts the GPU computes and which the CPU.
+"""Splits the experts of a batch of tokens between GPU and CPU.
 
-Unlike for a single token, experts differ here, by how many of the batch's tokens use them: an expert is read once for
-all of them, so one with many tokens is worth moving.
+Unlike with a single token, experts differ by how many of the batch's tokens use them. An expert is read once for all of
+them, so one with many tokens is worth moving.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from appliance.moe.cost import Cost
 
-_STARTS = 6  # of the orders tried, those worth improving
-_IMPROVED = 24  # experts: a larger batch evens out by itself, and each try costs as many steps as it has experts
-_ROUNDS = 6  # of moving single experts; it ends earlier when nothing moves
+_STARTS = 6  # best candidates that are improved further
+# largest number of experts to improve: larger batches even out, and each try costs as many steps as it has experts
+_IMPROVED = 24
+_ROUNDS = 6  # rounds of moving single experts; ends earlier if nothing moves
 
 
 class BatchSplit(NamedTuple):
-    """Experts by their position in what was asked; `gpu` in the order of their copies, residents first."""
+    """Experts by their position in the input; `gpu` in the order of their copies, residents first."""
 
     gpu: tuple[int, ...]
     cpu: tuple[int, ...]
@@ -41,10 +42,12 @@ class BatchCost:
         return max(self.cost.rates.gpu_expert_ms, tokens * self.gpu_token_ms)
 
     def batch_ms(self, tokens: Sequence[int], is_resident: Sequence[bool], on_gpu: Sequence[bool]) -> float:
-        """`tokens` that use each expert, whether it lies in a slot, and whether the GPU computes it.
+        """Return the batch's time. The lists hold, for each expert, the number of tokens that use it, whether it is in
+        a slot, and whether the GPU computes it.
 
-        The GPU computes residents first, then each copied expert when it is there and the GPU is free; copies follow
-        one another, the one with the most tokens first. With one token for each expert and no fetch it is `layer_ms`.
+        The GPU computes residents first, then each copied expert once it has arrived and the GPU is free. Copies follow
+        one another, the expert with the most tokens first. With one token per expert and no fetch the result equals
+        `layer_ms`.
         """
         rates, copy_ms = self.cost.rates, self.cost.expert_mb / self.cost.rates.pcie_gb_s
         here = [n for n, resident, gpu in zip(tokens, is_resident, on_gpu, strict=True) if gpu and resident]
@@ -63,10 +66,11 @@ class BatchCost:
 
 
 def split_batch(cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[bool]) -> BatchSplit:
-    """The two-ended greedy: residents and what many tokens use at one end, for the GPU; the rest at the other.
+    """Return the split by a two-ended greedy: residents and experts with many tokens at the GPU's end, the others at
+    the CPU's end.
 
-    From the GPU's end each expert goes to the side that finishes it earlier (HybriMoE's HSS); every prefix of that
-    order is tried as well, nothing on the GPU among them, so it is never above all-CPU; then single experts change
+    From the GPU's end each expert goes to the side that finishes it earlier (HybriMoE's HSS). Every prefix of that
+    order is tried too, including nothing on the GPU, so the result is never above all-CPU. Then single experts change
     sides and pairs change places while that helps. Within 3 % of brute force in the tests, for up to 10 experts.
     """
     order = sorted(range(len(tokens)), key=lambda at: (not is_resident[at], -tokens[at], at))
@@ -108,7 +112,7 @@ def _two_ended(cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[boo
 def _improved(
     cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[bool], on_gpu: list[bool], best_ms: float
 ) -> tuple[list[bool], float]:
-    """Moves one expert, or swaps two that are next to each other in weight, while the batch gets shorter."""
+    """Move one expert, or swap two, while the batch gets shorter."""
     if len(tokens) > _IMPROVED:
         return on_gpu, best_ms
     for _ in range(_ROUNDS):
@@ -126,7 +130,7 @@ def _moves(
 ) -> list[tuple[float, tuple[int, ...]]]:
     seen: dict[tuple[int, bool, bool], int] = {}
     for at, kind in enumerate(zip(tokens, is_resident, on_gpu, strict=True)):
-        seen.setdefault(kind, at)  # experts alike need one try
+        seen.setdefault(kind, at)  # one try for experts that are alike
     chosen = list(seen.values())
     changes: list[tuple[int, ...]] = [(at,) for at in chosen]
     changes += [(a, b) for a in chosen for b in chosen if a < b]

@@ -1,7 +1,8 @@
-"""Recorded routing: which experts each layer chose for each token. Parses lines that are passed in; opens nothing.
+"""Recorded routing: the experts that each layer chose for each token. Parses lines that the caller passes in; opens no
+file.
 
 Format: route_trace v1 of BigMoeOnEdge. Comment lines with `n_layer=`, `n_expert=` and the like, one line of column
-names, then `turn,phase,step,layer,slot,expert,weight,residency,expert_bytes`, a row for each expert, by falling router
+names, then `turn,phase,step,layer,slot,expert,weight,residency,expert_bytes`, one row per expert, by falling router
 weight. Phase 0 is the prompt, 1 decoding. Layers without rows are dense.
 """
 
@@ -13,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-TOKENS_MAX = 262_144  # of all turns, prompt and decoded: 54 K need 35 MB
+TOKENS_MAX = 262_144  # tokens of all turns, prompt and decoded: 54 K need 35 MB
 LINE_MAX = 4096  # characters
 LAYERS_MAX = 1024
 EXPERTS_MAX = 4096
@@ -22,7 +23,7 @@ _FACT = re.compile(r"(\w+)=(\S+)")
 
 
 class TraceError(ValueError):
-    """A trace that is not whole; the message begins with the number of the line."""
+    """The trace is incomplete or damaged; the message begins with the line number."""
 
     def __init__(self, line: int, words: str) -> None:
         super().__init__(f"line {line}: {words}")
@@ -31,7 +32,7 @@ class TraceError(ValueError):
 
 @dataclass(kw_only=True)
 class Turn:
-    """One turn of a conversation. By layer: experts of its tokens one after the other, top_k each."""
+    """One turn of a conversation. Maps each layer to the experts of its tokens one after the other, top_k each."""
 
     prompt: dict[int, array[int]] = field(default_factory=dict)
     decode: dict[int, array[int]] = field(default_factory=dict)
@@ -39,12 +40,13 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """`top_k` is by layer, of layers that have routed experts. A prompt may be shorter in some layers, since an engine
-    needs the last layer's output for one token only; decoded tokens are whole."""
+    """A recorded trace. `top_k` maps each layer with routed experts to its number of experts per token. A prompt may be
+    shorter in some layers, since an engine needs the last layer's output for one token only; decoded tokens are
+    complete."""
 
-    name: str  # of the model's file, as recorded
+    name: str  # name of the model's file, as recorded
     architecture: str
-    layers: int  # dense ones included
+    layers: int  # number of layers, dense ones included
     experts: int
     top_k: dict[int, int]
     turns: tuple[Turn, ...]
@@ -55,21 +57,21 @@ class Trace:
 
     @property
     def decoded(self) -> int:
-        """Decoded tokens of all turns."""
+        """Number of decoded tokens of all turns."""
         first = next(iter(self.top_k))
         return sum(len(turn.decode.get(first, ())) for turn in self.turns) // self.top_k[first]
 
     def tokens(self, turn: Turn, *, is_prompt: bool, layer: int) -> list[tuple[int, ...]]:
-        """The experts of each token of one layer and turn, in order."""
+        """Return the experts of each token of one layer and turn, in order."""
         return list(self.each_token(turn, is_prompt=is_prompt, layer=layer))
 
     def each_token(self, turn: Turn, *, is_prompt: bool, layer: int) -> Iterator[tuple[int, ...]]:
-        """`tokens`, made one by one: a long trace would be many times its size in memory."""
+        """Yield what `tokens` returns, one by one: a list would take many times the trace's size in memory."""
         flat = (turn.prompt if is_prompt else turn.decode).get(layer, array("H"))
         return zip(*[iter(flat)] * self.top_k[layer], strict=True)
 
     def half(self, *, is_second: bool) -> Trace:
-        """The first or the second half of the decoded tokens, each with every prompt."""
+        """Return the trace with the first or the second half of the decoded tokens of each turn, with every prompt."""
         turns = []
         for turn in self.turns:
             cut = {}
@@ -88,8 +90,8 @@ class Trace:
 
 
 def parse_trace(lines: Iterable[str], *, tokens_max: int = TOKENS_MAX) -> Trace:
-    """Reads line by line and keeps two bytes for each row. TraceError with the number of the line for whatever is cut,
-    out of range, missing, twice, out of order, or longer than `tokens_max` tokens."""
+    """Return the trace; reads line by line and keeps two bytes for each row. Raises TraceError with the line number for
+    anything that is cut, out of range, missing, repeated, out of order, or longer than `tokens_max` tokens."""
     reader = _Reader(tokens_max)
     number = 0
     for number, line in enumerate(lines, 1):
@@ -109,9 +111,9 @@ class _Reader:
         self._key: tuple[int, int, int, int] = (-1, -1, -1, -1)  # turn, phase, step, layer of the rows being read
         self._used: list[int] = []
         self._weight = math.inf
-        self._last_step: dict[int, tuple[int, int]] = {}  # by layer: turn and step
-        self._decoding: set[int] = set()  # layers of the present decoded token
-        self._whole: set[int] | None = None  # layers of every decoded token
+        self._last_step: dict[int, tuple[int, int]] = {}  # layer -> turn and step of its last token
+        self._decoding: set[int] = set()  # layers of the current decoded token
+        self._whole: set[int] | None = None  # layers that every decoded token must have
         self._prompt_steps: set[int] = set()
 
     def read(self, number: int, line: str) -> None:
@@ -208,7 +210,7 @@ class _Reader:
         used.append(expert)
 
     def _finish(self, number: int) -> None:
-        """Files the rows of one layer and token."""
+        """Store the rows of one layer and token."""
         if not self._used:
             return
         turn, phase, step, layer = self._key
@@ -224,7 +226,7 @@ class _Reader:
         self._used = []
 
     def _end_token(self, number: int) -> None:
-        """Every decoded token has the same layers."""
+        """Check that the decoded token has the same layers as all others."""
         if not self._decoding:
             return
         if self._whole is None:
@@ -235,7 +237,7 @@ class _Reader:
         self._decoding = set()
 
     def trace(self, number: int) -> Trace:
-        """After the last line."""
+        """Return the trace; call it after the last line."""
         self._finish(number)
         self._end_token(number)
         if not self._has_columns:

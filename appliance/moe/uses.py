@@ -1,8 +1,8 @@
-"""How often an expert will be used soon, learned while tokens are decoded: the value of having it in a slot.
+"""Predicts how often an expert will be used soon, learned while tokens are decoded: the value of having it in a slot.
 
-An expert is known by four figures: whether the last token used it, its uses averaged over about 8 and 64 tokens
-(exponentially, so that they carry age and count together), and its share of all tokens. Expected uses are a weighted
-sum of these. The weights are a least-squares fit to what followed, shared by all layers.
+Four figures describe an expert: whether the last token used it, its uses averaged exponentially over about 8 and 64
+tokens (which combine age and count), and its share of all tokens. Expected uses are a weighted sum of these. The
+weights are a least-squares fit to the uses that followed, shared by all layers.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from operator import mul
 
 HORIZON = 6  # tokens ahead
 _SPANS = (8, 64)  # tokens
-_REBASED = 256  # tokens: stored figures grow by (8/7)^256 at most
+_REBASED = 256  # tokens between rescalings: stored figures grow by (8/7)^256 at most
 _SCALES = [tuple((span / (span - 1)) ** token for span in _SPANS) for token in range(_REBASED)]
 _WHOLE = [tuple(span * scale for span, scale in zip(_SPANS, scales, strict=True)) for scales in _SCALES]
-_SHARE_PRIOR = 6.0  # unused tokens that are added to each share
-_PRIOR = (0.03, 0.25, 0.2, 0.5)  # uses a token, for each of the four figures
-_PRIOR_SQUARES = (0.5, 0.2, 0.1, 0.1)  # how strongly: as ten samples of typical size
+_SHARE_PRIOR = 6.0  # unused tokens added to each share as a prior
+_PRIOR = (0.03, 0.25, 0.2, 0.5)  # prior weights: uses per token, for each of the four figures
+_PRIOR_SQUARES = (0.5, 0.2, 0.1, 0.1)  # strength of the prior: that of ten samples of typical size
 _SIZE = len(_PRIOR)
-_SAMPLED = 8  # experts looked at in one token
-_SOLVED = 64  # samples after which the weights are fitted again, at first
-_LEARNED = 1024  # tokens, after which samples are taken at long intervals
-_FORGOTTEN = 1 << 17  # samples: then older ones count half
+_SAMPLED = 8  # experts sampled per token
+_SOLVED = 64  # samples between fits of the weights, at first
+_LEARNED = 1024  # after so many tokens, samples are taken at long intervals
+_FORGOTTEN = 1 << 17  # after so many samples, older ones count half
 
 Sample = tuple[int, int, tuple[float, ...]]  # expert, its uses so far, its four figures
-_Use = tuple[int, Sequence[int]]  # number of the token, from one, and its experts
+_Use = tuple[int, Sequence[int]]  # token number, counted from one, and the token's experts
 
 
 class Uses:
-    """The weights, for all layers of a model. Deterministic; constant memory."""
+    """The weights, shared by all layers of a model. Deterministic; constant memory."""
 
     def __init__(self, tokens_ahead: int = HORIZON) -> None:
         self.tokens_ahead = tokens_ahead
@@ -42,7 +42,7 @@ class Uses:
         self._unsolved = 0
 
     def learn(self, samples: Sequence[Sample], counts: Sequence[int]) -> None:
-        """`samples` were taken `tokens_ahead` tokens ago; `counts`: uses of each expert so far."""
+        """Learn from `samples` taken `tokens_ahead` tokens ago; `counts` holds the uses of each expert so far."""
         if not samples:
             return
         columns = list(zip(*(figures for _, _, figures in samples), strict=True))
@@ -58,7 +58,7 @@ class Uses:
             self._solve()
 
     def _solve(self) -> None:
-        """Elimination without pivots: the matrix is positive definite by its prior."""
+        """Solve by elimination without pivots: the prior makes the matrix positive definite."""
         rows = [[self._normal[min(i, j)][max(i, j)] for j in range(_SIZE)] + [self._right[i]] for i in range(_SIZE)]
         for i, pivot in enumerate(rows):
             for row in rows[i + 1 :]:
@@ -79,26 +79,26 @@ class History:
     """Uses of one layer's experts. Memory does not grow with a conversation."""
 
     def __init__(self, experts: int, uses: Uses, stagger: int, *, is_valued: bool = True) -> None:
-        """`stagger` sets layers apart, so that not all take samples at the same token. Without `is_valued` it is only
-        learned from."""
+        """`stagger` differs between layers, so that they do not all sample at the same token. `is_valued` False: the
+        history is only learned from."""
         self._uses = uses
         self._is_valued = is_valued
         self._stagger = stagger
         self._learns = True
         self.tokens = 0
-        self.used_now = 0.0  # what its use by the token to come adds to an expert's value
+        self.used_now = 0.0  # value that an expert gains if the next token uses it
         self._last: list[_Use | None] = [None] * experts
         self._counts = [0] * experts
-        # Averages times growth^token: only those of used experts change, and one factor for all turns them back.
+        # Averages multiplied by growth^token: only those of used experts change, and one common factor turns them back.
         self._short = [0.0] * experts
         self._long = [0.0] * experts
         self._next_sampled = 0
-        self._due = 1  # the token at which there is something to learn or to sample
+        self._due = 1  # token at which to learn or sample next
         self._waiting: deque[tuple[int, list[Sample]]] = deque()
         self._factor()
 
     def add(self, used: Sequence[int]) -> None:
-        """The experts of one more token, by falling router weight. Learns from old samples."""
+        """Add the experts of one more token, by falling router weight. Learns from old samples."""
         last, counts, short, long = self._last, self._counts, self._short, self._long
         token = self.tokens
         a, b = _SCALES[token % _REBASED]
@@ -121,7 +121,7 @@ class History:
         waiting = self._waiting
         if waiting and waiting[0][0] == token:
             self._uses.learn(waiting.popleft()[1], self._counts)
-        # Often at first, when each sample moves the weights, and ever less often: 1/16 after a thousand tokens.
+        # Often at first, when each sample changes the weights, later less often: 1/16 after a thousand tokens.
         stride = 1 if token < 64 else 4 if token < _LEARNED else 16
         off = (token + self._stagger) % stride
         if not off:
@@ -130,7 +130,8 @@ class History:
         self._due = min(following, waiting[0][0]) if waiting else following
 
     def _factor(self) -> None:
-        """What the stored figures count as of the token to come, and what its use of an expert adds to the value."""
+        """Set the factors that turn stored figures into values for the next token, and the value that a use by it
+        adds."""
         now, short, long, share = self._uses.weights
         tokens = self.tokens
         a, b = _WHOLE[tokens % _REBASED]
@@ -151,7 +152,7 @@ class History:
         ]
 
     def fork(self) -> History:
-        """The same past; what follows is not learned from, since the original does."""
+        """Return a copy with the same past that learns nothing, since the original learns."""
         twin = copy.copy(self)
         twin._learns = False
         for name in ("_last", "_counts", "_short", "_long"):
@@ -159,13 +160,13 @@ class History:
         return twin
 
     def valued(self, experts: Iterable[int], more: float = 0.0) -> list[tuple[float, int]]:
-        """(expected uses in the `tokens_ahead` tokens after the one to come, expert), in their order. `more` is
-        `used_now` for experts of the token to come."""
+        """Return (expected uses in the `tokens_ahead` tokens after the next one, expert) in the order of `experts`.
+        `more` is `used_now` for experts of the next token."""
         a, b, c = self._factors
         short, long, counts = self._short, self._long, self._counts
         return [(more + a * short[e] + b * long[e] + c * counts[e], e) for e in experts]
 
     def last_use(self, expert: int) -> tuple[int, int]:
-        """What LRU orders by: later tokens are higher, and within one a higher router weight."""
+        """Return LRU's sort key: later tokens are higher, and within a token a higher router weight."""
         use = self._last[expert]
         return (use[0], -use[1].index(expert)) if use else (0, 0)

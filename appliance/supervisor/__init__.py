@@ -1,6 +1,7 @@
-"""One child process: started, watched until it is ready, restarted when it dies, stopped, and never left behind.
+"""Runs one child process: starts it, watches it until it is ready, restarts it after a crash, stops it, leaves nothing
+behind.
 
-Knows nothing of GPUs, plans or HTTP. Linux only (pidfd, prctl, /proc). README.md beside this file tells the design.
+Knows nothing of GPUs, plans or HTTP. Linux only (pidfd, prctl, /proc). The design is described in README.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One life of one program: spawned, its log read, its exit seen, its family buried."""
+"""One run of one program: starts it, reads its log, notices its exit, and kills and reaps all its processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from appliance.values import dataclass
 
 PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
-# How much may still be read of a dead engine's log; more can only come from a survivor that keeps writing.
+# Limit for reading the rest of a dead engine's log; only a surviving process that keeps writing exceeds it.
 _DRAIN_BYTES = 4 * PIPE_BYTES
 _BURIAL_S = 0.5
 _ASK_S = 5.0
@@ -38,16 +38,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Counters of the whole family; they move while it works. Major faults: a mapped model is being read from disk."""
+    """Counters over all processes of the program; they change while it works. Major faults: a mapped model is being
+    read from disk."""
 
     lines: int
     cpu_s: float
     major_faults: int
-    stopped: tuple[int, ...] = ()  # pids that were stopped by a signal: what the others do leads to nothing
+    stopped: tuple[int, ...] = ()  # pids stopped by a signal; work of the other processes leads to nothing then
 
 
 class Child:
-    """Spawned by its constructor, which raises EngineNotReadyError when the program cannot be executed.
+    """One run of a program, started by the constructor, which raises EngineNotReadyError if the program cannot be
+    executed.
 
     Must be made in the main thread, inside a running loop. `reap()` or `kill_now()` ends its use.
     """
@@ -92,17 +94,18 @@ class Child:
         return self._process.pid
 
     def mark_ready(self) -> float:
-        """Seconds since the start."""
+        """Note that the program is ready. Returns the seconds since its start."""
         self.was_ready = True
         self.log.mark_ready()
         if self._upkeep:
             self._upkeep.ready()
-        # Who has left the group and the session is seen while its parents still live.
+        # A process that left the group and the session can be found only while its parents live.
         self._note_segments()
         return time.monotonic() - self._started_at
 
     def _note_segments(self) -> None:
-        """Nothing while /proc cannot be read: what comes after it is not to wait."""
+        """Note the shared memory of all processes. Skipped if /proc cannot be read: the caller's next step must not
+        wait."""
         try:
             self._segments.note(self._tree.sample())
         except OSError as error:
@@ -112,7 +115,8 @@ class Child:
 
     def progress(self) -> Progress:
         members = self._tree.sample()
-        self._segments.note_now_and_then(members)  # a process that is killed as it loads takes its mappings with it
+        # the mappings of a process that is killed while it loads are lost with it
+        self._segments.note_now_and_then(members)
         self._oom_kills.note()
         return Progress(
             lines=self.log.signs_of_work,
@@ -122,7 +126,8 @@ class Child:
         )
 
     def seen_progress(self) -> Progress | None:
-        """None while a lack of open files or memory hides the processes, which is no fault of the child's."""
+        """Return the counters; None if a lack of open files or memory hides the processes, which is not the child's
+        fault."""
         try:
             return self.progress()
         except OSError as error:
@@ -132,7 +137,8 @@ class Child:
             return None
 
     async def is_at_work(self) -> bool:
-        """In a way that `progress` does not show. No where it cannot be told in time."""
+        """True if the program works in a way that `progress` does not show. False if the answer takes longer than
+        _ASK_S."""
         if self._is_at_work is None:
             return False
         try:
@@ -144,16 +150,18 @@ class Child:
             if not is_lack(error):
                 raise
             tell("watching the engine", error)
-            return True  # nobody can tell, and the supervisor's patience ends anyway
+            return True  # unknown; the supervisor's time limit ends the wait in any case
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Nothing once the leader is reaped: its number may be somebody else's group then."""
+        """Send a signal to the process group. Does nothing once the leader is reaped: the number may be another group's
+        then."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     async def reap(self, *, exit_timeout_s: float | None = None) -> None:
-        """SIGKILL to the group, then its end is awaited; kills and reaps all descendants, closes everything."""
+        """Kill the group with SIGKILL, wait for the leader's end, kill and reap all descendants, close all
+        descriptors."""
         self._note_segments()
         self.signal_group(signal.SIGKILL)
         with suppress(TimeoutError):
@@ -164,7 +172,8 @@ class Child:
         self._close()
 
     async def is_buried(self) -> bool:
-        """False while it cannot be known who is left: the next engine would share its memory with them."""
+        """Kill and reap all processes. False if it is unknown whether any is left: the next engine would share its
+        memory with them."""
         if not self._is_buried:
             survivors = await self._tree.end(timeout_s=_BURIAL_S)
             if survivors:
@@ -173,7 +182,8 @@ class Child:
         return self._is_buried
 
     def kill_now(self) -> None:
-        """The loop is going away: the same as `reap()` without it, blocking for a second at most."""
+        """Do the same as `reap()` without an event loop, for a loop that is closing. Blocks for about a second at
+        most."""
         self._note_segments()
         self.signal_group(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -184,7 +194,8 @@ class Child:
     def crash(
         self, *, stalled: bool = False, stopped: bool = False, gave_up: bool = False, hang: Hang | None = None
     ) -> Crash:
-        """After `reap()`. With `gave_up` the signal was ours."""
+        """Return how the program ended; call it after `reap()`. `gave_up` means that we sent the signal that ended
+        it."""
         code = None if gave_up else self._process.returncode
         return Crash(
             exit_code=code if code is not None and code >= 0 else None,
@@ -208,7 +219,7 @@ class Child:
             self._on_line(line)
 
     def _watched(self, tag: str) -> tuple[ProcessTree, int]:
-        """The family, and a pidfd of its leader."""
+        """Return the process tree and a pidfd of its leader. Raises EngineNotReadyError if either cannot be had."""
         try:
             return ProcessTree(leader_pid=self._process.pid, tag=tag), os.pidfd_open(self._process.pid)
         except OSError as error:
@@ -222,13 +233,14 @@ class Child:
             raise EngineNotReadyError(message, hint=hint) from error
 
     def _see_exit(self) -> None:
-        # The descriptor stays readable for good: without this the loop would spin until the burial.
+        # The descriptor stays readable from now on: without this line the loop would spin until the child is reaped.
         self._loop.remove_reader(self._pidfd)
         self._seconds = time.monotonic() - self._started_at
         self.exited.set()
 
     def _read_log(self) -> None:
-        """One piece a call: a program that floods its log shares the loop with everybody else."""
+        """Read one piece of the log per call: a program that floods its log shares the event loop with all other
+        work."""
         with suppress(BlockingIOError):
             data = os.read(self._pipe, _READ_BYTES)
             if not data:
@@ -252,7 +264,7 @@ class Child:
         self._segments.remove()
         if self._upkeep:
             self._upkeep.end()
-        # Where it cannot be removed the next start says so.
+        # If the socket cannot be removed, the next start reports it.
         with suppress(OSError):
             _unlink(self._socket_path)
         if self._scratch:
@@ -283,8 +295,8 @@ def _open_pipe() -> tuple[int, int]:
         message = f"the engine cannot be started: pipe2: {error.strerror}"
         raise EngineNotReadyError(message, hint=LACK_HINT) from error
     os.set_blocking(read_end, False)
-    # The loop may be busy for half a second with imports, and the engine must not wait on its log meanwhile. Where the
-    # limit for pipes forbids it, the default size is only slower.
+    # The event loop may be busy with imports for half a second, and a full pipe would block the engine. If the limit
+    # for pipes forbids this size, the default size only makes it slower.
     with suppress(PermissionError):
         fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return read_end, write_end
@@ -300,7 +312,7 @@ def _spawn(command: Command, environment: Mapping[str, str], output: int) -> sub
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # a group of its own, and a session by which its children are known
+            start_new_session=True,  # own process group, and own session, by which its children are recognized
             preexec_fn=lambda: die_with_parent(parent_pid),
         )
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How an engine ended when nobody had asked it to, in facts and in words."""
+"""How an engine ended without a request to stop: as data and in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from appliance.values import dataclass
 
 SIGNAL_WORDS = {
     signals.SIGILL: "illegal instruction: this CPU lacks one that the program uses",
-    signals.SIGABRT: "it gave up by itself",
+    signals.SIGABRT: "it aborted itself",
     signals.SIGBUS: "bus error: a mapped file was cut short, or /dev/shm is full",
     signals.SIGSEGV: "segmentation fault",
     signals.SIGKILL: "sent from outside: it may be the kernel's memory killer",
@@ -19,7 +19,7 @@ NOT_BY_MEMORY_KILLER = "sent from outside, and not by the kernel's memory killer
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """How a program that serves was found to hang: what it did not do for so many seconds."""
+    """A hang of a serving program: what it did not do, in words, and for how many seconds."""
 
     words: str
     seconds: float
@@ -27,7 +27,8 @@ class Hang:
 
 @dataclass(frozen=True, kw_only=True)
 class Crash:
-    """One ending. With neither `exit_code` nor `signal` the program could not be executed, or outlived even SIGKILL.
+    """One ending. If `exit_code` and `signal` are both None, the program could not be executed, or it outlived even
+    SIGKILL.
 
     `first_error` is the first line that looks like an error: before readiness in the whole log, afterwards among the
     kept lines. `seconds` is the time from start to end.
@@ -38,24 +39,27 @@ class Crash:
     first_error: str | None
     log: tuple[str, ...] = ()  # the last lines, at most 200, oldest first
     was_ready: bool = False
-    stalled: bool = False  # killed by us: no sign of work for Command.stall_timeout_s, or `hung`
-    hung: str = ""  # killed by us while it served: what it did not do, in words
-    hung_s: float = 0.0  # for how long it did not
+    # True: killed by us after Command.stall_timeout_s without a sign of work, or because it `hung`
+    stalled: bool = False
+    hung: str = ""  # why it was killed as hung while serving, in words; empty: it was not
+    hung_s: float = 0.0  # duration of the hang
     seconds: float
-    gave_up: bool = False  # ended by us: it said that a part of it is gone; then there is neither code nor signal
-    stopped: bool = False  # not a crash at all: stop() was called before it was ready
-    not_executed: bool = False  # `first_error` says why
-    # Processes of our control group that the kernel's memory killer ended meanwhile; None: it cannot be known.
+    # True: ended by us after its log reported that a part of it is gone; code and signal are None then
+    gave_up: bool = False
+    stopped: bool = False  # True: not a crash; stop() was called before the program was ready
+    not_executed: bool = False  # True: the program could not be executed; `first_error` says why
+    # Processes of our control group that the kernel's OOM killer ended in that time; None: the count is unknown.
     oom_kills: int | None = None
 
     @property
     def outlived_kill(self) -> bool:
-        """True if SIGKILL did not end it: a stuck driver can cause this, and its memory is still taken."""
+        """True if SIGKILL did not end it, as with a stuck driver. Its memory is then still taken."""
         is_otherwise = self.gave_up or self.stopped or self.not_executed
         return self.exit_code is None and self.signal is None and not is_otherwise
 
     def describe(self) -> str:
-        """One sentence without a subject and without a final period: "exited with code 1 before it was ready: …"."""
+        """Return a sentence without a subject and without a final period: "exited with code 1 before it was ready:
+        …"."""
         if self.not_executed:
             return f"could not be started again: {self.first_error}"
         when = f"while serving, after {self.seconds:.1f} s" if self.was_ready else "before it was ready"

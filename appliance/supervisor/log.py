@@ -1,4 +1,4 @@
-"""A program's log as it comes out of a pipe: lines, the last 200 of them, and the first that is an error."""
+"""A program's log, read from a pipe: splits it into lines, keeps the last 200 and finds the first error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_LINE_BYTES = 8192
 
 
 class Log:
-    """Bytes in, lines out. Memory is bounded whatever comes: long lines are cut, old ones forgotten."""
+    """Takes bytes and yields lines. Memory is bounded: long lines are cut, old lines are dropped."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class Log:
         is_waiting: Callable[[str], bool] | None = None,
     ) -> None:
         self.count = 0
-        self.signs_of_work = 0  # lines, but for those that only say that something is waited for
+        self.signs_of_work = 0  # number of lines, without those that only say that the program waits
         self._is_error = is_error
         self._is_waiting = is_waiting
         self._on_line = on_line
@@ -41,12 +41,13 @@ class Log:
             self._grow(chunk)
 
     def close(self) -> None:
-        """The last line may lack its end."""
+        """Finish the last line, which may lack its line break."""
         if self._partial:
             self._finish_line()
 
     def mark_ready(self) -> None:
-        """From now on errors of requests come and go: the cause of a death is among the last lines."""
+        """Note that the program is ready. From now on errors of single requests are normal, and the cause of a crash is
+        among the last lines."""
         self._ready_at = self.count
         self._first_error = None
 

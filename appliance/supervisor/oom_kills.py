@@ -1,4 +1,4 @@
-"""Kills by the kernel's memory killer, of late."""
+"""Counts recent kills by the kernel's OOM killer."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ LATELY_S = 60.0
 
 
 class OomKills:
-    """The kernel counts kills of the whole control group, and `count` tells them; it may tell None. What a program has
-    outlived by LATELY_S was another process: not just before its end, since a program may end later than a part of it
-    that was killed. Assumed is that nothing else of the group is killed in the last minute or two of a program that is
-    itself ended by SIGKILL."""
+    """Recent kills by the kernel's OOM killer, from the kernel's count for the whole control group.
+
+    `count` returns that number, or None if it is unknown. Kills that the program outlived by LATELY_S hit another
+    process and are not counted. The period is not shorter, because a program may end later than a killed part of it.
+    The result is wrong if another process of the group is killed in the last minute or two of a program that SIGKILL
+    ends.
+    """
 
     def __init__(self, count: Callable[[], int | None], *, lately_s: float = LATELY_S) -> None:
         self._count = count
         self._lately_s = lately_s
-        self._marks = [(time.monotonic(), count())]  # two at most, the older one first
+        self._marks = [(time.monotonic(), count())]  # (time, count), at most two, the older first
 
     def note(self) -> None:
-        """The program lives. Called now and then."""
+        """Note that the program is alive. Called now and then."""
         now = time.monotonic()
         if now - self._marks[-1][0] >= self._lately_s:
             self._marks = [self._marks[-1], (now, self._count())]
 
     def lately(self) -> int | None:
-        """Return how many there were since the start, or since a minute or two ago. None if nobody counts."""
+        """Return the number of kills since the start, or since a minute or two ago. None if the count is unknown."""
         before, after = self._marks[0][1], self._count()
         return None if before is None or after is None else after - before

@@ -1,10 +1,8 @@
-"""Finding, killing and reaping everything that an engine has started, whatever it did to hide.
+"""Finds, kills and reaps every process that an engine has started, even if the process tries to hide.
 
-A process belongs to an engine's family when any of this holds:
-- it was seen in the family before (same pid and start time);
-- its session or process group is one of the family's;
-- its parent is in the family;
-- its environment holds the engine's tag: this finds double-forked children in sessions of their own.
+A process belongs to an engine if any of this holds: it was seen as a member before (same pid and start time); its
+session or process group is the engine's; its parent is a member; its environment holds the engine's tag, which finds
+double-forked children in sessions of their own.
 """
 
 from __future__ import annotations
@@ -23,21 +21,22 @@ from appliance.values import dataclass
 TAG_NAME = "APPLIANCE_ENGINE_TAG"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-# Short: what forks after one round lives until the next.
+# Short, because a process forked after one round lives until the next.
 _ROUND_S = 0.005
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# Loaded at import: between fork and exec nothing may be imported or allocated that can be avoided.
+# Loaded at import: between fork and exec, imports and allocations must be avoided.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """Orphans of our descendants become our children, so that we can reap them. Raises OSError."""
+    """Make orphans of our descendants our children, so that we can reap them. Raises OSError."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """For a child between fork and exec: SIGKILL when the thread that forked it ends, also when that was just now."""
+    """Called in a child between fork and exec: the child gets SIGKILL when the thread that forked it ends. Exits at
+    once if the parent is already gone."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(127)
@@ -51,7 +50,7 @@ def _prctl(option: int, value: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One line of /proc/PID/stat. `cpu_ticks` counts user and system time of all its threads."""
+    """One process as in /proc/PID/stat. `cpu_ticks` is user and system time of all its threads."""
 
     pid: int
     state: str
@@ -68,12 +67,13 @@ class Process:
 
     @property
     def is_stopped(self) -> bool:
-        """True after SIGSTOP. A debugger's stop is another state."""
+        """True after SIGSTOP. A process stopped by a debugger has another state."""
         return self.state == "T"
 
 
 def parse_stat(text: str) -> Process:
-    """The second field is the program's name in parentheses and may itself hold spaces and parentheses."""
+    """Return the process described by a line of /proc/PID/stat. The second field is the program's name in parentheses,
+    and may contain spaces and parentheses itself."""
     head, _, tail = text.rpartition(")")
     field = tail.split()
     return Process(
@@ -89,7 +89,7 @@ def parse_stat(text: str) -> Process:
 
 
 def query_process(pid: int) -> Process | None:
-    """None when it is gone."""
+    """Return the process, or None if it no longer exists."""
     try:
         return parse_stat((_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ProcessLookupError):
@@ -97,7 +97,7 @@ def query_process(pid: int) -> Process | None:
 
 
 def query_processes() -> list[Process]:
-    """All that /proc shows, oldest first, so that parents mostly come before their children."""
+    """Return all processes that /proc shows, oldest first, so that parents mostly come before their children."""
     found = [query_process(int(name)) for name in os.listdir(_PROC) if name.isdecimal()]  # noqa: PTH208 - names are enough
     return sorted((process for process in found if process), key=lambda process: process.start_ticks)
 
@@ -108,13 +108,14 @@ def has_tag(pid: int, tag: str) -> bool:
     except OSError as error:
         if is_lack(error):
             raise
-        # Gone, a zombie, or another user's: not ours in any of the cases.
+        # gone, a zombie, or another user's: never the engine's
         return False
     return f"{TAG_NAME}={tag}".encode() in environment.split(b"\0")
 
 
 class ProcessTree:
-    """An engine and all its descendants. `sample()` often enough remembers even those that wipe their environment."""
+    """An engine and all its descendants. Frequent calls of `sample()` remember even those that clear their
+    environment."""
 
     def __init__(self, *, leader_pid: int, tag: str) -> None:
         leader = query_process(leader_pid)
@@ -125,8 +126,8 @@ class ProcessTree:
         self._sessions = {leader_pid}
 
     def sample(self) -> list[Process]:
-        """Members that exist now, zombies included."""
-        # Nothing older than the engine is of it, and the environment of most processes need not be read.
+        """Return the members that exist now, zombies included."""
+        # Processes older than the engine are not members, so the environment of most processes need not be read.
         young = [process for process in query_processes() if process.start_ticks >= self._since_ticks]
         members: dict[int, Process] = {}
         for _ in range(2):  # a parent with the same start tick may come after its child
@@ -134,7 +135,8 @@ class ProcessTree:
                 if process.pid not in members and process.pid != os.getpid() and self._owns(process, members):
                     members[process.pid] = process
         self._known = {(process.pid, process.start_ticks) for process in members.values()}
-        # Never our own, which a child between fork and setsid is still in: all of the appliance would be killed.
+        # Never add our own session: a child between fork and setsid is still in it, and the whole appliance would be
+        # killed.
         self._sessions |= {process.session for process in members.values()} - {os.getsid(0)}
         return list(members.values())
 
@@ -145,20 +147,20 @@ class ProcessTree:
         return process.parent in members or has_tag(process.pid, self._tag)
 
     def kill(self) -> list[Process]:
-        """One round of SIGKILL for the living and reaping of the dead; returns who was not yet gone."""
+        """Send SIGKILL to living members and reap dead ones, once. Returns the members that were not yet gone."""
         members = self.sample()
         pids = {process.pid for process in members} | {os.getpid()}
         for process in members:
             if not process.is_zombie:
                 _kill(process)
-            elif process.pid != self._leader_pid:  # whose exit status is the supervisor's to collect
+            elif process.pid != self._leader_pid:  # the supervisor collects the leader's exit status
                 _reap(process.pid)
-        # A zombie whose parent is neither we nor one of the family is its parent's business.
+        # A zombie with a parent outside the family must be reaped by that parent.
         return [process for process in members if not process.is_zombie or process.parent in pids]
 
     async def end(self, *, timeout_s: float) -> tuple[int, ...] | None:
-        """Kills and reaps until nobody is left; returns the pids that outlived `timeout_s`. None if they cannot be
-        known, since /proc cannot be read for a lack of open files or memory."""
+        """Kill and reap until no member is left; returns the pids that outlived `timeout_s`. None if they are unknown,
+        because /proc cannot be read for a lack of open files or memory."""
         deadline = time.monotonic() + timeout_s
         while (left := self._left()) is None or left:
             if time.monotonic() > deadline:
@@ -167,13 +169,13 @@ class ProcessTree:
         return ()
 
     def end_now(self, *, timeout_s: float) -> None:
-        """As `end`, blocking: for an event loop that is going away."""
+        """Do the same as `end`, blocking, for an event loop that is closing."""
         deadline = time.monotonic() + timeout_s
         while ((left := self._left()) is None or left) and time.monotonic() < deadline:
             time.sleep(_ROUND_S)
 
     def _left(self) -> list[Process] | None:
-        """After a round of `kill`; None for a lack."""
+        """Return the members left after one round of `kill`; None if a lack of files or memory hides them."""
         try:
             return self.kill()
         except OSError as error:
@@ -188,8 +190,8 @@ def cpu_seconds(members: list[Process]) -> float:
 
 
 def _kill(process: Process) -> None:
-    """Through a pidfd, compared by start time: the number may have been given to somebody else since."""
-    # One that runs as another user cannot be killed by us: it is reported as a survivor.
+    """Send SIGKILL through a pidfd after comparing the start time: the pid may have been given to another process."""
+    # We cannot kill a process of another user; it is reported as a survivor.
     with suppress(ProcessLookupError, PermissionError):
         descriptor = os.pidfd_open(process.pid)
         try:
@@ -201,6 +203,6 @@ def _kill(process: Process) -> None:
 
 
 def _reap(pid: int) -> None:
-    """By number, never "any child": that would steal the exit status of somebody else's child."""
+    """Reap this pid only: reaping any child would take the exit status of another module's child."""
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)

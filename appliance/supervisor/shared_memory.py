@@ -1,9 +1,9 @@
-"""Segments and semaphores in /dev/shm that an engine made and did not remove: whoever is killed leaves them, and they
-are memory.
+"""Removes segments and semaphores in /dev/shm that an engine left behind. A killed process leaves them, and they occupy
+memory.
 
-They are known by who maps them, by inode: other programs of the machine have theirs there too where the folder is
-shared, and a semaphore is mapped under the name that it had while the C library made it (`sem_open`), which is
-"(deleted)" since.
+They are recognized by the inodes that the engine's processes map. Names do not suffice: a shared /dev/shm also holds
+files of other programs, and a semaphore is mapped under the temporary name that the C library gave it (`sem_open`),
+which is shown as "(deleted)".
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from appliance.supervisor.reaper import Process
 from appliance.system.lack import is_lack, tell
 
-_FOLDER = Path("/dev/shm")  # noqa: S108 - where the kernel has them
-_SLACK_S = 1.0  # of clocks
-_AGAIN_S = 2.0  # a large engine has thousands of mappings to be read
+_FOLDER = Path("/dev/shm")  # noqa: S108 - the kernel's folder
+_SLACK_S = 1.0  # tolerance between clocks
+_AGAIN_S = 2.0  # reading the mappings again takes time: a large engine has thousands
 
 
 class SharedMemory:
-    """Of one family of processes, since it was made."""
+    """Shared memory that one process tree has mapped since this object was made."""
 
     def __init__(self) -> None:
         self._since = time.time() - _SLACK_S
@@ -31,19 +31,19 @@ class SharedMemory:
         self._noted_at = 0.0
 
     def note(self, members: Iterable[Process]) -> None:
-        """What they map now; nothing is told of those that are gone."""
+        """Add the inodes that the processes map now. Processes that are already gone add nothing."""
         self._noted_at = time.monotonic()
         for process in members:
             self._known |= mapped(process.pid)
 
     def note_now_and_then(self, members: Iterable[Process]) -> None:
-        """As `note`, for whoever asks often."""
+        """Call `note` at most every _AGAIN_S, for callers that ask often."""
         if time.monotonic() - self._noted_at > _AGAIN_S:
             self.note(members)
 
     def remove(self) -> None:
-        """After their end: what is ours, was made since, and is mapped by nobody else. While it cannot be known who
-        maps what, nothing is removed."""
+        """Remove the noted files that are ours, were made since, and are mapped by no process; call it after the
+        engine's end. Removes nothing if the mappings of other processes cannot be read."""
         try:
             left = dict(self._left())
             others = _mapped_by_any() if left else set()
@@ -53,7 +53,7 @@ class SharedMemory:
             tell("removing the engine's shared memory", error)
         else:
             for inode in left.keys() - others:
-                with suppress(OSError):  # another user's program removed it
+                with suppress(OSError):  # another program removed it
                     left[inode].unlink()
         self._known.clear()
 
@@ -76,7 +76,8 @@ def _mapped_by_any() -> set[int]:
 
 
 def mapped(pid: int) -> set[int]:
-    """Inodes of /dev/shm in its memory; none of a process that is gone or another user's. Raises OSError for a lack."""
+    """Return the inodes of /dev/shm that the process maps; empty if it is gone or another user's. Raises OSError if
+    files or memory are lacking."""
     try:
         text = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
         device = _FOLDER.stat().st_dev

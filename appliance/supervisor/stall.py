@@ -1,7 +1,7 @@
-"""Whether a program that should work does nothing: as it loads, while it is measured, and while it serves.
+"""Detects a program that should work and does nothing: while it loads, while it is measured, and while it serves.
 
-Time is counted in turns of our own, each as long as it was meant to be and a little more. Where we stood still
-ourselves, as in a container that was paused, the program did as well, and that is no silence.
+Time is counted in turns of our own loop, each at most twice as long as it was meant to be. If our process stood still
+itself, as in a paused container, the program did too, and that time does not count as silence.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from appliance.supervisor.crash import Hang
 from appliance.system.lack import is_lack, tell
 
 _SAMPLE_S = 0.25
-# Less than this share of one core is not work: answering our own questions costs an engine 0.2 %, idle pollers 0.5 %.
+# CPU use below this share of one core is not work: answering our own questions costs an engine 0.2 %, idle pollers 0.5
+# %.
 _IDLE_SHARE = 0.01
-_AT_WORK_MOST = 10.0  # times the limit without a sign of work
+_AT_WORK_MOST = 10.0  # the most that other work may delay the verdict: so many times the limit
 _IDLE_S = 0.02  # two ticks of the kernel's clock: one may be rounding
 
 _SERVING_SAMPLE_S = 2.0  # a look at all of /proc costs milliseconds, and a prefill may take an hour
@@ -28,15 +29,18 @@ _WORK_ANSWER_S = 60.0  # an engine answers between two batches, and a slow CPU r
 
 
 async def until_stalled(child: Child, timeout_s: float) -> None:
-    """Returns after `timeout_s` without a line in the log, work on a CPU, a page read from disk; after some times that
-    if other work is seen, which may be that of others on the same GPU, or of a kernel that waits for ever."""
+    """Return after `timeout_s` without a log line, CPU work, or a page read from disk.
+
+    If other work is seen, as on a GPU, return after _AT_WORK_MOST times that: the work may be another program's, or a
+    kernel that waits for ever.
+    """
     work = _Work(child, counts_lines=True)
     while not await work.is_missing(timeout_s):
         work.look(await _turn(min(_SAMPLE_S, timeout_s / 4)))
 
 
 async def until_hung(child: Child, command: Command) -> Hang:
-    """How it hangs, once it does: for a program that serves."""
+    """Return how a serving program hangs, once it does. Never returns for a command without `demand`."""
     demand = command.demand
     if demand is None:
         never: Hang = await asyncio.get_running_loop().create_future()
@@ -49,8 +53,8 @@ async def until_hung(child: Child, command: Command) -> Hang:
 
 
 async def _until_away(child: Child, command: Command, demand: Demand) -> Hang:
-    """Returns after `stall_timeout_s` in which one of its processes was stopped, or in which it answered no question
-    while nobody waited for it."""
+    """Return once, for `stall_timeout_s`, one of its processes was stopped, or it answered no question while no request
+    waited."""
     every_s = min(_QUESTION_EVERY_S, command.stall_timeout_s / 4)
     away_s, before = 0.0, ""
     while not before or away_s < command.stall_timeout_s:
@@ -69,28 +73,28 @@ async def _until_away(child: Child, command: Command, demand: Demand) -> Hang:
 
 
 async def _why_away(child: Child, is_answering: Readiness | None, demand: Demand, timeout_s: float) -> str:
-    """In words, with a gap for the time; empty where it is there."""
+    """Return why the program counts as away, with `{}` for the time; empty if it does not."""
     if (progress := child.seen_progress()) is None:
         return ""
     if progress.stopped:
-        return f"process {progress.stopped[0]} of it has been stopped by a signal for {{}}"
+        return f"its process {progress.stopped[0]} has been stopped by a signal for {{}}"
     if demand.requests or is_answering is None:
         return ""
     try:
         async with asyncio.timeout(timeout_s):
-            return "" if await is_answering() else "it has refused to answer for {} while nobody waited for it"
+            return "" if await is_answering() else "it has refused checks for {} while idle"
     except TimeoutError:
-        return "it has not answered for {} while nobody waited for it"
+        return "it has not answered checks for {} while idle"
     except OSError as error:
         if not is_lack(error):
             raise
         tell("asking the engine", error)
-        return ""  # nobody could ask it
+        return ""  # we could not ask it
 
 
 async def _until_silent(child: Child, command: Command, demand: Demand) -> Hang:
-    """Returns once requests wait and none got anything: for `stall_timeout_s` in which no work was seen either, or for
-    as long as their patience lasts."""
+    """Return once requests wait and none got a part of its answer: after `stall_timeout_s` if no work was seen either,
+    otherwise after `patience_s`."""
     turn_s = min(_SERVING_SAMPLE_S, command.stall_timeout_s / 8)
     asked_s = 0.0
     work: _Work | None = None
@@ -102,15 +106,17 @@ async def _until_silent(child: Child, command: Command, demand: Demand) -> Hang:
         if silence.seconds <= elapsed_s:
             work, pace = None, _Pace(command)
         elif silence.requests:
-            # Without lines of its log: one that waits for another process says so every minute, for ever.
+            # Log lines do not count: a process that waits for another one logs that every minute, for ever.
             is_new, work = work is None, work or _Work(child, counts_lines=False)
             if not (is_new or work.look(elapsed_s)):
-                continue  # without descriptors nobody can be asked either
+                continue  # without file descriptors the program cannot be asked either
             began = time.monotonic()
             if silence.seconds >= command.stall_timeout_s and await work.is_missing(command.stall_timeout_s):
-                return _hang(silence.requests, silence.seconds, "no work of it was seen")
+                return _hang(silence.requests, silence.seconds, "no work was seen")
             if await pace.is_lost(silence.seconds, silence.patience_s):
-                return _hang(silence.requests, silence.seconds, "it gets on with none of them, whatever it works on")
+                return _hang(
+                    silence.requests, silence.seconds, "none of them progressed, although the engine was working"
+                )
             asked_s = min(time.monotonic() - began, _ANSWER_S + silence.patience_s / 2)
 
 
@@ -120,7 +126,7 @@ def _hang(requests: int, seconds: float, words: str) -> Hang:
 
 
 class _Work:
-    """For how long no work of a program was seen."""
+    """Counts for how long no work of a program was seen."""
 
     def __init__(self, child: Child, *, counts_lines: bool) -> None:
         self._child = child
@@ -129,7 +135,7 @@ class _Work:
         self._missing_s = self._asks_at_s = 0.0
 
     def look(self, elapsed_s: float) -> bool:
-        """False where nobody can look now: then the time does not count."""
+        """Add `elapsed_s` and look for work. False if we cannot look now, so that the time does not count."""
         before, now = self._before, self._child.seen_progress()
         if before is None or now is None:
             self._before = now
@@ -139,13 +145,13 @@ class _Work:
         is_at_work = worked_s > max(_IDLE_S, _IDLE_SHARE * self._missing_s) or now.major_faults != before.major_faults
         says_something = self._counts_lines and now.lines != before.lines
         if now.stopped:
-            self._before = now  # the others may look busy, and wait for it
+            self._before = now  # the other processes may look busy while they wait for the stopped one
         elif is_at_work or says_something:
             self._before, self._missing_s, self._asks_at_s = now, 0.0, 0.0
         return True
 
     async def is_missing(self, timeout_s: float) -> bool:
-        """True if none was seen for so long, nor any other than that of processes now."""
+        """True if no work of its processes was seen for `timeout_s`, and no other work is seen now."""
         if self._missing_s < max(timeout_s, self._asks_at_s):
             return False
         if (self._before and self._before.stopped) or self._missing_s >= _AT_WORK_MOST * timeout_s:
@@ -158,8 +164,8 @@ class _Work:
 
 
 class _Pace:
-    """What a program says that it has worked off while its requests get nothing: an answer that is not streamed comes
-    in one piece at its end, after an hour if it is long."""
+    """Compares what a program reports as worked off while its requests get nothing. An answer that is not streamed
+    comes in one piece at its end, which may take an hour."""
 
     def __init__(self, command: Command) -> None:
         self._ask = command.work_done
@@ -168,8 +174,8 @@ class _Pace:
         self._forgiven_s = 0.0
 
     async def is_lost(self, silent_s: float, patience_s: float) -> bool:
-        """True after so long a silence in which what it has worked off has not changed: asked in its middle, and at
-        its end. False also if nobody can ask it now, for a lack of ours: it is asked again at the next turn."""
+        """True after a silence of `patience_s` in which the reported work did not change: it is asked in the middle and
+        at the end. False also if we cannot ask now for a lack of files or memory; the next turn asks again."""
         try:
             return await self._is_lost(silent_s - self._forgiven_s, patience_s)
         except OSError as error:
@@ -192,7 +198,7 @@ class _Pace:
         return False
 
     async def _work_done(self, patience_s: float) -> object:
-        """None where it does not tell."""
+        """Return what the program reports as worked off; None if it does not tell in time."""
         if self._ask is None:
             return None
         try:
@@ -203,7 +209,7 @@ class _Pace:
 
 
 async def _turn(seconds: float) -> float:
-    """Sleeps, and returns how much of the time that has passed counts."""
+    """Sleep, and return how much of the passed time counts: at most twice `seconds`."""
     began = time.monotonic()
     await asyncio.sleep(seconds)
     return min(time.monotonic() - began, 2 * seconds)

@@ -1,4 +1,4 @@
-"""Where an engine can be, and which step may follow which."""
+"""States of an engine, and which state may follow which."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ class State(StrEnum):
     STOPPED = "stopped"  # never started, or stopped on request
     STARTING = "starting"
     READY = "ready"
-    HUNG = "hung"  # it does not work any more, and is being killed
+    HUNG = "hung"  # no longer works, and is being killed
     STOPPING = "stopping"  # asked to stop; the process may still live
     BACKOFF = "backoff"  # died; waiting before the next start
-    FAILED = "failed"  # died, and is not started again by itself
+    FAILED = "failed"  # died, and is not restarted automatically
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -27,11 +27,11 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 class IllegalTransitionError(RuntimeError):
-    """A bug in the supervisor, never an event of the world."""
+    """A bug in the supervisor; no outside event causes it."""
 
 
 def checked(now: State, then: State) -> State:
-    """`then`, if it may follow `now`."""
+    """Return `then` if it may follow `now`. Raises IllegalTransitionError otherwise."""
     if then not in TRANSITIONS[now]:
         message = f"an engine cannot go from {now} to {then}"
         raise IllegalTransitionError(message)

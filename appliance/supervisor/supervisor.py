@@ -21,10 +21,11 @@ from appliance.supervisor.state import State, checked
 from appliance.system.lack import RETRY_S, is_lack, tell
 from appliance.values import dataclass
 
-# At most a twentieth of the load time is lost between two questions, and an engine that loads long is asked seldom.
+# At most a twentieth of the load time is lost between two readiness checks, and an engine that loads long is asked
+# seldom.
 _POLL_MIN_S, _POLL_MAX_S, _POLL_SHARE = 0.01, 0.1, 0.05
 _PROBE_TIMEOUT_S = 5.0
-_UNKILLABLE_S = 30.0  # freeing 100 GB of pinned memory takes seconds; a hung driver takes for ever
+_UNKILLABLE_S = 30.0  # freeing 100 GB of pinned memory takes seconds; with a hung driver it never ends
 _STOP_MARGIN_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -32,19 +33,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """After a death: wait `backoff_s[n]` (the last one again and again) and start anew, `max_in_row` times.
+    """Restarts after a crash: wait `backoff_s[n]` (then the last value again and again) and start again, `max_in_row`
+    times.
 
-    The row ends when an engine was ready for `healthy_after_s`. One that was never ready since `start()` is not
-    restarted: a bad flag fails the same way five times, and the user would wait for the reason.
+    The count starts anew after an engine was ready for `healthy_after_s`. An engine that was never ready since
+    `start()` is not restarted: a bad flag would fail the same way five times while the user waits for the reason.
     """
 
     max_in_row: int = 5
     backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
     healthy_after_s: float = 60.0
-    not_after: frozenset[int] = frozenset()  # signals: what died of one would die of it again
+    # signals after which no restart is tried, because the engine would die of the same again
+    not_after: frozenset[int] = frozenset()
 
     def is_over(self, crash: Crash, deaths_in_row: int) -> bool:
-        """True if it is not started again. One that outlived SIGKILL still holds the memory that another would need."""
+        """True if the engine is not started again. An engine that outlived SIGKILL still holds the memory that a new
+        one needs."""
         return deaths_in_row > self.max_in_row or crash.signal in self.not_after or crash.outlived_kill
 
     def delay_s(self, deaths_in_row: int) -> float:
@@ -61,7 +65,7 @@ class _Event(Enum):
 
 
 class Supervisor:
-    """One child process. Made and used inside one running loop, in the main thread.
+    """Runs one child process. Made and used inside one running loop, in the main thread.
 
     `restart=None` never restarts. `on_line` gets every line of the log as it comes; it must not block or raise.
     """
@@ -84,43 +88,43 @@ class Supervisor:
 
     @property
     def state(self) -> State:
-        """Advisory: it may have changed when you act on it."""
+        """Current state; it may have changed by the time the caller acts on it."""
         return self._state
 
     @property
     def pid(self) -> int | None:
-        """Of the engine while it lives."""
+        """Process id of the engine; None if it does not run."""
         is_alive = self._state in (State.STARTING, State.READY, State.HUNG, State.STOPPING)
         return self._child.pid if self._child and is_alive else None
 
     @property
     def crash(self) -> Crash | None:
-        """The last one since `start()`, also when the engine runs again."""
+        """The last crash since `start()`, even if the engine runs again; None if there was none."""
         return self._crash
 
     @property
     def hang(self) -> Hang | None:
-        """How the engine hangs that is being killed for it; None otherwise."""
+        """Why the engine is being killed as hung; None otherwise."""
         return self._hang if self._state is State.HUNG else None
 
     @property
     def log_tail(self) -> tuple[str, ...]:
-        """The last 200 lines at most, of the engine that runs or ran last."""
+        """The last lines, at most 200, of the engine that runs or ran last."""
         return self._child.log.lines if self._child else ()
 
     @property
     def ready_seconds(self) -> float | None:
-        """From the last start to readiness; None while it is not ready."""
+        """Seconds from the last start to readiness; None while the engine is not ready."""
         return self._ready_seconds
 
     @property
     def restarts(self) -> int:
-        """Since `start()`."""
+        """Number of restarts since `start()`."""
         return self._restarts
 
     def start(self, command: Command) -> None:
-        """Spawns at once, or as soon as there are open files, memory and processes for it. Raises EngineNotReadyError
-        when the program cannot be executed, or the last still lives."""
+        """Start the program at once, or as soon as there are enough open files, memory and processes. Raises
+        EngineNotReadyError if it cannot be executed, or if the previous engine still lives."""
         if threading.current_thread() is not threading.main_thread():
             # PR_SET_PDEATHSIG follows the thread that forked: in a short-lived one the engine would die with it.
             message = "start() was called outside the main thread"
@@ -139,7 +143,8 @@ class Supervisor:
         self._owner = asyncio.create_task(self._own(command, stop), name="supervisor")
 
     async def wait_ready(self) -> Crash | None:
-        """None once it is ready. A Crash when it will not be; its `stopped` is true when `stop()` was the reason."""
+        """Return None once the engine is ready, or the Crash if it will not become ready. `stopped` of the Crash is
+        True if `stop()` was the reason."""
         await self._wait_for(State.READY, State.FAILED, State.STOPPED)
         if self._state is State.READY:
             return None
@@ -150,15 +155,16 @@ class Supervisor:
         return self._child.crash(stopped=True)
 
     async def wait_stalled(self, timeout_s: float) -> None:
-        """Returns once the engine has done nothing for so long: no line in its log, no CPU time, no page from disk; or
-        one of its processes is stopped.
+        """Return once the engine did nothing for `timeout_s` (no log line, no CPU time, no page from disk), or one of
+        its processes was stopped for so long.
 
-        For whoever waits for an answer that must come, such as a measurement; an engine that serves may well be idle.
+        For a caller that waits for an answer which must come, such as a measurement; a serving engine may well be idle.
         """
         await until_stalled(self._current(), timeout_s)
 
     async def wait_failed(self) -> Crash:
-        """The crash after which nothing is restarted any more. After a `stop()` it never returns: cancel it."""
+        """Return the crash after which the engine is not restarted any more. Never returns after `stop()`: cancel it
+        then."""
         await self._wait_for(State.FAILED)
         if self._crash is None:
             message = "failed without a crash"
@@ -166,9 +172,10 @@ class Supervisor:
         return self._crash
 
     async def stop(self, *, grace_s: float | None = None) -> None:
-        """Returns when the engine and all that it started are gone, at the latest 1 s after its grace. In any state.
+        """Stop the engine; may be called in any state. Returns when the engine and all processes that it started are
+        gone, at the latest 1 s after the grace.
 
-        `grace_s` stands for the command's own: 0 kills at once an engine whose work nobody wants.
+        `grace_s` replaces the command's own: 0 kills at once an engine whose work is not needed.
         """
         if self._owner is None or self._command is None or self._stop_requested is None:
             return
@@ -186,7 +193,7 @@ class Supervisor:
             await self._supervise(command, stop)
         finally:
             if self._state in (State.STARTING, State.READY, State.HUNG, State.STOPPING):
-                # Cancelled with its loop, or a bug: the engine goes in any case.
+                # cancelled with its loop, or a bug: kill the engine in any case
                 if self._state is not State.STOPPING:
                     self._go(State.STOPPING)
                 if self._child is not None:
@@ -226,7 +233,7 @@ class Supervisor:
         return self._go(State.STOPPED)
 
     def _spawn(self, command: Command) -> Child | None:
-        """None while there are not enough open files, memory or processes for it."""
+        """Start the program. None if open files, memory or processes are lacking."""
         try:
             return Child(command, self._on_line)
         except (EngineNotReadyError, OSError) as error:
@@ -236,7 +243,7 @@ class Supervisor:
             return None
 
     async def _spawned(self, command: Command, stop: asyncio.Event) -> Child | None:
-        """As soon as it can be. None once `stop` is set."""
+        """Start the program as soon as it is possible. None once `stop` is set."""
         while True:
             if self._child is None or await self._child.is_buried():
                 child = self._spawn(command)
@@ -246,7 +253,8 @@ class Supervisor:
                 return None
 
     async def _live(self, child: Child, command: Command, stop: asyncio.Event) -> Crash | None:
-        """From STARTING to the end of the child; None when that was asked for, and the state is STOPPING then."""
+        """Follow the child from STARTING to its end. Returns None if the end was requested; the state is STOPPING
+        then."""
         event = await _first_of(
             {
                 _Event.STOP: stop.wait(),
@@ -294,7 +302,7 @@ class Supervisor:
         self._go(State.STARTING)
 
     def _go(self, state: State) -> None:
-        """Called by the owner only, and by `start()` before there is one."""
+        """Change the state. Called only by the owner task, and by `start()` before that task exists."""
         self._state = checked(self._state, state)
         if self._changed:
             self._changed.set_result(None)
@@ -307,12 +315,12 @@ class Supervisor:
                 raise RuntimeError(message)
             changes: list[asyncio.Future[None]] = [self._changed]
             if self._owner.done():
-                self._owner.result()  # a bug must not strand those who wait
+                self._owner.result()  # a bug in the owner must not leave callers waiting
             else:
                 changes.append(self._owner)
             if self._state in states:
                 return
-            # Shielded: others wait for them as well.
+            # Shielded, because other callers wait for the same futures.
             await first_of(*(asyncio.shield(change) for change in changes))
 
     def _current(self) -> Child:
@@ -327,11 +335,11 @@ def _not_executed(error: EngineNotReadyError) -> Crash:
 
 
 async def _first_of(waits: Mapping[_Event, Coroutine[Any, Any, object]]) -> _Event:
-    """What happened first; of things that happened together, what stands first."""
+    """Return the event that happened first; if several happened together, the first in the mapping."""
     ended = zip(waits, await first_of(*waits.values()), strict=True)
     happened = {event: future for event, future in ended if not future.cancelled()}
     for future in happened.values():
-        future.result()  # a readiness check that raises is a bug, and comes out here
+        future.result()  # a readiness check that raises is a bug, which surfaces here
     return next(iter(happened))
 
 
@@ -350,7 +358,8 @@ async def _until_ready(command: Command) -> None:
     task = asyncio.current_task()
     while not await _is_ready(command):
         if task and task.cancelling():
-            raise asyncio.CancelledError  # the check swallowed it, and would be asked for ever
+            # the readiness check swallowed the cancellation; without this the loop would never end
+            raise asyncio.CancelledError
         elapsed_s = time.monotonic() - begin
         await asyncio.sleep(min(_POLL_MAX_S, max(_POLL_MIN_S, _POLL_SHARE * elapsed_s)))
 
@@ -360,11 +369,11 @@ async def _is_ready(command: Command) -> bool:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
             return await command.is_ready()
     except TimeoutError:
-        return False  # it took the question and never answered; the stall timer decides what that means
+        return False  # the check got no answer; the stall timer decides what that means
     except OSError as error:
         if not is_lack(error):
             raise
-        return False  # nobody could ask it
+        return False  # we could not ask it
 
 
 async def _until_given_up(child: Child, last_words_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Every operation on files that the store of profiles makes, one method each: a test lets any one of them fail."""
+"""All file operations of the profile store, one method each, so that a test can let any one of them fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-_MODE = 0o664  # another user of group 0 may have to replace it
+_MODE = 0o664  # group-writable: another user of group 0 may have to replace the file
 
 _MADE_BY_DOCKER = (
     "Docker makes such a folder if the path of `-v PATH:…` is not there on the host: look at that path (relative, of "
@@ -17,7 +17,7 @@ _MADE_BY_DOCKER = (
 
 
 def hint_of_empty(path: Path) -> str | None:
-    """What to do about an empty folder where a file or a full folder is meant; None for anything else."""
+    """Return what to do about an empty folder in the place of a file or a filled folder; None for everything else."""
     try:
         return _MADE_BY_DOCKER if path.is_dir() and not any(path.iterdir()) else None
     except (OSError, ValueError):  # ValueError: a NUL byte
@@ -25,10 +25,10 @@ def hint_of_empty(path: Path) -> str | None:
 
 
 class Disk:
-    """The real one. Each method is one call to the kernel, or nearly; each may raise OSError."""
+    """The real disk. Each method is about one system call; each may raise OSError."""
 
     def names(self, folder: Path) -> list[str]:
-        """Sorted; none for a folder that is not there."""
+        """Return the sorted names in a folder; empty if the folder does not exist."""
         try:
             return sorted(path.name for path in folder.iterdir())
         except FileNotFoundError:
@@ -41,7 +41,7 @@ class Disk:
         return path.stat().st_mtime_ns
 
     def create(self, path: Path) -> int:
-        """A new file, open for writing; FileExistsError where there is one."""
+        """Create a file and open it for writing. Raises FileExistsError if it exists."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
 
     def open_lock(self, path: Path) -> int:
@@ -51,7 +51,7 @@ class Disk:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def lock(self, handle: int, *, wait: bool) -> bool:
-        """False where it is held by another and `wait` is not."""
+        """Lock the file. False if another process holds the lock and `wait` is False."""
         try:
             fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -59,7 +59,7 @@ class Disk:
         return True
 
     def write(self, handle: int, data: bytes) -> int:
-        """How many bytes were taken: a disk that fills up takes a part and refuses the next call."""
+        """Return how many bytes were written: a disk that fills up takes a part and refuses the next call."""
         return os.write(handle, data)
 
     def set_modified(self, handle: int, time_ns: int) -> None:
@@ -79,19 +79,21 @@ class Disk:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """At most `limit` bytes of a regular file. OSError for anything else: a named pipe would be waited for."""
+    """Return at most `limit` bytes of a regular file. Raises OSError for any other kind: reading a named pipe would
+    block."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         return file.read(limit)
 
 
 def put_file(disk: Disk, path: Path, data: bytes, *, temporary: Path, modified_ns: int) -> None:
-    """Whole and durable, or an OSError and what was there before.
+    """Replace a file durably; on OSError the previous file is still there.
 
-    The file is synced before it is renamed, or a power cut could leave the new name with nothing in it; the folder
-    after that, or it could bring the old file back. Only when that last step fails is the new file there all the same.
+    The file is synced before the rename: otherwise a power cut could leave the new name without content. The folder is
+    synced after it: otherwise a power cut could bring the old file back. Only if that last step fails, the new file is
+    there although OSError is raised.
     """
     handle = disk.create(temporary)
     try:
@@ -126,4 +128,4 @@ def _remove_quietly(disk: Disk, path: Path) -> None:
     try:
         disk.remove(path)
     except OSError:
-        return  # it failed already, and that is what is said; the next save of this profile removes the leftover
+        return  # the first error is the one reported; the next save of this profile removes the leftover

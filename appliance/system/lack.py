@@ -1,4 +1,5 @@
-"""A lack of descriptors, memory or processes. It passes: whoever meets one waits and tries again, and ends nothing."""
+"""Detects a lack of file descriptors, memory or processes. A lack is temporary: code that meets one waits and
+retries."""
 
 from __future__ import annotations
 
@@ -12,34 +13,37 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# At the process (EMFILE), at the machine (ENFILE, ENOMEM, ENOBUFS), at the control group or the user (EAGAIN at fork).
+# limits of the process (EMFILE), the machine (ENFILE, ENOMEM, ENOBUFS), the control group or user (EAGAIN at fork)
 ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
 RETRY_S = 0.25
-QUIET_S = 60.0  # a lack that comes again sooner is the same one, and is not said again
+QUIET_S = 60.0  # a lack that comes again within this time is the same episode and is not logged again
 
 _WORDS = tuple(os.strerror(number) for number in sorted(ERRNOS))
 _log = logging.getLogger(__name__)
 
 
 def is_lack(error: BaseException | None) -> bool:
-    """True for a lack, also one that a thread's start, an import, or an error of ours was raised from."""
+    """True if the error, or one of its causes, is a lack: from a system call, a thread's start, an import, or an error
+    of ours."""
     seen = set()
     while error is not None and id(error) not in seen:
-        seen.add(id(error))  # an error that was raised from itself is its own cause
+        seen.add(id(error))  # an error raised from itself is its own cause
         if isinstance(error, OSError) and error.errno in ERRNOS:
             return True
         if isinstance(error, MemoryError):
             return True
-        if isinstance(error, RuntimeError) and str(error) == "can't start new thread":  # CPython's thread_run
+        # the message of CPython's thread_run
+        if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
             return True
-        if isinstance(error, ImportError) and any(words in str(error) for words in _WORDS):  # the loader's of a library
+        # raised by the loader of a library
+        if isinstance(error, ImportError) and any(words in str(error) for words in _WORDS):
             return True
         error = error.__cause__
     return False
 
 
 class Told:
-    """Says the first of a row of lacks. There is one for the process, since all of it shares what is lacking."""
+    """Logs the first of a series of lacks. The process has one, since all of its parts share the lacking resource."""
 
     def __init__(self) -> None:
         self._last = float("-inf")
@@ -56,12 +60,12 @@ _told = Told()
 
 
 def tell(doing: str, error: BaseException | None) -> None:
-    """Log a lack that is waited out, once in a row of them, whoever meets them. `doing` is what cannot go on."""
+    """Log a lack that the caller waits out, once a series. `doing` is the work that cannot continue."""
     _told.tell(doing, error)
 
 
 async def outlast(action: Callable[[], Awaitable[T]], doing: str, *, every_s: float = RETRY_S) -> T:
-    """The result of `action`, begun anew as long as a lack ends it."""
+    """Return the result of `action`; repeat it as long as a lack ends it."""
     while True:
         try:
             return await action()

@@ -1,4 +1,4 @@
-"""How many files this process may have open, connections among them."""
+"""The limit of open files of this process; connections count too."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def raise_limit() -> None:
 
 
 def limit() -> int | None:
-    """The limit that holds now; None if there is none."""
+    """Return the current limit; None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 class Spare:
-    """`SPARE` descriptors that nobody else takes until `free`: a loop that ends needs some, however many are open."""
+    """Reserves `SPARE` descriptors until `free`: a loop that ends needs some, even if all others are open."""
 
     def __init__(self) -> None:
         self._descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE)]

@@ -177,7 +177,7 @@ async def test_one_that_uses_a_core_logs_answers_health_and_makes_no_token_is_gi
         status, answer = await front.ask(messages=MESSAGES, stream=is_stream, max_tokens=100)
         assert time.monotonic() - began >= 2.0
         assert b"got nothing for" in answer
-        assert b"it gets on with none of them" in answer
+        assert b"none of them progressed" in answer
         assert b'"code":"engine_died"' in answer
         assert status == (200 if is_stream and isinstance(home, VllmHome) else 502)
         assert front.hangs == 1
@@ -207,7 +207,7 @@ async def test_answers_that_need_no_model_do_not_hide_it(tmp_path: Path, others:
             await asyncio.sleep(0.1)
         status, answer = await waiting
         assert (status, front.hangs) == (502, 1)
-        assert b"no work of it was seen" in answer
+        assert b"no work was seen" in answer
 
 
 async def test_a_long_prefill_that_uses_a_core_lives(tmp_path: Path) -> None:

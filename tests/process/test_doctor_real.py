@@ -132,7 +132,7 @@ def test_a_machine_in_order_passes(ward: Ward) -> None:
     assert {name for name, check in checks.items() if check["status"] == "fail"} == set()
     for name in ("volume", "key", "port", "image", "cpu", "memory", "gpu", "speeds", "engine", "model", "model fits"):
         assert name in checks
-    assert checks["gpu"]["value"] == "none is asked for"
+    assert checks["gpu"]["value"] == "no GPU is requested"
     assert checks["engine"]["value"].startswith("llama 1, build 1")
 
 
@@ -185,7 +185,7 @@ def test_for_people_it_is_lines_with_the_remedy_below(ward: Ward) -> None:
     done = ward.command("doctor", port=str(free_port()))
     assert done.returncode == 0, done.stderr
     assert "pass  engine" in done.stdout
-    assert "-> it ends with the container: add -v" in done.stdout
+    assert "-> its content is lost with the container: add -v" in done.stdout
 
 
 def test_beside_a_serving_appliance_the_port_is_its_own(ward: Ward) -> None:

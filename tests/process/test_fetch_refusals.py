@@ -103,7 +103,9 @@ SHOULD = [
     ),
     Case(REPO, 32, "asks to wait 7,200 s", "kept", knobs=("--fail", "file=429*1", "--retry-after", "7200")),
     Case(REPO, 32, "offline mode is on: org/Tiny-GGUF", "--offline off", flags=("offline=on",)),
-    Case(REPO, 10, "setting hf_cache is no folder: '/no' \\(flag --hf-cache\\)", "mount it", flags=("hf_cache=/no",)),
+    Case(
+        REPO, 10, "setting hf_cache is not a folder: '/no' \\(flag --hf-cache\\)", "mount it", flags=("hf_cache=/no",)
+    ),
     Case("repo", 10, "reference to a model is not understood: repo: it is not org/repo", "as in org/repo"),
 ]
 
@@ -130,8 +132,8 @@ def test_it_is_shown_with_its_code(tmp_path: Path, shelf: Path, code: int) -> No
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("HF_ENDPOINT", "hub.local", "variable HF_ENDPOINT is no address of a hub: 'hub.local'"),
-        ("HF_TOKEN", "hf_secret with spaces", "variable HF_TOKEN is no token"),
+        ("HF_ENDPOINT", "hub.local", "variable HF_ENDPOINT is not the address of a hub: 'hub.local'"),
+        ("HF_TOKEN", "hf_secret with spaces", "variable HF_TOKEN is not a token"),
         ("HF_HUB_OFFLINE", "1", "offline mode is on"),
     ],
 )

@@ -169,9 +169,9 @@ def test_a_context_that_no_prompt_fits_ends_with_43() -> None:
     [
         ("reset", "the connection broke in mid-answer"),
         ("end", "cut after 2 chunks"),
-        ("error", "the server ended it: engine died"),
-        ("json", "an event that is no JSON"),
-        ("stall", "nothing came within the timeout"),
+        ("error", "the server ended the stream: engine died"),
+        ("json", "an event is not a JSON"),
+        ("stall", "no data within the timeout"),
     ],
 )
 def test_answers_that_are_cut_are_counted_with_their_reason(how: str, reason: str) -> None:
@@ -260,9 +260,9 @@ def test_a_model_that_is_not_clear_is_asked_for(knobs: tuple[str, ...], code: in
     [
         (("localhost:1",), 2, "not the URL of an endpoint: localhost:1"),
         (("http://127.0.0.1:1", "--prompts", "1x"), 2, "not a prompt length"),
-        (("http://127.0.0.1:1", "--concurrency", "0"), 2, "not a number of requests at once"),
+        (("http://127.0.0.1:1", "--concurrency", "0"), 2, "not a number of parallel requests"),
         (("http://127.0.0.1:1", "--tokens", "1"), 2, "not a whole number from 2"),
-        (("http://127.0.0.1:1", "--plot", "p.txt"), 2, "not a kind of picture: .txt"),
+        (("http://127.0.0.1:1", "--plot", "p.txt"), 2, "unknown picture format: .txt"),
         (("http://127.0.0.1:1", "--plot", "/nowhere/p.png"), 10, "no such folder: /nowhere"),
     ],
 )

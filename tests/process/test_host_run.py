@@ -84,7 +84,7 @@ def test_what_else_the_word_could_mean_is_said() -> None:
         done = host.run("run", "tests/fakes", "--dry-run")
     assert done.code == 0, done.err
     assert "target=/models/fakes,readonly" in done.out
-    assert "note: tests/fakes is the path here; the repository of this name: hf.co/tests/fakes\n" in done.err
+    assert "note: tests/fakes is read as a path; the repository of this name is hf.co/tests/fakes\n" in done.err
 
 
 def test_the_hubs_cache_of_this_machine_is_read_where_it_lies() -> None:
@@ -178,7 +178,7 @@ def test_a_container_that_the_kernel_killed_is_told_as_that() -> None:
     with on_host("--exit", "137", "--oom") as host:
         done = host.run("run", host.model(), "-d", "--image", IMAGE, "--port", str(free_port()))
     assert done.code == 137
-    assert "the kernel killed it, memory ran out" in done.err
+    assert "killed by the kernel, memory ran out" in done.err
 
 
 def test_a_name_in_use_says_what_runs_there() -> None:
@@ -226,7 +226,7 @@ def test_an_address_that_this_machine_lacks_is_refused() -> None:
     with on_host() as host:
         done = host.run("run", host.model(), "--bind", "192.0.2.1", "-d")
     assert done.code == 10
-    assert "error: --bind is no address of this machine: 192.0.2.1" in done.err
+    assert "error: --bind is not an address of this machine: 192.0.2.1" in done.err
 
 
 def test_an_empty_key_file_is_said() -> None:
@@ -241,7 +241,7 @@ def test_without_authorization_no_key_is_looked_for() -> None:
     with on_host("--key", "none", "--wanted-key", "") as host:
         done = host.run("run", host.model(), "-d", "--port", str(free_port()), "--set", "auth=off")
     assert done.code == 0, done.err
-    assert "key       none is asked for" in done.out
+    assert "key       not required" in done.out
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ def test_without_authorization_no_key_is_looked_for() -> None:
         (["--set", "port=1"], 2, "--set takes NAME=VALUE", "parallel=8"),
         (["--mode", "sped"], 10, "perhaps you meant 'speed'", "--mode MODE"),
         (["--ctx-size", "7"], 10, "is outside 256", "--ctx-size"),
-        (["--port", "70000"], 2, "--port is outside 1 to 65535: 70000", "without --port"),
+        (["--port", "70000"], 2, "--port is outside 1 to 65535: 70000", "omit --port"),
         (["--prot", "1"], 2, "unknown argument: --prot", "perhaps you meant '--port'"),
-        (["--cpu", "--gpus", "all"], 2, "--cpu and --gpus all exclude each other", "leave one"),
+        (["--cpu", "--gpus", "all"], 2, "--cpu and --gpus all exclude each other", "give only one"),
         (["--gpus", ""], 2, "--gpus has an empty name", "indices"),
         (["--image", "appliance:none"], 10, "no such image here: appliance:none", "there are: appliance:llama-cpu"),
     ],
@@ -337,7 +337,7 @@ def test_a_daemon_that_fails_is_said() -> None:
     with on_host("--broken", "the disk is full") as host:
         done = host.run("run", host.model())
     assert done.code == 10
-    assert "error: Docker does not answer as it should" in done.err
+    assert "error: Docker returned an unexpected error" in done.err
     assert "the disk is full" in done.err
 
 
@@ -390,13 +390,13 @@ def test_on_the_cpu_the_gpu_is_left_alone() -> None:
     ("knobs", "rows", "words", "code", "said"),
     [
         ([], [RTX_4090], [], 23, "Docker cannot give containers this machine's GPU: NVIDIA GeForce RTX 4090"),
-        (["--nvidia-runtime"], [], ["--gpus", "all"], 23, "GPUs were asked for and nvidia-smi shows none: --gpus all"),
+        (["--nvidia-runtime"], [], ["--gpus", "all"], 23, "GPUs were requested, but nvidia-smi shows none: --gpus all"),
         (["--cdi", "nvidia.com/gpu=0", "--cdi", "nvidia.com/gpu=1"], [RTX_4090], ["--gpus", "nvidia.com/gpu=7"], 23,
          "no such CDI device: nvidia.com/gpu=7"),
         (["--nvidia-runtime"], ["NVIDIA H100 PCIe, 580.95.05, 9.0, 81559"], [], 20, "the image is for another GPU"),
         (["--nvidia-runtime", "--label", "io.appliance.driver.floor.sass=580"],
          ["NVIDIA GeForce RTX 4090, 535.10, 8.9, 24564"], [], 21, "the driver is too old"),
-        (["--nvidia-runtime"], [], [], 23, "the image is for GPUs, and none is used"),
+        (["--nvidia-runtime"], [], [], 23, "the image is for GPUs, but no GPU is used"),
         (["--nvidia-runtime", "--refuse-start", 'could not select device driver "" with capabilities: [[gpu]]'],
          [RTX_4090], [], 23, "Docker cannot give the container a GPU"),
     ],
@@ -518,7 +518,7 @@ def test_without_a_clone_and_an_image_it_says_that_building_needs_one() -> None:
     with installed("--image", "other:x", "--label", "io.appliance.sm=75") as host:
         done = host.run("run", host.model(), "-d")
     assert done.code == 10
-    assert "error: no image for this machine is here, and building one needs a clone of the project" in done.err
+    assert "error: there is no image for this machine, and building one needs a clone of the project" in done.err
     assert "in a clone: make up" in done.err
 
 
@@ -574,7 +574,7 @@ def test_a_model_of_a_recipe_by_the_name_that_people_know() -> None:
     assert done.code == 0, done.err
     assert done.out.endswith(" appliance/qwen:llama-cpu\n")
     assert "--env APPLIANCE_MODEL=qwen:30b-a3b-q4_k_m " in done.out
-    assert "note: Qwen3-30B-A3B is qwen:30b-a3b-q4_k_m of the recipes" in done.err
+    assert "note: Qwen3-30B-A3B is read as the recipe qwen:30b-a3b-q4_k_m" in done.err
     assert (unknown.code, unknown.out) == (10, "")
     assert (
         "error: no recipe has a model of this name: Qwen3.6-27B\n\nhint: perhaps you meant Qwen3.8-27B" in unknown.err

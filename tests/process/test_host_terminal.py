@@ -107,7 +107,7 @@ def test_ctrl_c_asks_whether_to_stop(answer: str, code: int, runs: bool) -> None
 def test_building_is_asked_for() -> None:
     with on_host("--image", "other:x") as host:
         program = Terminal(host, "run", host.model(), "-d")
-        program.wait_for("Build it now? The engine is compiled, up to half an hour [y/N] ")
+        program.wait_for("Build it now? Compiling the engine takes up to half an hour [y/N] ")
         program.type("n\n")
         assert program.code() == 10, program.shown
     assert "no such image here: appliance:llama-cpu" in program.shown

@@ -82,7 +82,7 @@ def test_the_first_answer_comes_with_the_predicted_speed_and_that_measuring_goes
     assert code == 0, err
     assert "It guides ships at night." in out
     assert "speed     predicted: 12 tok/s of decode" in out
-    assert "measuring goes on while nobody asks" in out
+    assert "measuring continues while idle" in out
     assert "`make up WAIT=tuned` waits for it" in out
 
 
@@ -97,7 +97,7 @@ def test_where_no_measured_plan_fits_the_speed_is_predicted_and_that_is_said() -
     code, out, err = ended("--status-document", "unfit")
     assert code == 0, err
     assert "speed     predicted: 12 tok/s of decode" in out
-    assert "by prediction; no plan that was measured fits now" in out
+    assert "by prediction; no measured plan fits now" in out
 
 
 def test_what_this_start_measured_is_told_from_what_lay_on_the_volume() -> None:
@@ -120,7 +120,7 @@ def test_who_waits_for_measuring_gets_the_measured_plan() -> None:
 def test_a_wait_without_an_end_is_refused(state: str, expected: int, hint: str) -> None:
     code, _, err = ended("--tuning", state, words=("--wait", "tuned"))
     assert code == expected
-    assert f"error: waiting for measuring has no end: it is {state}" in err
+    assert f"error: measuring will not finish: it is {state}" in err
     assert hint in err
 
 
@@ -138,11 +138,13 @@ def test_a_port_that_is_not_published_is_said_once(ports: str) -> None:
     assert "hint: start it with -p 127.0.0.1:11435:11435" in err
 
 
-@pytest.mark.parametrize(("document", "shown"), [("error", "shutting down"), ("list", "no JSON object came but '[1]'")])
+@pytest.mark.parametrize(
+    ("document", "shown"), [("error", "shutting down"), ("list", "the answer is not a JSON object: '[1]'")]
+)
 def test_another_document_than_the_status_is_shown(document: str, shown: str) -> None:
     code, _, err = ended("--status-document", document)
     assert code == 43
-    assert f"error: the container does not tell its state: {shown}\n" in err
+    assert f"error: the container does not report its state: {shown}\n" in err
     assert "docker logs one" in err
 
 
@@ -167,7 +169,7 @@ def test_a_container_that_is_removed_meanwhile_is_said() -> None:
 def test_an_engine_that_fails_is_said() -> None:
     code, _, err = ended("--ready", "0", "--break-after", "3")
     assert code == 10
-    assert "error: Docker does not answer as it should" in err
+    assert "error: Docker returned an unexpected error" in err
     assert "the disk of the engine is full" in err
 
 
@@ -186,7 +188,7 @@ def test_an_engine_that_vanishes_is_said() -> None:
             wait_for_words(program, "loading the model")
         _, err = program.communicate(timeout=90)
     assert program.returncode == 10
-    assert re.search("error: Docker (is stopped|is missing|does not answer as it should)", err)
+    assert re.search("error: Docker (is stopped|is missing|returned an unexpected error)", err)
     assert "Traceback" not in err
 
 

@@ -28,7 +28,7 @@ def test_status_says_what_it_does_now() -> None:
     assert done.code == 0, done.err
     assert rows["model"] == "m"
     assert rows["phase"] == "ready"
-    assert rows["now"] == "42.5 tok/s, 1 at work"
+    assert rows["now"] == "42.5 tok/s, 1 running"
     assert rows["memory"] == "120 MiB of VRAM, 36 MiB of host memory"
     assert rows["mode"] == "balanced, context 8,192"
     assert rows["endpoint"] == f"http://127.0.0.1:{port}/v1"
@@ -105,7 +105,7 @@ def test_which_one_is_meant_is_asked_for_where_there_are_several() -> None:
         several, near, begun = host.run("status"), host.run("status", "onee"), host.run("status", "tw")
     assert several.code == 10
     assert re.search(
-        r"several appliances are here: (one, two|two, one)\n\nhint: say which one: --name NAME", several.err
+        r"several appliances are on this machine: (one, two|two, one)\n\nhint: choose one: --name NAME", several.err
     )
     assert "perhaps you meant 'one'" in near.err
     assert begun.code == 0, begun.err
@@ -246,7 +246,7 @@ def test_an_upgrade_that_does_not_come_up_leaves_the_one_before() -> None:
         done = host.run("upgrade", "one", "--image", NEXT)
         images = [row["image"] for row in json.loads(host.run("list", "--json").out)]
     assert done.code == 44
-    assert "one is started again as it was" in done.err
+    assert "one is started again as before" in done.err
     assert images == [IMAGE]
 
 
@@ -273,9 +273,9 @@ def test_there_is_nothing_to_upgrade_to() -> None:
         done = host.run("upgrade")
         back = host.run("upgrade", "--back")
     assert (done.code, done.out) == (0, f"one is up to date: {IMAGE}\n")
-    assert "--yes builds it" in done.err
+    assert "build it with --yes" in done.err
     assert back.code == 10
-    assert "there is no container before one" in back.err
+    assert "one has no previous container" in back.err
 
 
 def test_without_measuring_nothing_is_compared_and_that_is_said() -> None:
@@ -319,7 +319,7 @@ def test_without_the_package_for_docker_it_says_what_to_install() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "hint"), [("status", "in here `appliance health` says whether it serves"), ("stop", "`docker stop NAME`")]
+    ("verb", "hint"), [("status", "inside the container use `appliance health`"), ("stop", "`docker stop NAME`")]
 )
 def test_inside_of_a_container_it_says_what_to_call_there(tmp_path: Path, verb: str, hint: str) -> None:
     (tmp_path / "image_facts.json").touch()
@@ -344,8 +344,8 @@ def test_inside_of_a_container_it_says_what_to_call_there(tmp_path: Path, verb: 
         (["statsu"], "perhaps you meant 'status'"),
         ([], "known are run"),
         (["list", "--jsn"], "perhaps you meant '--json'"),
-        (["stop", "one", "--all"], "leave one of them away"),
-        (["upgrade", "--back", "--image", "x"], "--back goes to the container before"),
+        (["stop", "one", "--all"], "give only one of them"),
+        (["upgrade", "--back", "--image", "x"], "--back returns to the previous container"),
         (["logs", "--tail", "all"], "see `python -m appliance.host logs --help`"),
         (["inject", "zedd"], "perhaps you meant 'zed'"),
     ],

@@ -214,9 +214,9 @@ def test_what_would_stop_it_is_told_at_once_and_before_anything_is_made(place: W
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert told == [
         "error: Docker's plugin compose is missing: no `docker compose`",
-        "error: CELL is no cell: llama-cpus",
-        "error: MODEL is no recipe and no model of one: quen",
-        "error: APPLIANCE_HOST_PORT is no port: 0",
+        "error: CELL is not a cell: llama-cpus",
+        "error: MODEL is not a recipe or a model of one: quen",
+        "error: APPLIANCE_HOST_PORT is not a port: 0",
     ]
     assert done.stderr.count("hint: ") == len(told)
     assert not (place.folder / ".venv/installed").exists()

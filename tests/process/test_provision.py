@@ -94,7 +94,7 @@ def test_a_second_run_changes_nothing(stage: Both) -> None:
 
 def test_the_first_run_closes_what_one_api_leaves_open_and_later_ones_do_not(stage: Both) -> None:
     done = stage.provision().row
-    assert done["set_up"] == ["root has the password of its file", "nobody can register"]
+    assert done["set_up"] == ["root's password is now that of the file", "registration is turned off"]
     assert stage.front.state["password"] == stage.root_password
     assert stage.front.state["options"]["RegisterEnabled"] == "false"
     for body in ({"password": "my-own-one"}, {"password": "my-own-one"}):
@@ -112,7 +112,7 @@ def test_people_are_told_in_words(stage: Both) -> None:
     assert "one-api  fake at http://127.0.0.1" in ended.out
     assert "channel  created: appliance, id 1, qwen3-8b, qwen:8b, context 32,768" in ended.out
     assert f"token    created: appliance, id 2, key in {stage.folder}/token" in ended.out
-    assert "set up   nobody can register" in ended.out
+    assert "set up   registration is turned off" in ended.out
     assert "models   offered to clients" in ended.out
 
 
@@ -232,7 +232,7 @@ def test_new_api_is_set_up_and_provisioned_twice(tmp_path: Path, knobs: tuple[st
     with both(tmp_path, *knobs) as stage:
         done = stage.provision("--kind").row
         assert done["one_api"]["kind"] == "new-api"
-        assert done["set_up"] == ["root has the password of its file", "nobody can register"]
+        assert done["set_up"] == ["root's password is now that of the file", "registration is turned off"]
         assert (done["channel"]["did"], done["token"]["did"], done["listed"]) == ("created", "created", True)
         assert stage.front.state["options"]["SelfUseModeEnabled"] == "true"
         assert stage.front.ask("POST", "/v1/chat/completions", CHAT, key=stage.token)[0] == 200
@@ -283,7 +283,7 @@ def test_one_api_that_never_comes_up_is_said_within_the_limit(tmp_path: Path) ->
     with both(tmp_path, "--up-after", "600") as stage:
         ended = stage.provision("--wait-s", "1")
     assert ended.code == 43
-    assert f"error: one-api did not come up within 1 s: {stage.front.url}: ConnectionRefusedError" in ended.err
+    assert f"error: one-api did not start within 1 s: {stage.front.url}: ConnectionRefusedError" in ended.err
     assert "docs/one-api.md" in ended.err
 
 
@@ -303,7 +303,7 @@ def test_two_channels_of_one_name_are_left_to_the_user(tmp_path: Path) -> None:
         for _ in range(2):  # made at the same moment by somebody else, and found so the next time
             ended = stage.provision()
             assert ended.code == 10
-            assert "error: there are 2 channels of the name 'appliance': ids 1, 2" in ended.err
+            assert "error: there are 2 channels named 'appliance': ids 1, 2" in ended.err
             assert "--channel NAME" in ended.err
         assert len(stage.front.state["channels"]) == 2
 
@@ -317,9 +317,9 @@ def test_two_channels_of_one_name_are_left_to_the_user(tmp_path: Path) -> None:
         (
             ("--old-volume", "--root-password", "x"),
             (),
-            "root's password is refused: POST /api/user/login: 用户名或密码错误",
+            "root's password was refused: POST /api/user/login: 用户名或密码错误",
         ),
-        ((*NEW, "--set-up"), ("--kind",), "root's password is refused"),
+        ((*NEW, "--set-up"), ("--kind",), "root's password was refused"),
         ((*NEW, "--set-up", "--old-volume"), (), "new-api refuses the access token: GET /api/user/self"),
     ],
 )
@@ -337,7 +337,7 @@ def test_logins_that_are_limited_are_said_and_not_repeated(tmp_path: Path) -> No
     with both(tmp_path, *NEW, "--set-up", "--login-limit", "0") as stage:
         ended = stage.provision("--kind")
         assert ended.code == 43
-        assert "/api/user/login goes on answering 429" in ended.err
+        assert "/api/user/login keeps answering 429" in ended.err
         assert stage.front.state["logins"] <= 4
 
 
@@ -346,7 +346,7 @@ def test_a_second_factor_is_no_programs(tmp_path: Path) -> None:
         (stage.folder / "secrets/root_password").write_text("long-enough-one\n")
         ended = stage.provision("--kind")
     assert ended.code == 10
-    assert "asks for a second factor" in ended.err
+    assert "requires a second factor" in ended.err
     assert "--access-token-file" in ended.err
 
 
@@ -364,7 +364,7 @@ def test_an_alias_with_a_comma_would_be_two_models(stage: Both) -> None:
     stage.appliance.listed = replace(QWEN, aliases=("a,b",))
     ended = stage.provision()
     assert ended.code == 10
-    assert "a channel cannot hold: 'a,b'" in ended.err
+    assert "cannot be used in a channel: 'a,b'" in ended.err
     assert stage.front.state["channels"] == []
 
 
@@ -395,7 +395,7 @@ def test_one_api_that_comes_back_with_an_empty_database_is_provisioned_again(tmp
             with one_api(*knobs):
                 assert json.loads(program.stdout.readline())["channel"]["did"] == "created"
                 before = stage.token
-            assert "it does not answer: " in program.stderr.readline()
+            assert "the server does not answer: " in program.stderr.readline()
             with one_api(*knobs):
                 assert json.loads(program.stdout.readline())["channel"]["did"] == "created"
                 assert stage.token != before
@@ -430,7 +430,7 @@ def test_a_refusal_that_lasts_is_said_once_and_logins_are_few(tmp_path: Path) ->
             over.touch()
             said = program.stderr.readline()
             assert said.startswith("one-api refuses: GET /api/channel/search")
-            assert "access token 无效; it is tried again" in said
+            assert "access token 无效; retrying" in said
             before = len(stage.front.state["requests"])
             eventually(lambda: len(stage.front.state["requests"]) > before + 20)
             program.send_signal(signal.SIGTERM)

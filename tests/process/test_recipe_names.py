@@ -109,7 +109,7 @@ def test_a_pipe_on_the_volume_is_read_by_nobody(tmp_path: Path, weights: Path) -
             os.mkfifo(path)
         assert home.command("models", "list").returncode == 0
         refused = home.command("profiles", "list")
-        assert (refused.returncode, "ab.json: it is no file" in refused.stderr) == (50, True), refused
+        assert (refused.returncode, "ab.json: it is not a regular file" in refused.stderr) == (50, True), refused
         (home.profiles / "ab.json").unlink()
         assert "pinned to this revision" in home.command("models", "update", REPO).stdout
         with home.serving() as serving:

@@ -1,4 +1,4 @@
-"""Taking connections from the port: no more than may be, and not all of them at once."""
+"""Accepts connections from the port, at most as many as allowed and a few at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from appliance.gateway.wire import api_error
 from appliance.gateway.wire.http_answers import HEADER_BYTES_MAX, as_response
 from appliance.system import lack
 
-BURST = 16  # taken in one go; a connection that makes room is closed a moment later
-PAUSE_S = 0.5  # after an accept that failed
+# connections accepted in one turn of the loop; a connection that is closed to make room closes a moment later
+BURST = 16
+PAUSE_S = 0.5  # pause after a failed accept
 
 
 class Acceptor:
-    """Takes connections from a listening socket, as many as may be. In place of asyncio's server, which takes all that
-    wait before it gives the first of them to a protocol: 2,048 descriptors that others need meanwhile."""
+    """Accepts connections from a listening socket, as many as allowed. It replaces asyncio's server, which accepts all
+    waiting connections before it gives the first one to a protocol: 2,048 descriptors that other parts need
+    meanwhile."""
 
     def __init__(self, listener: socket.socket, connections: Connections, make: Callable[[], Connection]) -> None:
         self._listener = listener
@@ -31,7 +33,7 @@ class Acceptor:
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """The port is closed; connections stay."""
+        """Close the port; open connections stay."""
         if self._listener.fileno() < 0:
             return
         if self._pause is not None:
@@ -40,7 +42,7 @@ class Acceptor:
         self._listener.close()
 
     async def wait_closed(self) -> None:
-        """uvicorn asks for it."""
+        """Do nothing; uvicorn calls it."""
 
     def _accept(self) -> None:
         for _ in range(BURST):
@@ -52,7 +54,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._rest(PAUSE_S)  # the socket stays readable, and the loop would spin
+                self._rest(PAUSE_S)  # without a pause the loop would spin, since the socket stays readable
                 if not lack.is_lack(error):
                     raise
                 lack.tell("taking connections", error)
@@ -75,7 +77,7 @@ class Acceptor:
         try:
             _, protocol = await self._loop.connect_accepted_socket(self._make, connection)
             protocol.socket = connection
-        except OSError as error:  # mostly of a client that left in that moment
+        except OSError as error:  # mostly because the client left at that moment
             self._connections.coming(-1)
             connection.close()
             if lack.is_lack(error):
@@ -83,11 +85,12 @@ class Acceptor:
 
 
 def _refuse(connection: socket.socket) -> None:
-    """Best effort: nothing is waited for."""
+    """Try to send a refusal; does not wait for anything."""
     with connection:
         connection.setblocking(False)
         with suppress(OSError):
-            connection.recv(HEADER_BYTES_MAX)  # what is not read would tear the answer from the client
+            # unread bytes would reset the connection before the client has read the answer
+            connection.recv(HEADER_BYTES_MAX)
         with suppress(OSError):
             connection.send(as_response(api_error.too_busy()))
             connection.shutdown(socket.SHUT_WR)

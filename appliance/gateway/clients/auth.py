@@ -1,4 +1,4 @@
-"""The key. It is compared in constant time, and it is never logged, echoed or sent on to the engine."""
+"""Checks the API key. The key is compared in constant time, and is never logged, echoed or sent to the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.errors import ConfigError
 from appliance.gateway.wire import api_error
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-"""Answered without a key: a health check has none."""
+"""Paths answered without a key, since a health check has none."""
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,29 +19,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Keys:
-    """Any of `values` opens the door. Positional, since it is one thing; its repr shows how many, never which."""
+    """The accepted API keys. `values` is positional, since it is the only field; the repr shows how many there are,
+    never which."""
 
     values: frozenset[str] = field(repr=False)
 
     def __post_init__(self) -> None:
         if not self.values:
-            message = "authentication is on and there is no API key"
+            message = "authentication is on, but there is no API key"
             raise ConfigError(message, hint="set one, or turn authentication off with APPLIANCE_AUTH=off")
         if any(not key.strip() for key in self.values):
             message = "an API key is empty"
-            raise ConfigError(message, hint="remove the file of keys, and a key is generated at the next start")
+            raise ConfigError(message, hint="remove the key file: the next start generates a key")
 
     def __repr__(self) -> str:
         return f"Keys({len(self.values)} hidden)"
 
     def accept(self, candidates: Iterable[bytes]) -> bool:
-        """Every pair is compared to its end, so the time taken says nothing about which key came close."""
+        """True if one of the candidates is a key. Every pair is compared to its end, so that the time tells nothing
+        about the keys."""
         keys = [key.encode() for key in self.values]
         return sum(hmac.compare_digest(candidate, key) for candidate in candidates for key in keys) > 0
 
 
 def presented_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """What a request offers: OpenAI clients send a bearer token, Anthropic clients `x-api-key`, some send both."""
+    """Yield the keys that a request presents: OpenAI clients send a bearer token, Anthropic clients `x-api-key`, some
+    send both."""
     for name, value in headers:
         if name == b"x-api-key":
             yield value.strip()
@@ -52,7 +55,7 @@ def presented_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 
 class RequireKey:
-    """ASGI middleware in front of every path but the health routes, unknown paths included."""
+    """ASGI middleware that asks for a key on every path except health routes, also on unknown paths."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app

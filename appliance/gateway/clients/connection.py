@@ -1,4 +1,4 @@
-"""One connection of a client: uvicorn parses and answers, and `Connections` is told what it waits for."""
+"""One connection of a client: uvicorn parses and answers; `Connections` is told what the connection waits for."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ from appliance.gateway.wire import api_error
 from appliance.gateway.wire.api_error import ApiError
 from appliance.gateway.wire.http_answers import HEADER_BYTES_MAX, HttpProtocol
 
-PIECE_BYTES = 16 * 2**10  # given to the parser at a time, so that a header is counted as it comes
-PIPELINED = 16  # requests that wait for the answer before them: each is some kilobytes before anybody has a key
+PIECE_BYTES = 16 * 2**10  # largest piece given to the parser at once, so that a header's size is counted as it arrives
+PIPELINED = 16  # most pipelined requests; each takes some kilobytes before a key was checked
 
 
 class Connection(HttpProtocol):
-    """One connection. uvicorn parses and answers; this tells `Connections` what is waited for."""
+    """One connection of a client. uvicorn parses and answers; this class tells `Connections` what the connection waits
+    for."""
 
     def __init__(self, *, config: Config, server_state: ServerState, connections: Connections) -> None:
         super().__init__(config=config, server_state=server_state, app_state={})
         self.place: Place = (Wait.HEADER, False)
-        self.socket: socket.socket | None = None  # known a moment after the connection is made
+        self.socket: socket.socket | None = None  # set a moment after the connection is made
         self._all = connections
-        self._running: RequestResponseCycle | None = None  # what is answered; `cycle` is what was parsed last
-        self._is_in_message = False  # the parser is between the beginning and the end of a request
+        # the request being answered; `cycle` is the one that was parsed last
+        self._running: RequestResponseCycle | None = None
+        self._is_in_message = False  # True while the parser is between the beginning and the end of a request
         self._is_in_header = False
-        self._is_bare = False  # the piece that is parsed has no beginning of a request and nothing of a body
-        self._bare_bytes = 0  # of such pieces in a row, within a request: its header, or what follows its last chunk
-        self._body_bytes = 0  # since the connection was put into its row
-        self._unsent = 0  # when it was put into its row
+        # True if the current piece contains neither the beginning of a request nor a part of a body
+        self._is_bare = False
+        # length of consecutive bare pieces within a request: its header, or what follows its last chunk
+        self._bare_bytes = 0
+        self._body_bytes = 0  # bytes of the body since the connection was put into its row
+        self._unsent = 0  # unsent bytes when the connection was put into its row
 
     @property
     def _wait(self) -> Wait | None:
@@ -53,7 +57,7 @@ class Connection(HttpProtocol):
 
     @property
     def has_unread(self) -> bool:
-        """Its client has sent something that was not looked at yet."""
+        """True if the client has sent something that was not read yet."""
         if self.socket is None:
             return False
         try:
@@ -61,7 +65,7 @@ class Connection(HttpProtocol):
         except OSError:
             return False
 
-    # asyncio's side.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,7 +103,7 @@ class Connection(HttpProtocol):
         super().resume_writing()
         self._settle()
 
-    # The parser's side.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= PIPELINED:
@@ -109,7 +113,7 @@ class Connection(HttpProtocol):
         self._is_in_message, self._is_in_header, self._is_bare = True, True, False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_header:  # and not after the last chunk: nobody reads those, and nobody has counted them
+        if self._is_in_header:  # headers after the last chunk are ignored: nothing reads or counts them
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -124,13 +128,13 @@ class Connection(HttpProtocol):
         is_paused = self.flow.read_paused
         super().on_headers_complete()
         if not is_paused and len(self.pipeline) < PIPELINED:
-            self.flow.resume_reading()  # uvicorn reads no more, and would not see that the client leaves
+            self.flow.resume_reading()  # uvicorn stops reading here and would not notice that the client leaves
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_in_message = self.parser.should_upgrade()  # an offer, after which the body follows
+        self._is_in_message = self.parser.should_upgrade()  # an offered protocol upgrade: the body follows
 
-    # The application's side.
+    # Called by the application.
 
     def _know(self) -> None:
         if not self.place[1]:
@@ -144,23 +148,23 @@ class Connection(HttpProtocol):
         super().on_response_complete()
         self._settle()
 
-    # What `Connections` does with it.
+    # Called by `Connections`.
 
     def begin_end(self) -> None:
         self._put(Wait.END)
 
     def expire(self) -> None:
-        """The time of the row that it stands in is over."""
+        """Handle the end of the time limit of the connection's row."""
         if self._wait is Wait.HEADER:
             if self._is_in_header:
                 self._end_with(api_error.too_slow(), Closed.HEADER)
-            else:  # nothing was asked, or all was answered: an answer now would be taken for that of the next request
+            else:  # no request is open: the client would take an answer now for that of its next request
                 self._all.closed(Closed.HEADER)
                 self._close()
         elif self._wait is Wait.IDLE:
             self._close()
         elif self._wait is Wait.BODY:
-            if self.flow.read_paused:  # it is we who do not read
+            if self.flow.read_paused:  # the gateway itself has paused reading
                 self._put(Wait.BODY)
             elif self._running is not None and self._running.response_started:
                 self._all.closed(Closed.BODY)
@@ -168,13 +172,13 @@ class Connection(HttpProtocol):
             else:
                 self._end_with(api_error.too_slow(), Closed.BODY)
         elif self._unsent - self._unsent_now() >= BYTES_PER_S * self._all.limits.unread_s:
-            self._put(self._wait)  # it reads, if slowly
+            self._put(self._wait)  # the client reads, though slowly
         else:
             self._all.closed(Closed.UNREAD)
             self._abort()
 
     def _settle(self) -> None:
-        """Into the row that it belongs to now. Its time goes on where that is the same as before."""
+        """Put the connection into the row of what it waits for now. Its time continues if the row stays the same."""
         wait = self._now()
         if wait is not self._wait and self._wait is not Wait.END and not self.transport.is_closing():
             self._put(wait)
@@ -196,8 +200,8 @@ class Connection(HttpProtocol):
         self._all.put(self, (wait, self.place[1]))
 
     def _unsent_now(self) -> int:
-        """Bytes here and in the kernel that the client has not taken. The kernel's are megabytes, of which it lets a
-        third go before it takes more: what is here alone would look unread meanwhile."""
+        """Return the bytes here and in the kernel that the client has not taken. The kernel's buffer holds megabytes,
+        and lets a third of them go before it takes more: our own buffer alone would look unread meanwhile."""
         here = self.transport.get_write_buffer_size()
         if self.socket is None or self.socket.fileno() < 0:
             return here
@@ -210,8 +214,9 @@ class Connection(HttpProtocol):
         self._put(Wait.END)
 
     def end_with(self, error: ApiError) -> None:
-        """Without a word where an answer has begun, or was given before all of its request came: another one would be
-        read as a part of it, or as the answer to the next request."""
+        """Send the error and close. Close without a message if an answer has begun, or was given before its whole
+        request came: the client would take the error for a part of that answer, or for the answer to its next
+        request."""
         running = self._running
         is_later = running is not None and running.response_complete and (self._is_in_header or not self._is_in_message)
         if running is None or not running.response_started or is_later:
@@ -221,7 +226,8 @@ class Connection(HttpProtocol):
         self._leave()
 
     def _leave(self) -> None:
-        """The client is gone for what is answered. uvicorn tells so to what was parsed last alone."""
+        """Tell the application that the client of the request being answered is gone. uvicorn tells only the request
+        that was parsed last."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()

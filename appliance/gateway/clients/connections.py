@@ -1,7 +1,7 @@
-"""Connections of clients: how many there may be, and for how long each may make the gateway wait.
+"""Connections of clients: how many may be open, and how long each may keep the gateway waiting.
 
-Whoever reaches the port can open a connection, which needs no key. Each takes a descriptor, and the engine's
-connections, the supervisor and all that opens a file need some too.
+Everyone who reaches the port can open a connection, without a key. Each takes a descriptor, and descriptors are also
+needed for the engine's connections, for the supervisor and for every file that is opened.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from typing import Protocol
 from appliance.system import open_files
 from appliance.values import dataclass
 
-# Longer than the pools of the usual clients and proxies keep a connection, so that they close first.
+# Longer than common clients and proxies keep idle connections, so that they close first.
 KEEP_ALIVE_S = 65.0
-# As Apache's mod_reqtimeout, which counts bodies at 500 bytes a second (`RequestReadTimeout`, default of 2.4).
+# Same as Apache's mod_reqtimeout, which expects bodies at 500 bytes a second (`RequestReadTimeout`, default of 2.4).
 HEADER_S, BODY_S, BYTES_PER_S = 30.0, 30.0, 500
-UNREAD_S = 60.0  # as nginx's send_timeout
-# Beyond these a client costs memory only: 2,048 of them with the longest header hold 64 MiB.
+UNREAD_S = 60.0  # same as nginx's send_timeout
+# More connections would cost only memory: 2,048 of them with the longest header hold 64 MiB.
 CONNECTIONS_MOST = 2048
-# Kept of the limit for all else: about 60 are needed (see `open_files`), more of a larger one.
+# Descriptors kept for other uses: about 60 are needed (see `open_files`), more under a larger limit.
 RESERVED_LEAST, RESERVED_SHARE = 64, 8
-SPARE = 16  # connections beyond those whose requests are taken: they are told so, and asked whether the gateway lives
-GRACE_S = 0.05  # the first bytes of a request come with its connection or not at all
-LOOKED_AT = 32  # for one to be closed; most have nothing unread
-STUCK_S = 5.0  # a client that makes us wait for so long may lose its place to another
-QUIET_S = 60.0  # a limit that is met again sooner belongs to the same episode, and is not said again
+SPARE = 16  # connections beyond the accepted requests: they get a refusal, or an answer to a health check
+GRACE_S = 0.05  # a client sends the first bytes of its request with the connection, or much later
+LOOKED_AT = 32  # connections examined to find one to close; most have nothing unread
+STUCK_S = 5.0  # a client that keeps the gateway waiting for so long may lose its place to another
+QUIET_S = 60.0  # a limit reached again within this time is the same episode and is not logged again
 
 BUSY = "appliance.busy"
-"""In the scope of a request that came while there were as many as may be: to be asked whether it is one too many."""
+"""Key in the scope of a request that came at the limit. Its function returns True if the request is one too many."""
 KNOWN = "appliance.known"
-"""In the scope of each request: to be called where its key is right, or none is needed."""
+"""Key in the scope of each request: a function to call once its key was accepted, or if it needs none."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`connections` are open at the same time; on them `requests` are with the engine or wait for it."""
+    """Limits of the gateway: `connections` open at the same time, and on them `requests` that run or wait for the
+    engine."""
 
     connections: int
     requests: int
@@ -57,7 +58,8 @@ class Limits:
 
 
 def limits_within(files: int | None) -> Limits:
-    """For so many open files, None for any number. Each request takes two: the client's and one to the engine."""
+    """Return the limits for a process that may open so many files; None: any number. Each request takes two: the
+    client's connection and one to the engine."""
     connections = CONNECTIONS_MOST
     if files is not None:
         left = files - max(RESERVED_LEAST, files // RESERVED_SHARE)
@@ -66,32 +68,32 @@ def limits_within(files: int | None) -> Limits:
 
 
 def own_limits() -> Limits:
-    """For the limit of this process."""
+    """Return the limits for this process's own limit of open files."""
     return limits_within(open_files.limit())
 
 
 class Wait(StrEnum):
     """What a connection makes the gateway wait for."""
 
-    HEADER = "header"  # no whole header yet, or the rest of a request that was answered before its end
-    IDLE = "idle"  # answered; another request may come
+    HEADER = "header"  # the end of a header, or the rest of a request that was answered before its end
+    IDLE = "idle"  # the next request, after an answer
     BODY = "body"
-    UNREAD = "unread"  # the client does not take what was written
-    END = "end"  # closed, but for bytes that the client does not take
+    UNREAD = "unread"  # the client to read what was written
+    END = "end"  # the client to read the last bytes before the connection closes
 
 
 _SILENT = (Wait.HEADER, Wait.IDLE)
 Place = tuple[Wait | None, bool]
-"""What is waited for, and whether the client had a key before. None: it is worked for."""
+"""What the gateway waits for, and whether the client sent a valid key before. None: the gateway works on a request."""
 
 
 class Refused(StrEnum):
-    CONNECTIONS = "connections"  # closed as it came, with an answer of 503
-    REQUESTS = "requests"  # its request was answered with 503
+    CONNECTIONS = "connections"  # a new connection, closed with an answer of 503
+    REQUESTS = "requests"  # a request, answered with 503
 
 
 class Closed(StrEnum):
-    ROOM = "made_room"  # the one that had been silent for longest, for a new one
+    ROOM = "made_room"  # the longest silent connection, closed for a new one
     HEADER = "header_timeout"
     BODY = "body_timeout"
     UNREAD = "not_read"
@@ -101,7 +103,7 @@ class Closed(StrEnum):
 _WORDS: dict[Refused | Closed, str] = {
     Refused.CONNECTIONS: "{connections} connections are open, the most that fit, and all have requests: new ones are "
     "refused with 503",
-    Refused.REQUESTS: "{requests} requests run, the most that fit: others are refused with 503, health is answered",
+    Refused.REQUESTS: "{requests} requests run, the most that fit: others get 503, health checks an answer",
     Closed.ROOM: "{connections} connections are open, the most that fit: those that have been silent for longest are "
     "closed for new ones",
     Closed.HEADER: "connections without a whole request after {header_s:g} s are closed",
@@ -128,7 +130,7 @@ class Connection(Protocol):
 
 
 class Counts:
-    """What the metrics show of connections."""
+    """Counts of connections for the metrics."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -137,17 +139,18 @@ class Counts:
 
 
 class Connections:
-    """All that are open, each in the row of what it makes us wait for, the longest first. One event loop, no locks."""
+    """All open connections, grouped in rows by what they make the gateway wait for, longest wait first. One event loop,
+    no locks."""
 
     def __init__(self, limits: Limits, counts: Counts, running: Callable[[], int]) -> None:
-        """`running` are the requests that are with the engine or wait for it."""
+        """`running` returns the number of requests that run or wait for the engine."""
         self.limits = limits
         self._counts = counts
         self._running = running
         self._rows: dict[Place, dict[Connection, float]] = {
             (wait, is_known): {} for wait in (None, *Wait) for is_known in (False, True)
         }
-        self._coming = 0  # accepted, and not connected yet
+        self._coming = 0  # accepted, but not yet given to a protocol
         self._said: dict[Refused | Closed, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         seconds = (limits.header_s, limits.body_s, limits.unread_s, limits.keep_alive_s)
@@ -159,7 +162,7 @@ class Connections:
 
     @property
     def is_busy(self) -> bool:
-        """Another request is one too many."""
+        """True if another request would exceed the limit."""
         return self._running() >= self.limits.requests
 
     def coming(self, number: int) -> None:
@@ -167,7 +170,7 @@ class Connections:
         self._counts.open = self.open
 
     def put(self, connection: Connection, place: Place) -> None:
-        """At the end of that row, also if it stands in it already."""
+        """Put the connection at the end of that row, even if it is in the row already."""
         self._rows[connection.place].pop(connection, None)
         connection.place = place
         self._rows[place][connection] = time.monotonic()
@@ -179,20 +182,22 @@ class Connections:
 
     @property
     def must_wait(self) -> bool:
-        """There are as many as may be, and those that are silent have hardly had the time to say something."""
+        """True if the limit is reached and the silent connections have hardly had time to send something."""
         if self.open < self.limits.connections or self._victim() is not None:
             return False
         return bool(self._coming or any(self._rows[wait, known] for wait in _SILENT for known in (False, True)))
 
     def make_room(self) -> bool:
-        """Closes who has kept us waiting for longest if there are as many as may be. False: nobody has."""
+        """Make room for a new connection; close the one that kept the gateway waiting for longest if the limit is
+        reached. False if there is none to close."""
         if self.open < self.limits.connections:
             return True
         victim = self._victim()
         return victim is not None and self._close(victim)
 
     def is_too_many(self) -> bool:
-        """For a request that came while there were as many as may be. False: one that was stuck has made room."""
+        """True if a request that came while the limit was reached must be refused. False if a stuck connection was
+        closed for it."""
         victim = self._stuck(is_known=True, longer_than_s=self.limits.stuck_s)
         if victim is not None:
             return not self._close(victim)
@@ -206,7 +211,8 @@ class Connections:
         return True
 
     def _victim(self) -> Connection | None:
-        """Those that never had a key first. A client with a key that sends or reads is not among them."""
+        """Return the connection to close; clients that never sent a valid key come first. A client with a key that
+        sends or reads is never chosen."""
         for is_known, stuck_s in ((False, GRACE_S), (True, self.limits.stuck_s)):
             victim = self._silent(is_known=is_known) or self._stuck(is_known=is_known, longer_than_s=stuck_s)
             if victim is not None:
@@ -233,7 +239,7 @@ class Connections:
         self._say(reason)
 
     def _say(self, reason: Refused | Closed) -> None:
-        """Once an episode: what a client does must not fill the log."""
+        """Log the reason once an episode: clients must not be able to fill the log."""
         now = time.monotonic()
         is_new = now - self._said.get(reason, float("-inf")) > QUIET_S
         self._said[reason] = now
@@ -241,7 +247,7 @@ class Connections:
             _log.warning("%s", _WORDS[reason].format_map({name: getattr(self.limits, name) for name in _SHOWN}))
 
     def watch(self) -> None:
-        """Keeps the times, until `unwatch`."""
+        """Enforce the time limits until `unwatch`."""
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self.watch)
         now = time.monotonic()
         for (wait, _), row in tuple(self._rows.items()):
@@ -252,7 +258,7 @@ class Connections:
                    Wait.UNREAD: limits.unread_s, Wait.END: limits.unread_s}  # fmt: skip
         for wait, seconds in limit_s.items():
             for is_known in (False, True):
-                # In the order of time, so that what is not due yet is not looked at.
+                # rows are ordered by time, so that later entries need not be examined
                 row, before = self._rows[wait, is_known], now - seconds
                 for connection, _ in list(takewhile(lambda each: each[1] <= before, row.items())):  # noqa: B023
                     connection.expire()

@@ -1,4 +1,4 @@
-"""A request that came while the engine is away for a moment: it waits, and whoever asked for a stream is told why."""
+"""Requests that come while the engine is away for a moment wait here; clients that asked for a stream are told why."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from appliance.console.progress import Progress
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.wire import api_error
 
-TELL_EVERY_S = 5.0  # proxies and clients give up on silence after 30 s at the earliest
-CHECK_EVERY_S = 0.05  # a phase is looked at, not awaited: what is waited for takes seconds
+TELL_EVERY_S = 5.0  # proxies and clients give up after 30 s of silence at the earliest
+CHECK_EVERY_S = 0.05  # the phase is polled; the engine takes seconds to come back
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 
 Tell = Callable[[str], Awaitable[None]]
@@ -22,11 +22,11 @@ Tell = Callable[[str], Awaitable[None]]
 async def until_back(
     progress: Callable[[], Progress], traffic: Traffic, tell: Tell | None, *, every_s: float = TELL_EVERY_S
 ) -> None:
-    """Returns once the engine serves. Raises ApiError when it will not: it failed, or the appliance stops."""
+    """Wait until the engine serves. Raises ApiError if it will not: it failed, or the appliance stops."""
     tell_at = 0.0
     while (now := progress()).is_held:
         if traffic.is_closed:
-            # Not after the grace of a stop: nobody goes on loading the engine then.
+            # At once, without the grace of a stop: the engine is not loaded any further then.
             raise api_error.shutting_down()
         if tell is not None and time.monotonic() >= tell_at:
             await tell(now.sentence())
@@ -37,13 +37,13 @@ async def until_back(
 
 
 def asks_for_stream(body: bytes) -> bool:
-    """Whether the engine will answer with a stream, by its own rule: `stream` is true, and neither 1 nor "true"."""
-    # The search first: it is done in no time for the large bodies, which are images and have no such words. A quote
-    # inside of a string is escaped, so what is found is a key, if only of an object further in.
+    """True if the engine will answer with a stream. The engine's rule: `stream` is true; 1 or "true" do not count."""
+    # The search runs first: it is fast for large bodies, which are images and do not contain the word. A quote inside a
+    # string is escaped, so a match is a key, though perhaps of a nested object.
     if _STREAM.search(body) is None:
         return False
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
-        return False  # the engine will say what is wrong with it
+        return False  # the engine reports what is wrong with the body
     return isinstance(document, dict) and document.get("stream") is True

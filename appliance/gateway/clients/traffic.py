@@ -1,5 +1,5 @@
-"""The requests that are with the engine now, whether another one is taken, and for how long nobody has asked. One
-event loop, no locks."""
+"""Counts the requests that are with the engine, decides whether another is taken, and measures idle time. One event
+loop, no locks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PAUSES_KEPT = 32
 
 
 class Rate:
-    """Events of streamed answers: about one a token, as engines send them. Of the last `RATE_S`."""
+    """Rate of events in streamed answers over the last `RATE_S`. Engines send about one event per token."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque()
         self.total = 0
-        """Since the beginning."""
+        """Number of events since the start."""
 
     def add(self, chunk: bytes) -> None:
         count = chunk.count(b"\n\n")
@@ -32,7 +32,8 @@ class Rate:
 
     @property
     def per_s(self) -> float:
-        """0 soon after the last one. At least a quarter of the time is divided by: few events are no speed."""
+        """Events per second; 0 if none came in the last `RATE_S`. Divides by at least a quarter of `RATE_S`: few events
+        give no meaningful rate."""
         self._forget()
         if not self._seen:
             return 0.0
@@ -55,34 +56,35 @@ class Traffic:
         self._is_working = asyncio.Event()
         self._rests_since = time.monotonic()
         self.arrivals = 0
-        """How many requests for work have come so far."""
+        """Number of inference requests so far."""
         self.pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
-        """Seconds between the end of one request for work and the next, the last of them."""
+        """Seconds between the end of one inference request and the next, for the latest `PAUSES_KEPT` pauses."""
         self.is_closed = False
 
     @property
     def running(self) -> int:
-        """Of every kind, those that are held among them."""
+        """Number of running requests of every kind, held ones included."""
         return len(self._running)
 
     @property
     def working(self) -> int:
-        """Of those that run, the requests for work."""
+        """Number of running inference requests."""
         return self._working
 
     @property
     def idle_s(self) -> float:
-        """Since the last request for work ended, since the beginning where there was none; 0 while one runs."""
+        """Seconds since the last inference request ended, or since the start if there was none; 0 while one runs."""
         return 0.0 if self._working else time.monotonic() - self._rests_since
 
     async def until_arrival(self) -> None:
-        """Returns when a request for work comes, at once when one runs. Of one that came and went before, only
-        `arrivals` tells."""
+        """Wait until an inference request runs; returns at once if one does. A request that came and went before shows
+        only in `arrivals`."""
         await self._is_working.wait()
 
     @contextmanager
     def admitted(self, *, is_work: bool = True) -> Iterator[asyncio.Future[None]]:
-        """Around one request. The future is done once the request must end now; raises ApiError when closed."""
+        """Count one request while the block runs. The yielded future is done when the request must end. Raises ApiError
+        if closed."""
         if self.is_closed:
             raise api_error.shutting_down()
         with self._at_work() if is_work else nullcontext(), self._counted() as must_end:
@@ -116,7 +118,7 @@ class Traffic:
                 self._is_idle.set()
 
     def close(self) -> None:
-        """New requests are refused from now on; running ones go on."""
+        """Refuse new requests from now on; running ones continue."""
         self.is_closed = True
 
     def end_all(self) -> None:
@@ -125,7 +127,7 @@ class Traffic:
                 must_end.set_result(None)
 
     async def until_idle(self, timeout_s: float) -> bool:
-        """False when requests are still running after `timeout_s`."""
+        """Wait until no request runs. False if requests still run after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
@@ -135,5 +137,5 @@ class Traffic:
 
 
 async def all_idle(each: Iterable[Traffic], timeout_s: float) -> bool:
-    """False when requests of any are still running after `timeout_s`."""
+    """Wait until none of them has running requests. False if some still run after `timeout_s`."""
     return all(await asyncio.gather(*(traffic.until_idle(timeout_s) for traffic in each)))

@@ -1,4 +1,4 @@
-"""One model that is served, as the gateway sees it."""
+"""One served model as the gateway sees it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from appliance.values import dataclass
 
 Document = Callable[[], dict[str, Any]]
 Action = Callable[[bytes], tuple[int, dict[str, Any]]]
-"""Does at once what was asked for with a request's body; status and document of the answer. Raises ApiError."""
+"""Takes a request's body, acts at once, and returns status and document of the answer. Raises ApiError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedModel:
-    """One model as clients are told of it. None and empty where it is not known yet: such a field is left out."""
+    """One model as clients see it in the list. A field that is None or empty is not known yet and is left out."""
 
     id: str
     phase: Phase
-    aliases: tuple[str, ...] = ()  # other names that mean it
+    aliases: tuple[str, ...] = ()  # other names for it
     created_s: int = 0
-    context: int | None = None  # tokens that one request may use, of the plan that serves or is being loaded
+    context: int | None = None  # tokens that one request may use, by the plan that serves or is being loaded
     native_context: int | None = None
     input_modalities: tuple[str, ...] = ("text",)
     calls_tools: bool = False
     reasons: bool = False
-    is_embedding: bool = False  # it gives no text: vectors, or scores if it is a reranker
+    is_embedding: bool = False  # True: it returns vectors, or scores if it is a reranker, and no text
     is_reranker: bool = False
-    adapters: tuple[tuple[str, float], ...] = ()  # LoRA, with their scales
+    adapters: tuple[tuple[str, float], ...] = ()  # LoRA adapters with their scales
     format: str = ""
     architecture: str = ""
     quantization: str = ""
@@ -49,16 +49,16 @@ class ListedModel:
 
 
 class Backend:
-    """Its engine's routes and socket, the requests for it, and what is shown of it.
+    """One model: its engine's routes and socket, its requests, and what is shown of it.
 
-    `documents` are served as /appliance/v1/<name>, `actions` answer a POST there. `listed` is what the list of models
-    tells of it; without it no more than its name and phase. `dropped_headers` of a request, lower case, are kept from
-    the engine. `slots` are how many requests the engine works on at once, 0 while none serves; `kv_use` is the engine's
-    own path that tells of its KV cache, with the reader of the answer. `errors` say which errors of the engine are told
-    in our words; an engine that `checks_model_name` is sent the one that it knows. `elsewhere` says, in words for
-    clients, who answers in place of this host, which answers none of them.
+    `documents` are served as /appliance/v1/<name>; `actions` answer a POST there. `listed` returns the model's entry in
+    the list; without it the entry has only name and phase. `dropped_headers`, in lower case, are not sent to the
+    engine. `slots` returns how many requests the engine works on in parallel; 0 while none serves. `kv_use` is the
+    engine's path that reports its KV cache, with the parser of that answer. `errors` replace the engine's own messages.
+    If the engine `checks_model_name`, it is sent the name that it knows. `elsewhere`, if set, refuses every request and
+    tells the client in words which host answers.
 
-    Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
+    Every callable is called on the event loop for every request that needs it, so it must answer at once, from memory.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Backend:
         gauges: LoadGauges = LoadGauges(),  # noqa: B008 - frozen
         elsewhere: str | None = None,
     ) -> None:
-        self.name = name  # as requests name it, where there are several
+        self.name = name  # the name in requests, if there are several models
         self.routes = tuple(routes)
         self.errors = EngineErrors(errors)
         self._checks_model_name = checks_model_name
@@ -97,11 +97,11 @@ class Backend:
         self.kv_use = KvUse(self.upstream, *kv_use) if kv_use else None
 
     def engines_name(self) -> str | None:
-        """What the engine calls the model, if it refuses every other name."""
+        """Return the engine's name of the model if the engine refuses every other name, else None."""
         return self.listed().id if self._checks_model_name else None
 
     def load(self) -> Load | None:
-        """None where it is not known how many requests the engine works on at once."""
+        """Return the current load; None if the number of parallel requests is unknown."""
         if self._slots is None:
             return None
         working = self.traffic.working

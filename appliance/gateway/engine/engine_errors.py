@@ -1,5 +1,5 @@
-"""An engine's own errors in our words, by the rules of its door (`ErrorRule`). Right answers are never looked at: only
-the bodies of answers with a status of 400 or more, and error events of a stream."""
+"""Replaces an engine's own errors by the rules of its door (`ErrorRule`). Only bodies of answers with a status of 400
+or more and error events of streams are read."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from appliance.engine_route import ErrorRule
 from appliance.gateway.wire import api_error
 from appliance.gateway.wire.api_error import ApiError
 
-BODY_BYTES_MAX = 64 * 2**10  # a longer one repeats what the client sent, and passes
+BODY_BYTES_MAX = 64 * 2**10  # a longer body repeats what the client sent, and is passed on unchanged
 
 
 class EngineErrors:
-    """The rules of one engine."""
+    """The error rules of one engine."""
 
     def __init__(self, rules: Iterable[ErrorRule] = ()) -> None:
         self._rules = tuple((re.compile(rule.says), rule) for rule in rules)
 
     def as_ours(self, body: bytes, status: int = 500) -> ApiError | None:
-        """Our error in place of the engine's, or None if no rule covers it. `body` is the whole body of its answer, or
-        the data of its event, whose status is 500. The first rule that fits decides."""
+        """Return our error in place of the engine's; None if no rule matches. The first matching rule decides. `body`
+        is the whole body of an answer, or the data of an event, whose status is 500."""
         if len(body) > BODY_BYTES_MAX:
             return None
         message = message_in(body)
@@ -36,8 +36,8 @@ class EngineErrors:
 
 
 def message_in(body: bytes) -> str:
-    """The sentence of an engine's error: `error.message` of OpenAI and Anthropic, `detail` of FastAPI, `message` at the
-    top, or the text itself."""
+    """Return the sentence of an engine's error: `error.message` of OpenAI and Anthropic, `detail` of FastAPI, `message`
+    at the top level, or the text itself."""
     text = body.decode("utf-8", "replace")
     try:
         document: Any = json.loads(text)
@@ -52,7 +52,7 @@ def message_in(body: bytes) -> str:
 
 
 def in_anthropic_form(body: bytes, status: int) -> ApiError | None:
-    """The engine's own error for a client of Anthropic's API; None if it has that form already."""
+    """Return the engine's error in the form of Anthropic's API; None if it has that form already."""
     try:
         if json.loads(body)["type"] == "error":
             return None

@@ -1,7 +1,7 @@
-"""How busy a served model is: what the model server protocol of the inference gateway asks of /metrics.
+"""The load of a served model, as the model server protocol of the inference gateway expects it in /metrics.
 
-`docs/proposals/003-model-server-protocol` of kubernetes-sigs/gateway-api-inference-extension @84436a9: gauges, whose
-names are the engine's to say.
+`docs/proposals/003-model-server-protocol` of kubernetes-sigs/gateway-api-inference-extension @84436a9 defines the
+gauges; each engine chooses their names.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from appliance.gateway.engine import upstream
 from appliance.gateway.engine.upstream_pool import UpstreamPool
 from appliance.values import dataclass
 
-# The picker scrapes 20 times a second; an engine answers between two batches and is asked this often at most.
+# The endpoint picker scrapes 20 times a second, but an engine answers only between two batches: it is asked at most
+# this often.
 FRESH_S = 1.0
-# A scrape waits so long for the engine, and then shows what it said before.
+# A scrape waits so long for the engine's answer, then shows the previous one.
 WAIT_S = 0.2
-# An engine reads a batch of a prompt on a slow CPU in less.
+# Time limit for the engine's answer; one batch of prefill on a slow CPU takes less.
 GIVE_UP_S = 60.0
 
 ParseKvUse = Callable[[bytes], float | None]
@@ -27,8 +28,8 @@ ParseKvUse = Callable[[bytes], float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """`running` requests are with the engine, `waiting` ones have no slot yet or wait for an engine. `kv_use` from 0 to
-    1; None where the engine does not tell."""
+    """`running` requests are with the engine; `waiting` ones wait for a slot or an engine. `kv_use` is 0 to 1; None if
+    the engine does not report it."""
 
     model: str
     gauges: LoadGauges
@@ -38,10 +39,10 @@ class Load:
 
 
 class KvUse:
-    """Share of the KV cache that running requests take. The engine is asked at a scrape, and for no other reason."""
+    """Share of the KV cache that running requests use. The engine is asked only when metrics are scraped."""
 
     def __init__(self, pool: UpstreamPool, path: str, parse: ParseKvUse) -> None:
-        """`parse` raises ValueError for what it cannot read; it is None while no engine serves."""
+        """`parse` returns None while no engine serves, and raises ValueError for an answer that it cannot read."""
         self._pool = pool
         self._path = path
         self._parse = parse
@@ -66,4 +67,4 @@ class KvUse:
                 body = await answer.read()
             self.share = self._parse(body) if answer.status == 200 else None
         except (upstream.UnreachableError, upstream.BrokenError, TimeoutError, ValueError):
-            self.share = None  # the gauge is then absent; an engine that is gone has logs of its own
+            self.share = None  # the gauge is then absent; the log tells of an engine that is gone

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client: one request on one new connection to a unix socket, the answer as it arrives.
+"""A small HTTP/1.1 client: one request on one new connection to a unix socket; the answer is passed on as it arrives.
 
-httptools parses, which uvicorn brings anyway. A general client costs a quarter of a second to import, and the first
-token would wait for it (`benchmarks/start.py`).
+httptools parses it, which uvicorn needs anyway. A general client costs a quarter of a second to import, which would
+delay the first token (`benchmarks/start.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import httptools
 
 from appliance.system.lack import is_lack, tell
 
-CONNECT_S = 10.0  # a socket here answers at once; on a machine with a load of 30 this program itself waited for 2 s
-# Read ahead of a slow client up to here; then the engine has to wait, as it would with that client itself.
+# a local socket answers at once; on a machine with a load of 30 this program itself was delayed by 2 s
+CONNECT_S = 10.0
+# Most bytes read ahead of a slow client. Then the engine has to wait, as it would with the client itself.
 BUFFER_BYTES = 256 * 2**10
-# 64 MiB written in one piece would stop every other stream meanwhile.
+# Writing 64 MiB in one piece would stop every other stream meanwhile.
 PIECE_BYTES = 64 * 2**10
 
 
 class UnreachableError(Exception):
-    """No connection came about: the request was not sent."""
+    """No connection was made; the request was not sent."""
 
 
 class LackError(UnreachableError):
@@ -32,7 +33,7 @@ class LackError(UnreachableError):
 
 
 class BrokenError(Exception):
-    """The connection ended before the answer was whole, or what came is no HTTP."""
+    """The connection ended before the answer was complete, or the answer is not HTTP."""
 
 
 class HungError(BrokenError):
@@ -40,8 +41,11 @@ class HungError(BrokenError):
 
 
 class Response(asyncio.Protocol):
-    """One answer. `status` and `headers` are there once `request` gave it away; names as the engine spelt them.
-    `on_body` is told of each piece of the body of an answer that is no error, as it comes."""
+    """One answer of the engine. `status` and `headers` are set once `request` has yielded it; header names are as the
+    engine spelt them.
+
+    `on_body` is called with each piece of the body as it arrives, unless the answer is an error.
+    """
 
     def __init__(self, method: str, on_body: Callable[[bytes], None] | None = None) -> None:
         self.method = method
@@ -56,31 +60,31 @@ class Response(asyncio.Protocol):
         self._has_head = False
         self._is_whole = False
         self._broken: BrokenError | None = None
-        self._moved = asyncio.Event()  # something came, or nothing more will
+        self._moved = asyncio.Event()  # set when data came or the connection ended
         self._writable = asyncio.Event()
         self._writable.set()
 
     def header(self, name: bytes) -> bytes | None:
-        """The first of that name, which is given in lower case."""
+        """Return the first header of that name, given in lower case; None if there is none."""
         return next((value for key, value in self.headers if key.lower() == name), None)
 
     @property
     def content_length(self) -> int | None:
-        """None where the body is framed in another way."""
+        """Length of the body; None if the body is framed in another way."""
         value = self.header(b"content-length")
         is_chunked = self.header(b"transfer-encoding") is not None
         return int(value) if value is not None and value.isdigit() and not is_chunked else None
 
     @property
     def is_stream(self) -> bool:
-        """Whether an event of ours can be put into it."""
+        """True if one of our events can be inserted into it: an uncompressed event stream."""
         kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         return kind == b"text/event-stream" and self.header(b"content-encoding") is None
 
     @property
     def is_owed(self) -> bool:
-        """True while something of it is for the engine to send: not once nothing more will come, nor while its reader
-        is slow."""
+        """True while the engine still has to send a part of the answer. False after its end, and while its reader is
+        slow."""
         return not (self._is_whole or self._is_paused or self.is_broken)
 
     @property
@@ -88,17 +92,17 @@ class Response(asyncio.Protocol):
         return self._broken is not None
 
     def give_up(self, why: str) -> None:
-        """Whoever reads it gets a HungError after what has come so far."""
+        """End the answer: its reader gets a HungError after the data that has come so far."""
         self._break(HungError(why))
         self._writable.set()
         self._moved.set()
 
     async def read(self) -> bytes:
-        """The whole body. Raises BrokenError."""
+        """Return the whole body. Raises BrokenError."""
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Of the body, as they arrive. Raises BrokenError after the last one of a torn body."""
+        """Yield pieces of the body as they arrive. Raises BrokenError after the last piece of an incomplete body."""
         while True:
             if self._chunks:
                 data = b"".join(self._chunks)
@@ -111,10 +115,10 @@ class Response(asyncio.Protocol):
             self._raise_if_broken()
             await self._until_moved()
 
-    # What `request` does with it.
+    # Called by `request`.
 
     async def send(self, head: bytes, body: bytes) -> None:
-        """Returns when all is written, or the engine has answered before that."""
+        """Write the request. Returns when all is written, or when the engine has answered before that."""
         transport = self._connected()
         transport.write(head)
         view = memoryview(body)
@@ -132,10 +136,10 @@ class Response(asyncio.Protocol):
     def close(self) -> None:
         self._connected().abort()
 
-    # asyncio's side.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the same methods
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -149,7 +153,7 @@ class Response(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._break(BrokenError("it wants another protocol"))
         except httptools.HttpParserError as error:
-            self._break(BrokenError(f"it sent what is no HTTP: {error}"))
+            self._break(BrokenError(f"it sent something that is not HTTP: {error}"))
         if self._buffered > BUFFER_BYTES and not self._is_paused:
             self._is_paused = True
             self._connected().pause_reading()
@@ -164,7 +168,7 @@ class Response(asyncio.Protocol):
         self._writable.set()
         self._moved.set()
 
-    # httptools' side.
+    # Called by httptools.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name, value))
@@ -172,12 +176,12 @@ class Response(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
-            self.headers.clear()  # 100 Continue: the answer itself follows
+            self.headers.clear()  # 100 Continue: the final answer follows
             return
         self.status = status
         self._has_head = True
         if self.method == "HEAD":
-            self._is_whole = True  # its Content-Length speaks of a body that does not come
+            self._is_whole = True  # Content-Length counts a body that is not sent
 
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
@@ -222,17 +226,18 @@ async def request(
     body: bytes,
     response: Response | None = None,
 ) -> AsyncIterator[Response]:
-    """The answer, of which the headers are there; the connection is closed at the end of the block. `response` is who
-    takes it, a new one without.
+    """Yield the answer once its headers have come; the connection is closed at the end of the block. `response`
+    receives the answer; None makes a new one.
 
-    No total limit: the prefill of a long prompt is minutes without a byte. Raises UnreachableError, BrokenError.
+    There is no total time limit: the prefill of a long prompt takes minutes without a byte. Raises UnreachableError,
+    BrokenError.
     """
     loop, taker = asyncio.get_running_loop(), response or Response(method)
     try:
         async with asyncio.timeout(CONNECT_S):
             _, response = await loop.create_unix_connection(lambda: taker, str(socket_path))
     except (OSError, TimeoutError) as error:
-        # EAGAIN of connect(2) is about the engine: as many connections wait for it as may.
+        # EAGAIN of connect(2) means that the engine's queue of connections is full, not that we lack anything.
         if is_lack(error) and not isinstance(error, BlockingIOError):
             tell("reaching the engine", error)
             raise LackError from error
@@ -249,6 +254,6 @@ def _head(method: str, target: str, headers: Sequence[tuple[bytes, bytes]], body
     lines = [f"{method} {target} HTTP/1.1".encode("latin-1"), b"host: engine", b"connection: close"]
     if body or method == "POST":
         lines.append(b"content-length: %d" % len(body))
-    # No line of its own for whoever smuggles a line break into a value.
+    # A value with a line break could add a header of its own, so it is dropped.
     lines += [name + b": " + value for name, value in headers if b"\n" not in value and b"\r" not in value]
     return b"\r\n".join(lines) + b"\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Where requests go: the engine's unix socket, which may become another engine's while requests run."""
+"""The engine's unix socket that requests are sent to. It can change to another engine's while requests run."""
 
 from __future__ import annotations
 
@@ -17,48 +17,49 @@ if TYPE_CHECKING:
 
 
 class UpstreamPool:
-    """Requests go to the socket that is the present one when they are sent on. There they also end."""
+    """Sends requests to the current socket. A request stays with its engine if the socket changes."""
 
     def __init__(self, socket_path: Path, dropped_headers: frozenset[bytes] = frozenset()) -> None:
-        """`dropped_headers`, lower case, are not passed on beside those that never are."""
+        """`dropped_headers`, in lower case, are not passed on, in addition to those that never are."""
         self._dropped_headers = dropped_headers
         self._present = _Upstream(socket_path)
         self._past: list[_Upstream] = []
         self.one_by_one = asyncio.Lock()
-        """For requests that did not fit into the engine's context together."""
+        """Held by a request that is repeated alone, because parallel requests did not fit into the engine's context."""
         self.sent = 0
-        """How many requests so far."""
+        """Number of requests sent so far."""
         self.hangs = 0
-        """How often an engine was given up that did not answer any more."""
+        """Number of engines given up because they no longer answered."""
 
     @property
     def socket_path(self) -> Path:
-        """Where requests go now. The socket itself need not exist yet."""
+        """The socket that requests are sent to now. The file itself need not exist yet."""
         return self._present.socket_path
 
     @property
     def is_free(self) -> bool:
-        """No request is with the present engine."""
+        """True if the current engine has no request."""
         return self._present.is_free.is_set()
 
     def switch_to(self, socket_path: Path) -> None:
-        """Requests go there from now on; those that run stay where they are."""
+        """Send requests to this socket from now on; running ones stay where they are."""
         self._past.append(self._present)
         self._present = _Upstream(socket_path)
 
     def waits(self, socket_path: Path) -> Waits | None:
-        """What the engine that listens there owes. None while no request goes there."""
+        """Return the requests that wait for the engine on this socket. None if no requests are sent there."""
         lines = (line for line in (self._present, *reversed(self._past)) if line.socket_path == socket_path)
         return next((line.waits for line in lines), None)
 
     def give_up(self, socket_path: Path, why: str) -> None:
-        """The engine there hangs and is about to be killed: its requests end with an error that says so."""
+        """End the requests of the engine on this socket with an error that says that it hangs and is about to be
+        killed."""
         self.hangs += 1
         if waits := self.waits(socket_path):
             waits.give_up(why)
 
     async def wait_drained(self) -> None:
-        """Returns once no request is with an engine of the past, however long that takes."""
+        """Wait until no request is with a former engine, however long that takes."""
         while self._past:
             line = self._past[0]
             await line.is_free.wait()
@@ -69,10 +70,10 @@ class UpstreamPool:
     async def asked(
         self, scope: Scope, path: str, body: bytes, *, needs_model: bool = True
     ) -> AsyncIterator[upstream.Response]:
-        """The engine's answer, of which the headers are there; the connection is closed at the end of the block.
+        """Yield the engine's answer once its headers have come; the connection is closed at the end of the block.
 
-        One connection a request: an engine closes kept ones of its own accord, a POST that meets that
-        moment fails on a healthy engine, and a new connection on a unix socket costs some 50 µs.
+        Each request gets its own connection. An engine closes idle kept-alive connections by itself, so a POST sent at
+        that moment would fail on a healthy engine; and a new connection on a unix socket costs only about 50 µs.
         """
         query = scope["query_string"].decode("latin-1")
         target = f"{path}?{query}" if query else path
@@ -86,7 +87,7 @@ class UpstreamPool:
 
 
 class _Upstream:
-    """One socket, and whether a request is on it. Made inside the loop."""
+    """One socket and the number of requests on it. Made inside the running loop."""
 
     def __init__(self, socket_path: Path) -> None:
         self.socket_path = socket_path

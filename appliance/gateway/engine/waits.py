@@ -1,4 +1,4 @@
-"""What one engine owes: requests that wait for it, and for how long none of them got anything."""
+"""The requests that wait for one engine, and for how long none of them got a part of its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.gateway.wire.events import has_content
 
 
 class _Wait:
-    """One request. `waited_s` is counted from `since` on: when it began, or when any of them got something."""
+    """One waiting request. `waited_s` counts from `since`: when it began, or when any request last got something."""
 
     def __init__(self, response: Response, body_bytes: int, since: float) -> None:
         self.response = response
@@ -27,18 +27,19 @@ class _Wait:
 
 
 class Waits:
-    """The requests with one engine. Whoever watches it says how much time has passed: a gateway that stood still is no
-    silence of the engine."""
+    """The requests of one engine. The watcher reports how much time has passed, because time in which the gateway stood
+    still is no silence of the engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._all: set[_Wait] = set()
-        self._last = float("-inf")  # when any of them got something
-        self._left_s = 0.0  # that clients waited who left with nothing: they ask again, and again get nothing
+        self._last = float("-inf")  # when any request last got something
+        # time waited by clients that left without an answer; they may ask again and again get nothing
+        self._left_s = 0.0
 
     @contextmanager
     def waiting(self, response: Response, body_bytes: int) -> Iterator[None]:
-        """Around one request, from before its connection is made."""
+        """Count one request while the block runs, from before its connection is made."""
         wait = _Wait(response, body_bytes, self._clock())
         self._all.add(wait)
         try:
@@ -46,21 +47,22 @@ class Waits:
         finally:
             self._all.discard(wait)
             wait.pass_time(0.0, now=self._clock(), last=self._last)
-            # One that was answered, be it with an error, shows that others are.
+            # an answer, even an error, shows that the engine answers others too
             self._left_s = self._left_s + wait.waited_s if response.is_owed else 0.0
 
     def note_piece(self, piece: bytes) -> None:
-        """End the silence: a piece of an answer came that only a working model gives. Called for each token."""
+        """End the silence if the piece of an answer has content that only a working model sends. Called for each
+        token."""
         if has_content(piece):
             self.begin()
 
     def begin(self) -> None:
-        """Start anew: nobody has waited yet."""
+        """Count anew: nothing waits yet."""
         self._last, self._left_s = self._clock(), 0.0
 
     @property
     def requests(self) -> int:
-        """How many wait for the engine. One whose client does not read is not for it to answer."""
+        """Number of requests that wait for the engine; requests whose client does not read are not counted."""
         return len(self._owed())
 
     def pass_time(self, seconds: float) -> None:
@@ -70,11 +72,11 @@ class Waits:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since any of them got something, as of the last `pass_time`."""
+        """Seconds since any request got something, as of the last `pass_time`."""
         return self._left_s + max((wait.waited_s for wait in self._owed()), default=0.0)
 
     def largest(self, requests: int) -> list[int]:
-        """Return the sizes of the largest bodies, in bytes, of those that wait."""
+        """Return the sizes in bytes of the largest bodies of waiting requests."""
         return heapq.nlargest(requests, (wait.body_bytes for wait in self._owed()))
 
     def give_up(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Several models behind one gateway: which one a request is for, and what is told of all of them together."""
+"""Several models behind one gateway: chooses the model of a request, and combines their progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ByModel:
-    """The ASGI application of one path: the request goes to the model that its JSON names, byte for byte.
+    """The ASGI application of one path: passes a request unchanged to the model that its JSON names.
 
     `endpoints` are those of the models whose engines have the path; `reading` counts requests until their model is
     known.
@@ -63,7 +63,7 @@ class ByModel:
 
 
 def model_named_in(body: bytes) -> str | None:
-    """None where it is no JSON object, or names none."""
+    """Return the model that the body names; None if it is not a JSON object or names none."""
     try:
         document: Any = json.loads(body)
     except (ValueError, RecursionError):
@@ -73,13 +73,13 @@ def model_named_in(body: bytes) -> str | None:
 
 
 def overall_progress(backends: Sequence[Backend]) -> Progress:
-    """Of the first model that does not serve, else of the first that is held; of one model its own."""
+    """Return the progress of the first model that does not serve, else of the first held one, else of the first."""
     found = [backend.progress() for backend in backends]
     return min(found, key=lambda progress: 2 * progress.is_ready + progress.is_held)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """`receive` as if `body` had not been read yet."""
+    """Return a `receive` that delivers the body again before it continues."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def received() -> Message:

@@ -1,4 +1,5 @@
-"""What is shown of the appliance, as bare ASGI: a status is asked for as soon as it serves, and waits for no import."""
+"""Status documents and metrics as bare ASGI: a status is requested as soon as the appliance serves, and must not wait
+for an import."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def path_of(name: str) -> str:
 
 
 def document_routes(metrics: Metrics, backends: Sequence[Backend]) -> dict[str, Endpoint]:
-    """GET alone; names that are also an action are not among them."""
+    """Return the GET routes of documents and metrics. A document whose name is also an action is left out."""
     actions = {name for backend in backends for name in backend.actions}
     names = {name for backend in backends for name in backend.documents} - actions
     each = {name: documents_of(name, backends) for name in sorted(names)}
@@ -38,18 +39,20 @@ def documents_of(name: str, backends: Sequence[Backend]) -> dict[str, Document]:
 
 
 def shown(documents: Mapping[str, Document], model: str | None) -> dict[str, Any]:
-    """By the name of the model, which a request gives as `?model=` where there are several; all without one."""
+    """Return the document of `model`, given as `?model=`. Without `model`, return the only one, or all of them by
+    model."""
     if len(documents) > 1 and model is None:
         return {"models": {name: document() for name, document in documents.items()}}
     return of_model(documents, model)()
 
 
 def of_model(each: Mapping[str, T], model: str | None) -> T:
-    """Raises ApiError where it is not said, or not known, which of several is meant."""
+    """Return the entry of `model`, or the only one. Raises ApiError if the model is unknown, or missing while there are
+    several."""
     if len(each) == 1:
         return next(iter(each.values()))
     if model is None:
-        message = "several models are served: say which with ?model=NAME"
+        message = "several models are served: name one with ?model=NAME"
         raise ApiError(400, "model_required", message)
     if model not in each:
         raise unknown_model(model, each)

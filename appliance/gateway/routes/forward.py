@@ -1,8 +1,9 @@
-"""One request to the engine and its answer back, byte for byte: no body is parsed, no stream is gathered.
+"""Passes one request to the engine and its answer back, byte for byte: bodies are not parsed, streams are not
+collected.
 
-A request ends in one of four ways, whichever comes first: the answer is whole, the client leaves, the engine dies, or
-the appliance stops. In every case the connection to the engine is closed before the request is over, which is what
-frees the engine's slot.
+A request ends in one of four ways, whichever comes first: the answer is complete, the client leaves, the engine dies,
+or the appliance stops. In every case the connection to the engine is closed before the request ends, which frees the
+engine's slot.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.console.progress import Progress
 from appliance.engine_route import Dialect, EngineRoute
-from appliance.gateway.clients import request_queue as hold
+from appliance.gateway.clients import request_queue
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.engine.upstream import BrokenError, HungError, LackError, Response, UnreachableError
@@ -30,25 +31,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# An answer of known length up to here is read whole first, so that an engine that dies in the middle of it becomes a
-# 502 and not a torn body. Longer ones (embeddings of a large batch) pass as they arrive.
+# Answers of known length up to this size are read completely before they are sent, so that an engine that dies
+# meanwhile causes a 502 and not a truncated body. Longer ones (embeddings of a large batch) pass as they arrive.
 WHOLE_REPLY_BYTES = 8 * 2**20
-BODY_BYTES_MAX = 64 * 2**20  # of a request: each is held in memory while the engine answers
-# Of a request that did not fit beside others, one after the other: others that came since may crowd it out again.
+BODY_BYTES_MAX = 64 * 2**20  # limit of a request's body, which stays in memory while the engine answers
+# Attempts to repeat alone a request that did not fit together with others: newer requests may crowd it out again.
 ATTEMPTS_ALONE = 2
 
 
 class CrowdedError(Exception):
-    """The engine ended all requests that ran, since they do not fit into its context together; nothing of this one's
-    answer was sent."""
+    """The engine ended all running requests, since they do not fit into its context together; nothing of this request's
+    answer was sent yet."""
 
 
-class ClientLeft(Exception):  # noqa: N818 - not an error: nobody is there any more to be told one
-    """The client closed its connection before the answer was whole."""
+class ClientLeft(Exception):  # noqa: N818 - not an error: no client is left to be told one
+    """The client closed its connection before the answer was complete."""
 
 
 class ResponseWriter:
-    """What the client has been sent so far, and therefore how an error can still be told."""
+    """Writes a response and remembers what was sent, which decides how an error can still be reported."""
 
     def __init__(self, send: Send, dialect: Dialect) -> None:
         self._send = send
@@ -65,7 +66,7 @@ class ResponseWriter:
         await self._send({"type": "http.response.start", "status": status, "headers": head})
 
     async def engine_error(self, response: Response, body: bytes) -> None:
-        """The engine's own error as it is, or in the words of Anthropic's API if the client speaks that one."""
+        """Send the engine's error unchanged, or in Anthropic's form if the client uses that API."""
         if self._dialect == "anthropic" and (told := in_anthropic_form(body, response.status)) is not None:
             await self.document(told.document("anthropic"), response.status)
         else:
@@ -73,13 +74,14 @@ class ResponseWriter:
             await self.finish(body)
 
     async def comment(self, text: str) -> None:
-        """A line that every reader of events passes over. The first one begins the stream before the engine does."""
+        """Send a comment line, which every reader of events ignores. The first one starts the stream before the engine
+        does."""
         if not self.is_started:
             await self._start(200, headers.OF_A_STREAM, is_events=True)
         await self.write(f": {' '.join(text.split())}\n\n".encode())
 
     async def document(self, document: dict[str, Any], status: int = 200) -> None:
-        """An answer of our own; the server itself leaves the body out of a reply to HEAD."""
+        """Send an answer of our own as JSON; the server itself omits the body of a reply to HEAD."""
         body = json.dumps(document, separators=(",", ":")).encode()
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._start(status, head, is_events=False)
@@ -93,8 +95,9 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": chunk})
 
     async def refuse(self, error: ApiError) -> None:
-        """An answer, or an event of its own in a stream of events. A body that cannot hold one is left unfinished:
-        the server then closes the connection, and the client sees a torn answer instead of a short one."""
+        """Send the error as the answer, or as an event if a stream of events has begun. Any other begun body is left
+        unfinished: the server then closes the connection, and the client sees an incomplete answer instead of a short
+        one."""
         if not self.is_started:
             await error.send(self._send, self._dialect)
         elif self._is_events:
@@ -114,11 +117,11 @@ class EngineEndpoint:
         progress: Callable[[], Progress],
         errors: EngineErrors | None = None,
         engines_name: Callable[[], str | None] = lambda: None,
-        tell_every_s: float = hold.TELL_EVERY_S,
+        tell_every_s: float = request_queue.TELL_EVERY_S,
     ) -> None:
         self._route = route
         self._errors = errors or EngineErrors()
-        self._engines_name = engines_name  # of the model, for an engine that refuses every other
+        self._engines_name = engines_name  # the engine's name of the model, if it refuses every other name
         self._engine = engine
         self._traffic = traffic
         self._progress = progress
@@ -132,8 +135,8 @@ class EngineEndpoint:
                     await self._exchange(scope, receive, reply, must_end)
                 except ApiError as error:
                     if reply.is_started:
-                        scope[FAILED] = str(error.status)  # the status that went out says nothing of it
-                    # Inside `admitted`: a stop waits until the client has been told.
+                        scope[FAILED] = str(error.status)  # the status that was sent does not show the failure
+                    # Inside `admitted`, so that a stop waits until the client has its answer.
                     await reply.refuse(error)
         except ApiError as error:
             await reply.refuse(error)
@@ -155,11 +158,11 @@ class EngineEndpoint:
     async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
-            raise api_error.not_ready(progress)  # it was otherwise when the body began to come
+            raise api_error.not_ready(progress)  # the state may have changed while the body came
         if progress.is_held:
-            is_stream = self._route.can_stream and hold.asks_for_stream(body)
+            is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
             tell = reply.comment if is_stream else None
-            await hold.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
+            await request_queue.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
         if (name := self._engines_name()) is not None:
             body = with_model(body, content_type_of(scope), name)
         await self._forward(scope, body, reply)
@@ -177,12 +180,12 @@ class EngineEndpoint:
                 try:
                     return await self._ask(scope, body, reply)
                 except CrowdedError:
-                    if was_free and self._engine.sent == before + 1:  # nobody else was there
+                    if was_free and self._engine.sent == before + 1:  # no other request ran
                         raise api_error.crowds_itself() from None
         raise api_error.context_full()
 
     async def _ask(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
-        """Raises ApiError, and CrowdedError where it may be asked again."""
+        """Send the request once. Raises ApiError, and CrowdedError if the request may be repeated."""
         try:
             asked = self._engine.asked(scope, self._route.upstream, body, needs_model=self._route.needs_model)
             async with asked as response:
@@ -202,17 +205,18 @@ class EngineEndpoint:
 async def relay(
     response: Response, reply: ResponseWriter, rate: Rate, errors: EngineErrors, crowded: bytes = b""
 ) -> bool:
-    """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
+    """Pass the engine's answer on as it arrives. `write` waits while the client is slow, and nothing more is read
+    meanwhile.
 
-    False for a stream that ended with an error in the client's dialect; ApiError for one that has to be told anew, and
-    for an error of the engine that a rule of `errors` covers; CrowdedError for an answer that is an error with
-    `crowded` in it.
+    Returns False for a stream that ended with an error in the client's dialect, else True. Raises ApiError for an error
+    that must be written in another form or that a rule of `errors` matches, and CrowdedError for an error that contains
+    `crowded`.
     """
     if response.status >= 400 and response.method != "HEAD":
         await _relay_error(response, reply, errors, crowded)
         return True
     if reply.is_started and not response.is_stream:
-        # The client was promised events while it waited, and the engine answers with one document.
+        # The client got the beginning of a stream while it waited, but the engine answers with one document.
         raise api_error.of_engine(response.status, await response.read())
     length = None if reply.is_started else response.content_length
     if response.method != "HEAD" and length is not None and length <= WHOLE_REPLY_BYTES:
@@ -231,7 +235,7 @@ async def relay(
 
 
 async def _relay_error(response: Response, reply: ResponseWriter, errors: EngineErrors, crowded: bytes) -> None:
-    """Raises ApiError where the client was promised events, or a rule covers the error."""
+    """Pass the engine's error on. Raises ApiError if a stream has already begun, or if a rule matches the error."""
     body = await _read_unless_crowded(response, crowded)
     if (ours := errors.as_ours(body, response.status)) is not None:
         raise ours
@@ -252,7 +256,8 @@ async def _read_unless_crowded(response: Response, crowded: bytes) -> bytes:
 async def _relay_events(
     response: Response, reply: ResponseWriter, rate: Rate, errors: EngineErrors, crowded: bytes
 ) -> bool:
-    """What an engine sends after an error looks like a proper end, and is left out."""
+    """Pass a stream on up to the first error. What an engine sends after an error looks like a proper end, and is
+    dropped."""
     watch = events.ErrorWatch()
     async for chunk in response.chunks():
         rate.add(chunk)
@@ -273,7 +278,8 @@ async def _relay_events(
 
 
 async def read_body(receive: Receive, declared_bytes: int) -> bytes:
-    """The whole body: the engine needs all of it to begin. Raises ApiError (413) as soon as it is too much."""
+    """Return the whole body, which the engine needs to begin. Raises ApiError (413) as soon as the body is too large,
+    and ClientLeft."""
     if declared_bytes > BODY_BYTES_MAX:
         raise api_error.body_too_large(BODY_BYTES_MAX)
     body = bytearray()
@@ -289,7 +295,7 @@ async def read_body(receive: Receive, declared_bytes: int) -> bytes:
 
 
 async def until_client_left(receive: Receive) -> None:
-    """Raises ClientLeft when the connection is gone; never returns."""
+    """Wait until the connection is gone, then raise ClientLeft. Never returns."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -299,13 +305,13 @@ async def until_client_left(receive: Receive) -> None:
 async def unless_over(
     work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, None], must_end: asyncio.Future[None]
 ) -> T:
-    """The result of `work`, unless a watcher raises or `must_end` is done before; whatever is left is cancelled and
-    has ended when this returns."""
-    # Shielded: others wait for it as well.
+    """Return the result of `work`, unless a watcher raises or `must_end` is done first. The others are cancelled and
+    have ended when this returns. Raises what the watcher raised, or ApiError if `must_end` is done."""
+    # Shielded, because other code waits for the same future.
     working, *watching, _ = await first_of(work, *watchers, asyncio.shield(must_end))
     for future in (working, *watching):
         if not future.cancelled():
-            # The first of them that came to an end by itself, `work` before the watchers.
+            # Raises the exception of the one that ended by itself, `work` before the watchers.
             future.result()
     if working.cancelled():
         raise api_error.shutting_down()
@@ -314,12 +320,12 @@ async def unless_over(
 
 
 def content_type_of(scope: Scope) -> bytes:
-    """Empty without one."""
+    """Return the content type; empty if there is none."""
     return next((bytes(value) for name, value in scope["headers"] if name == b"content-type"), b"")
 
 
 def declared_length(scope: Scope) -> int:
-    """Content-Length as announced, 0 without one: a chunked body is counted while it is read."""
+    """Return Content-Length; 0 if there is none: a chunked body is counted while it is read."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
             return int(value)

@@ -1,6 +1,7 @@
-"""What the gateway counts, for Prometheus.
+"""The gateway's counts for Prometheus.
 
-Plain figures until a scrape, which imports Prometheus' client library: the first token does not wait for it.
+They are plain numbers until the first scrape, which imports Prometheus' client library: the first token must not wait
+for it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from appliance.gateway.clients.connections import Counts
     from appliance.gateway.engine.load import Load
 
-# From a cached prompt on a GPU to a long prefill on a CPU.
+# from a cached prompt on a GPU to a long prefill on a CPU
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 FAILED = "appliance.failed"
-"""In the scope of a request: the status under which it is counted whose answer began with 200 and failed later."""
+"""Key in the scope of a request whose answer began with 200 and failed later: the status to count it under."""
 CLIENT_LEFT = "499"
-"""The status under which a request is counted whose client left before it was answered, as nginx does."""
+"""Status that counts a request whose client left before the answer; nginx uses the same."""
 
 
 class Histogram:
-    """Seconds, by `BUCKETS_S` and one above them all."""
+    """Counts of durations in seconds, by `BUCKETS_S` and one bucket above them all."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKETS_S) + 1)
@@ -42,7 +43,7 @@ class Histogram:
         self.sum_s += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bound and how many are not above it."""
+        """Return (upper bound, number of values not above it) for each bucket."""
         bounds = [*map(str, BUCKETS_S), "+Inf"]
         return [(bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
 
@@ -59,7 +60,7 @@ class Metrics:
         engine_hangs: Callable[[], int] = lambda: 0,
         loads: Callable[[], Iterable[Load]] = tuple,
     ) -> None:
-        """`running` are the requests that are there now, `events_per_s` what their streams bring."""
+        """`running` returns the number of running requests, `events_per_s` the events per second of their streams."""
         self._connections = connections
         self._running = running
         self._events_per_s = events_per_s
@@ -79,8 +80,8 @@ class Metrics:
         self._first_bytes.setdefault(route, Histogram()).observe(seconds)
 
     def text(self) -> bytes:
-        # Here: the first token after a start does not wait for it. A registry of its own, so that two applications can
-        # live in one process.
+        # Imported here, so that the first token after a start does not wait for it. A separate registry, so that two
+        # applications can live in one process.
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()
@@ -88,8 +89,8 @@ class Metrics:
         return generate_latest(registry)
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus' registry asks for at a scrape."""
-        # Here: imported with the first scrape, not at the start.
+        """Yield all metrics; Prometheus' registry calls this at a scrape."""
+        # imported here, with the first scrape and not at the start
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         labels = ["route", "method", "status"]
@@ -137,7 +138,7 @@ class Metrics:
 
 
 def _gauges_of(loads: Iterable[Load]) -> Iterable[tuple[str, str, dict[str, float]]]:
-    """Name, words, and the value of each model that has the gauge."""
+    """Return (name, help text, value by model) of each load gauge. A value that is None is left out."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for load in loads:
         each: tuple[tuple[str, str, float | None], ...] = (
@@ -152,7 +153,8 @@ def _gauges_of(loads: Iterable[Load]) -> Iterable[tuple[str, str, dict[str, floa
 
 
 class Measured:
-    """ASGI middleware around everything. `known_paths` bounds the labels: a client cannot invent time series."""
+    """ASGI middleware around the whole application that counts requests. `known_paths` limits the labels, so that a
+    client cannot create time series."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, known_paths: frozenset[str]) -> None:
         self._app = app

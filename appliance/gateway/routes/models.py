@@ -1,6 +1,6 @@
 """The list of models, in the fields that each client reads: README.md says which client reads which.
 
-It is ours and not the engine's, so that every engine's is the same, and it is there before the engine is.
+The gateway answers it, not the engine, so that it is the same for every engine and is available before the engine is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SERVES = frozenset({Phase.READY, Phase.HELD})
 _COMES = frozenset({Phase.STARTING, Phase.LOADING, Phase.TUNING, Phase.RESTARTING})
-# What every engine takes, in OpenRouter's words.
+# Request parameters that every engine accepts, in OpenRouter's terms.
 _PARAMETERS = (
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "presence_penalty", "response_format", "seed", "stop",
     "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
@@ -35,9 +35,10 @@ Entry = Callable[[ListedModel], Mapping[str, Any]]
 
 
 def find(name: str, backends: Sequence[Backend]) -> Backend | None:
-    """The one that a request means: by its name, by an alias, or by the beginning of one with a colon (`qwen:8b`).
+    """Return the model that a request means: by its name, by an alias, or by the beginning of a name with a colon
+    (`qwen:8b`).
 
-    None where it is unknown, and where it could be several.
+    None if the name is unknown, or if it could mean several.
     """
     for backend in backends:
         if name == backend.name:
@@ -50,7 +51,7 @@ def find(name: str, backends: Sequence[Backend]) -> Backend | None:
 
 
 def listed_models(backends: Sequence[Backend]) -> list[ListedModel]:
-    """Each with those names alone that mean no other model here."""
+    """Return the entries of all models, each only with the aliases that mean no other model here."""
     listed = [backend.listed() for backend in backends]
     count = Counter(name for model in listed for name in {*map(str.casefold, model.names)})
     return [
@@ -60,7 +61,8 @@ def listed_models(backends: Sequence[Backend]) -> list[ListedModel]:
 
 
 class ForSomeModels:
-    """The ASGI application of a route that some models cannot answer. Raises ApiError (400) for one of them."""
+    """The ASGI application of a route that some models cannot answer. Raises ApiError (400) if the model is one of
+    them."""
 
     def __init__(self, endpoint: Endpoint, route: EngineRoute, listed: Callable[[], ListedModel]) -> None:
         self._endpoint = endpoint
@@ -70,12 +72,12 @@ class ForSomeModels:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         model = self._listed()
         if model.is_reranker and self._route.not_for_rerankers:
-            detail = f"{model.id} is a reranker and gives scores, not what {self._route.path} is for: ask /v1/rerank"
+            detail = (
+                f"{model.id} is a reranker, which returns scores and cannot answer {self._route.path}: use /v1/rerank"
+            )
             raise ApiError(400, "model_is_reranker", detail)
         if self._route.only_for_embedders and not model.is_embedding and model.phase in _SERVES:
-            detail = (
-                f"{model.id} gives text, not what {self._route.path} is for: serve an embedding model or a reranker"
-            )
+            detail = f"{model.id} is a text model, which cannot answer {self._route.path}: serve an embedding model"
             raise ApiError(400, "model_gives_text", detail)
         await self._endpoint(scope, receive, send)
 
@@ -98,7 +100,8 @@ class ModelList:
 
 
 class OneModel:
-    """The ASGI application of `prefix` followed by a model's name. Raises ApiError (404)."""
+    """The ASGI application of one model's entry: `prefix` followed by its name. Raises ApiError (404) for an unknown
+    model."""
 
     def __init__(self, backends: Sequence[Backend], reading: Traffic, entry: Entry, prefix: str) -> None:
         self._backends = backends
@@ -117,9 +120,10 @@ class OneModel:
 
 
 def entry(model: ListedModel) -> dict[str, Any]:
-    """For /v1/models: the fields of OpenAI, OpenRouter, LM Studio and the engines' own servers together.
+    """Return a model's entry in /v1/models: the fields of OpenAI, OpenRouter, LM Studio and the engines' own servers
+    together.
 
-    `max_context_length` is the native one, as at LM Studio; every other name of a context length is of what one request
+    `max_context_length` is the native one, as in LM Studio; every other context field is the length that one request
     may use now.
     """
     context = model.context
@@ -156,9 +160,10 @@ def entry(model: ListedModel) -> dict[str, Any]:
 
 
 def lm_studio_entry(model: ListedModel) -> dict[str, Any]:
-    """For /api/v0/models, which clients of LM Studio parse strictly: these fields, and these words for the state."""
+    """Return a model's entry in /api/v0/models. Clients of LM Studio parse it strictly: exactly these fields, and these
+    words for the state."""
     state = "loaded" if model.phase in _SERVES else "loading" if model.phase in _COMES else "not-loaded"
-    # There is no word for a reranker, and one that is unknown refuses the list.
+    # LM Studio has no word for a reranker, and its clients refuse a list with an unknown word.
     kind = "embeddings" if model.is_embedding else "vlm" if "image" in model.input_modalities else "llm"
     return _known({
         "id": model.id,
@@ -166,7 +171,7 @@ def lm_studio_entry(model: ListedModel) -> dict[str, Any]:
         "type": kind,
         "publisher": "appliance",
         "arch": model.architecture,
-        "compatibility_type": "gguf",  # of the two that there are; what it is, `format` of /v1/models says
+        "compatibility_type": "gguf",  # one of LM Studio's two values; `format` in /v1/models has the real one
         "quantization": model.quantization,
         "state": state,
         "max_context_length": model.native_context,
@@ -176,7 +181,7 @@ def lm_studio_entry(model: ListedModel) -> dict[str, Any]:
 
 
 def detailed(model: ListedModel) -> dict[str, Any]:
-    """For `models` beside `data`, where clients of Ollama look."""
+    """Return a model's entry in `models`, next to `data`, which clients of Ollama read."""
     billions = f"{model.parameters / 1e9:.1f}B" if model.parameters else ""
     return {
         "name": model.id,
@@ -232,7 +237,7 @@ def _ollama_capabilities(model: ListedModel) -> list[str]:
 
 
 def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is not known: a null where a client's schema has a number refuses the whole list."""
+    """Remove fields whose value is not known: a client whose schema has a number refuses the whole list for a null."""
     return {name: value for name, value in fields.items() if value is not None and value not in ("", {})}
 
 
@@ -240,11 +245,11 @@ def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
 class ListRoute:
     path: str
     all: Endpoint
-    one: Endpoint  # of `path`, a slash and a name
+    one: Endpoint  # answers `path`, a slash and a name
 
 
 def list_routes(backends: Sequence[Backend], reading: Traffic) -> tuple[ListRoute, ...]:
-    """`reading` counts these requests, none of which is work for a model."""
+    """Return the routes of the list. `reading` counts these requests, which are no inference."""
     return tuple(
         ListRoute(
             path=path,

@@ -1,7 +1,7 @@
-"""Our own routes that do something, with FastAPI, and the answer to paths that nobody knows.
+"""Our own routes that change something, with FastAPI, and the answer to unknown paths.
 
-None of them is modelled, none is documented by FastAPI. Imported when one of them is asked for, not before: what is
-only shown is in documents.py, and waits for none of this.
+FastAPI neither models nor documents them. Imported when one of them is first requested; routes that only show something
+are in documents.py and do not need this module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def create_own_app(backends: Sequence[Backend]) -> FastAPI:
         redirect_slashes=False,
         routes=list[BaseRoute](routes),
         exception_handlers={ApiError: _on_refusal, HTTPException: _on_http_error, Exception: _on_bug},
-        # Off, whatever OTEL_* variables the container was given: prompts and keys are nobody else's business.
+        # Off, whatever OTEL_* variables the container has: prompts and keys must not be sent to a third party.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
 
@@ -60,12 +60,12 @@ async def _body(request: Request) -> bytes:
             if len(found) > BODY_MOST_BYTES:
                 raise body_too_large(BODY_MOST_BYTES)
     except ClientDisconnect as error:
-        raise ApiError(400, "incomplete_request", "the client left before its body had come") from error
+        raise ApiError(400, "incomplete_request", "the client left before its whole body arrived") from error
     return found
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router. No `Allow` of CORS, no list of what else there is."""
+    """Answer the router's 404 and 405, without a CORS `Allow` header or a list of other routes."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     phrase = HTTPStatus(status).phrase
     detail = f"{phrase.lower()}: {request.method} {request.url.path[:200]}"
@@ -78,7 +78,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, _error: Exception) -> Response:
-    """The client gets no traceback; the server logs it."""
+    """Answer without a traceback; the server logs it."""
     return _refused(request, internal_error())
 
 

@@ -1,7 +1,7 @@
-"""Every error that is ours and not the engine's, in the shape of the client's API, and a header that says who speaks.
+"""All errors that come from the gateway and not from the engine, in the form of the client's API.
 
-The body has the keys that OpenAI's errors have and no more, or Anthropic's and the code, so the source stands in
-`x-appliance-error`.
+The body has only the keys of OpenAI's errors, or those of Anthropic's and the code. The header `x-appliance-error`
+therefore marks the error as ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RETRY_SOON_S = 2
 RETRY_LATER_S = 10
 RETRY_MOST_S = 600
 ANTHROPIC = "/v1/messages"
-# Anthropic's words for a kind of error, by status (https://docs.anthropic.com/en/api/errors); beyond: `api_error`.
+# Anthropic's type of an error, by status (https://docs.anthropic.com/en/api/errors); every other status: `api_error`.
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -34,12 +34,12 @@ _ANTHROPIC_KINDS = {
 
 
 def dialect_of(path: str) -> Dialect:
-    """The API whose clients ask for this path, known or not."""
+    """Return the API whose clients use this path, whether or not the path is known."""
     return "anthropic" if path == ANTHROPIC or path.startswith((f"{ANTHROPIC}/", f"{ANTHROPIC}?")) else "openai"
 
 
 class ApiError(Exception):
-    """Raised where a request cannot go on; `detail` is the sentence for the client and holds nothing secret."""
+    """Raised if a request cannot continue. `detail` is the sentence for the client and contains nothing secret."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class ApiError(Exception):
         return _compact(self.document(dialect))
 
     def event(self, dialect: Dialect) -> bytes:
-        """One server-sent event. Anthropic's SDK passes over events that are not named `error`."""
+        """Return one server-sent event. Anthropic's SDK ignores error events that are not named `error`."""
         name = b"event: error\n" if dialect == "anthropic" else b""
         return name + b"data: " + _compact(self.document(dialect)) + b"\n\n"
 
     async def send(self, send: Send, dialect: Dialect = "openai") -> None:
-        """The whole response; nothing may have been sent before."""
+        """Send the whole response; nothing may have been sent before."""
         body = self.body(dialect)
         headers = [
             (b"content-type", b"application/json"),
@@ -117,7 +117,9 @@ def header_too_large(limit_bytes: int) -> ApiError:
 
 
 def too_slow() -> ApiError:
-    return ApiError(408, "request_timeout", "the request did not come in time: send its header and body without pauses")
+    return ApiError(
+        408, "request_timeout", "the request did not arrive in time: send its header and body without pauses"
+    )
 
 
 def too_busy() -> ApiError:
@@ -126,7 +128,7 @@ def too_busy() -> ApiError:
 
 
 def lacking() -> ApiError:
-    """Of this program or its machine; the log says what."""
+    """Return the error for a lack of resources in this process or machine; the log has the details."""
     detail = "the appliance has no open files, memory or processes left for this request; try again in a moment"
     return ApiError(503, "out_of_resources", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
 
@@ -140,18 +142,18 @@ def shutting_down() -> ApiError:
 
 
 def engine_died(status: int, detail: str) -> ApiError:
-    """502 when it left in the middle of a request, 503 when it could not be reached at all."""
+    """Return the error for a lost engine: 502 if it ended during a request, 503 if it could not be reached at all."""
     return ApiError(status, "engine_died", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
 
 
 def context_full() -> ApiError:
-    """For requests that may be answered alone."""
+    """Return the error for requests that do not fit together and may be answered alone."""
     detail = "requests that run at the same time do not fit into the model's context together; try again in a moment"
     return ApiError(503, "context_full", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
 
 
 def crowds_itself() -> ApiError:
-    """For one request of several prompts or answers, which nobody else disturbed."""
+    """Return the error for one request of several prompts or answers that does not fit even without other requests."""
     detail = (
         "the prompts or answers of this request do not fit into the model's context together; ask for them one by one"
     )
@@ -159,7 +161,7 @@ def crowds_itself() -> ApiError:
 
 
 def by_rule(rule: ErrorRule, groups: Mapping[str, str]) -> ApiError:
-    """`groups` fill the rule's sentence."""
+    """Return the error of a rule; `groups` fill the placeholders of its sentence."""
     detail = rule.detail.format_map(groups)
     if rule.status < 500:
         return ApiError(rule.status, rule.code, detail)
@@ -167,7 +169,7 @@ def by_rule(rule: ErrorRule, groups: Mapping[str, str]) -> ApiError:
 
 
 def of_engine(status: int, body: bytes) -> ApiError:
-    """The engine's own error, for a client that can only be told by an event: the status went out before."""
+    """Return the engine's own error for a client that already got a status and can be told only by an event."""
     try:
         error = json.loads(body)["error"]
         message, kind, code = str(error["message"]), str(error["type"]), str(error.get("code", status))
@@ -178,7 +180,7 @@ def of_engine(status: int, body: bytes) -> ApiError:
 
 
 def without_words(status: int) -> ApiError:
-    """For an engine's error that has no body."""
+    """Return the error for an engine's error without a body."""
     detail = f"the engine refused this request with status {status} and gave no reason"
     return ApiError(status, "engine_refused", detail, kind="server_error" if status >= 500 else "invalid_request_error")
 
@@ -187,14 +189,14 @@ def not_ready(progress: Progress) -> ApiError:
     if progress.phase is Phase.STOPPING:
         return shutting_down()
     if progress.phase is Phase.FAILED:
-        # No Retry-After: nothing is under way that would make waiting worth it.
+        # no Retry-After: waiting would not help
         return ApiError(503, "engine_died", progress.sentence(), kind="service_unavailable")
     headers = (_retry(_wait_s(progress)),)
     return ApiError(503, "model_loading", progress.sentence(), kind="service_unavailable", headers=headers)
 
 
 def _wait_s(progress: Progress) -> int:
-    """When it is worth asking again: a client that is told an hour may as well ask every ten minutes."""
+    """Return after how many seconds a retry makes sense; ten minutes at most, even if the start takes an hour."""
     if progress.seconds_left is not None:
         return math.ceil(min(max(progress.seconds_left, RETRY_SOON_S), RETRY_MOST_S))
     return RETRY_LATER_S if progress.phase in (Phase.TUNING, Phase.FETCHING) else RETRY_SOON_S

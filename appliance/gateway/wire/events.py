@@ -1,35 +1,35 @@
-"""Errors inside a stream of events that an engine sends: its HTTP status was 200 long before, and what follows the
-error may look like a proper end."""
+"""Finds errors inside an engine's event stream. Its HTTP status was 200 long before, and what follows the error may
+look like a proper end."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-# OpenAI's is one without a name; Anthropic's messages and OpenAI's responses name theirs. Never inside a text: there
-# the quotation marks are escaped.
+# OpenAI's error event has no name; Anthropic's messages and OpenAI's responses name theirs. They never match inside a
+# text, whose quotation marks are escaped.
 _UNNAMED, _NAMED = b'data: {"error":', b"event: error\n"
 _BEGINS = re.compile(rb'^(?:data: \{"error":|event: error\r?\n)', re.MULTILINE)
 _ENDS = re.compile(rb"\r?\n\r?\n")
-EVENT_BYTES = 64 * 2**10  # an error that is longer passes as it is
+EVENT_BYTES = 64 * 2**10  # a longer error is passed on unchanged
 
 
-# What may come before there is any answer: a comment, and the events of OpenAI's responses that only say so.
+# Events that may precede any content: a comment, and those of OpenAI's responses API that only report the state.
 _PREFACE = re.compile(rb"(?::[^\n]*|event: response\.(?:created|queued|in_progress)\r?\n[^\n]*)\r?\n(?:\r?\n)?")
 
 
 def has_content(chunk: bytes) -> bool:
-    """True unless all of it is said before there is any answer."""
+    """True unless the chunk holds only events that may precede any content."""
     return not chunk.startswith((b":", b"event: response.")) or bool(_PREFACE.sub(b"", chunk).strip())
 
 
 class Found(NamedTuple):
-    passed: bytes  # what comes before the error, or all of it
-    error: bytes | None  # the event, once it is whole
+    passed: bytes  # the bytes before the error, or all bytes
+    error: bytes | None  # the error event, once it is complete; None before that
 
 
 class ErrorWatch:
-    """Fed with a stream chunk by chunk. Holds back only what may be the beginning of an error."""
+    """Takes a stream chunk by chunk. Holds back only bytes that may be the beginning of an error."""
 
     def __init__(self) -> None:
         self._held = b""
@@ -50,12 +50,12 @@ class ErrorWatch:
         return Found(data[: begin.start()], None)
 
     def rest(self) -> bytes:
-        """At the end of the stream."""
+        """Return the held bytes at the end of the stream."""
         return self._held
 
 
 def is_named(event: bytes) -> bool:
-    """Whether it is in a dialect that names its errors, and may pass as it is."""
+    """True if the event is in a dialect that names its errors, so that it may be passed on unchanged."""
     return event.startswith(b"event:")
 
 
@@ -64,7 +64,8 @@ def data_of(event: bytes) -> bytes:
 
 
 def _beginning_of_one(data: bytes) -> int:
-    """Where the last line may become an error with the next chunk; the end where it cannot."""
+    """Return the offset of a last line that may become an error with the next chunk; the length of `data` if it
+    cannot."""
     at = data.rfind(b"\n") + 1
     line = data[at:]
     may_be = _UNNAMED.startswith(line) or _NAMED.startswith(line.removesuffix(b"\r"))

@@ -1,4 +1,4 @@
-"""Which headers pass, in both directions. Pure."""
+"""Chooses the headers that are passed on, in both directions. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
-# RFC 9110, 7.6.1: these speak of one connection and not of the message.
+# RFC 9110, 7.6.1: these headers describe one connection and not the message.
 HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -27,26 +27,27 @@ NOT_FOR_ENGINE = HOP_BY_HOP | {
     b"cookie",
     b"host",
     b"content-length",  # computed again from the body that was read
-    b"expect",  # answered here
-    b"origin",  # the engine reflects it in its CORS headers
+    b"expect",  # answered by this gateway
+    b"origin",  # the engine repeats it in its CORS headers
     b"referer",
-    b"accept-encoding",  # `identity` instead: an error event cannot be put into a compressed stream
+    b"accept-encoding",  # replaced by `identity`: an error event cannot be inserted into a compressed stream
 }
 
 NOT_FOR_CLIENT = HOP_BY_HOP | {b"server", b"date", b"set-cookie"}
 
-# What `to_client` leaves of an engine's own streams: sent when a stream has to begin before the engine is there.
+# Headers that `to_client` keeps of an engine's stream; sent when a stream must begin before the engine is back.
 OF_A_STREAM: RawHeaders = ((b"x-accel-buffering", b"no"), (b"content-type", b"text/event-stream"))
 
 
 def to_engine(headers: RawHeaders, dropped: frozenset[bytes] = frozenset()) -> list[tuple[bytes, bytes]]:
-    """The client's headers for the engine, without secrets and without what speaks of the client's connection."""
+    """Return the client's headers for the engine, without secrets and without headers of the client's connection."""
     dropped |= NOT_FOR_ENGINE | _named_in_connection(headers)
     return [*((name, value) for name, value in headers if name not in dropped), (b"accept-encoding", b"identity")]
 
 
 def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The engine's headers for the client: CORS stays closed; content-length only where the framing is by length."""
+    """Return the engine's headers for the client. CORS headers are dropped; content-length is kept only if it frames
+    the body."""
     lowered = [(name.lower(), value) for name, value in headers]
     dropped = NOT_FOR_CLIENT | _named_in_connection(lowered)
     if any(name == b"transfer-encoding" for name, _ in lowered):
@@ -55,6 +56,7 @@ def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def _named_in_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """`Connection: close, X-Foo` makes X-Foo a header of that connection too. Never content-type: the body needs it."""
+    """Return the headers that `Connection` names: `Connection: close, X-Foo` makes X-Foo a header of that connection
+    too. Never content-type, which the body needs."""
     named = {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
     return frozenset(named) - {b"content-type"}

@@ -1,5 +1,5 @@
-"""What HTTP itself asks of a request, before anybody looks at its path, and answers that HTTP's own server would give
-without a word."""
+"""Checks a request against HTTP itself, before its path is looked at, and answers where uvicorn would close without an
+explanation."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-# What every engine's HTTP server reads: the strictest takes 100 headers of less than 8,192 bytes and refuses more
-# without a body. The gateway adds a few headers of its own.
+# Limits that every engine's HTTP server accepts: the strictest takes 100 headers of less than 8,192 bytes and refuses
+# more without a body. The gateway adds a few headers of its own.
 LINE_BYTES_MAX = 8000
 HEADERS_MAX = 90
-HEADER_BYTES_MAX = 32 * 2**10  # as nginx takes (large_client_header_buffers 4 8k)
+HEADER_BYTES_MAX = 32 * 2**10  # same as nginx (large_client_header_buffers 4 8k)
 _FRAMING = (b"content-length", b"transfer-encoding")
 _PLAIN = {b"content-encoding": (b"", b"identity"), b"transfer-encoding": (b"", b"identity", b"chunked")}
-_HOST = re.compile(rb"[^\s/?#@\\\"<>^`{|}]*")  # RFC 3986, 3.2.2, without a look at the parts
+_HOST = re.compile(rb"[^\s/?#@\\\"<>^`{|}]*")  # RFC 3986, 3.2.2; the parts are not checked
 
 
 class CheckHttp:
-    """ASGI middleware: refuses what no path of ours can answer."""
+    """ASGI middleware that refuses requests that break HTTP's rules or our limits."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,15 +43,15 @@ class CheckHttp:
 
 
 def fault(scope: Scope) -> ApiError | None:
-    """The error for this request, None if HTTP has nothing against it. Pure."""
+    """Return the error for this request; None if it is valid HTTP within our limits. Pure."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     hosts = [value for name, value in headers if name == b"host"]
     if scope["http_version"] == "1.1" and not hosts:
-        return ApiError(400, "missing_host", "a request of HTTP/1.1 has a Host header")
-    if len(hosts) > 1:  # RFC 9112, 3.2: whoever is in front may go by the other one
-        return ApiError(400, "several_hosts", f"a request has one Host header, and this one has {len(hosts)}")
+        return ApiError(400, "missing_host", "a request of HTTP/1.1 needs a Host header")
+    if len(hosts) > 1:  # RFC 9112, 3.2: a proxy in front may use the other one
+        return ApiError(400, "several_hosts", f"a request needs exactly one Host header; this one has {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
-        return ApiError(400, "invalid_host", "the Host header is no host name or address, with or without a port")
+        return ApiError(400, "invalid_host", "the Host header is not a host name or address, with or without a port")
     if len(scope["path"]) + len(scope["query_string"]) > LINE_BYTES_MAX:
         return ApiError(414, "uri_too_long", f"the address is over the limit of {LINE_BYTES_MAX} bytes")
     if _are_too_large(headers):
@@ -61,7 +61,7 @@ def fault(scope: Scope) -> ApiError | None:
         )
         return ApiError(431, "header_too_large", detail)
     if encodings := [value for name, value in headers if _compresses(name, value)]:
-        detail = f"a compressed body ({encodings[0][:50].decode('latin-1')}) is not read: send it as it is"
+        detail = f"a compressed body ({encodings[0][:50].decode('latin-1')}) is not supported: send it uncompressed"
         return ApiError(415, "unsupported_encoding", detail, headers=((b"accept-encoding", b"identity"),))
     return None
 
@@ -77,7 +77,7 @@ def _compresses(name: bytes, value: bytes) -> bool:
 
 
 def as_response(error: ApiError, dialect: Dialect = "openai") -> bytes:
-    """All bytes of an answer after which the connection is closed."""
+    """Return all bytes of an answer after which the connection is closed."""
     body = error.body(dialect)
     headers = [
         (b"content-type", b"application/json"),
@@ -91,8 +91,9 @@ def as_response(error: ApiError, dialect: Dialect = "openai") -> bytes:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's, with our words for what is no HTTP, without chunks for clients of HTTP/1.0 (RFC 9112, 6.1), and with
-    the bodies of requests that offer another protocol, as Java's client does for HTTP/2 (RFC 9110, 7.8)."""
+    """uvicorn's protocol with three changes: our error for invalid HTTP, no chunks for clients of HTTP/1.0 (RFC 9112,
+    6.1), and support for bodies of requests that offer another protocol, as Java's client does for HTTP/2 (RFC 9110,
+    7.8)."""
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -103,8 +104,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _fed(self, data: bytes) -> bytes:
-        """What the parser has left. It takes all that follows an offer for the other protocol; the next goes on after
-        that header."""
+        """Feed the parser and return the bytes that are left. After an offer of another protocol the parser takes the
+        rest for that protocol; a new parser then continues after that header."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -118,15 +119,15 @@ class HttpProtocol(HttpToolsProtocol):
         return b""
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():  # else its body is still to come
+        if not self.parser.should_upgrade():  # otherwise its body is still to come
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self.end_with(ApiError(400, "invalid_http", "this is not a request of HTTP/1.1 that can be read"))
+        self.end_with(ApiError(400, "invalid_http", "the request is not valid HTTP/1.1"))
 
     def end_with(self, error: ApiError) -> None:
-        """In the answer's place."""
-        dialect = dialect_of(getattr(self, "url", b"").decode("latin-1"))  # none if not even that was read
+        """Send the error in place of the answer, and close."""
+        dialect = dialect_of(getattr(self, "url", b"").decode("latin-1"))  # no URL if not even that was read
         self.transport.write(as_response(error, dialect))
         self.transport.close()
 
@@ -137,7 +138,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _AfterHeader:
-    """The callbacks of a parser that begins with a header which another one has read."""
+    """Callbacks for a parser that continues after a header which another parser has read."""
 
     def __init__(self, protocol: HttpProtocol) -> None:
         self._protocol = protocol
@@ -151,7 +152,7 @@ class _AfterHeader:
 
 
 class _UntilClosed:
-    """An application whose answers of unknown length end with the connection."""
+    """An application whose answers of unknown length end when the connection closes."""
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
         self._app = app
@@ -165,9 +166,9 @@ class _UntilClosed:
             if message["type"] == "http.response.start":
                 is_framed = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
                 if not is_framed:
-                    self._cycle.chunked_encoding = False  # None lets uvicorn choose, and it chooses chunks
+                    self._cycle.chunked_encoding = False  # None would let uvicorn choose, and it would choose chunks
             elif not is_framed:
-                # uvicorn counts down what was announced: nothing was.
+                # uvicorn counts the body against the announced length, and none was announced
                 self._cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 

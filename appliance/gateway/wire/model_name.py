@@ -1,4 +1,4 @@
-"""The model's name in a request, for engines that refuse every other than the one they were started with."""
+"""Replaces the model's name in a request, for engines that refuse every name but the one they were started with."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from appliance import documents
 
-# Beyond these it is no request: nothing that a client sends may hold up the others.
+# Bodies with more fields are not searched: no client may block the others.
 FIELDS_MAX = 1000
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
-# A part of a form: its header of some lines, and its value up to the next boundary. Without a way back (`+` after a
-# repetition), and of so few lines, since a file may have the first line of such a header as often as it likes.
+# One part of a form: a header of a few lines, and a value up to the next boundary. Without backtracking (`+` after a
+# repetition) and limited to few lines, since a file may repeat the first line of such a header at will.
 _FORM_FIELD = re.compile(
     rb'(\r\ncontent-disposition: *form-data; *name="?model"?\r\n(?:[^\r\n]++\r\n){0,4}+\r\n)([^\r\n]*+)(?=\r\n--)',
     re.IGNORECASE,
@@ -22,8 +22,12 @@ _FORM_FIELD = re.compile(
 
 
 def with_model(body: bytes, content_type: bytes, name: str) -> bytes:
-    """The body with `name` in place of the model that it names; every other byte stays, but for a byte order mark. A
-    body that names none, or is no JSON object and no form, stays whole: the engine says what is wrong with it."""
+    """Return the body with `name` in place of the model that it names; every other byte stays, except a byte order
+    mark.
+
+    A body that names no model, or is neither a JSON object nor a form, is returned unchanged: the engine reports what
+    is wrong.
+    """
     if content_type.strip().lower().startswith(b"multipart/form-data"):
         return _FORM_FIELD.sub(lambda found: found[1] + name.encode(), body, count=1)
     if documents.has_too_many_values(body):
@@ -42,8 +46,8 @@ def with_model(body: bytes, content_type: bytes, name: str) -> bytes:
 
 
 def _values_of(text: str, wanted: str) -> Iterator[tuple[int, int]]:
-    """Begin and end of each value with that key of the object, of which JSON allows several. Raises what the decoder
-    raises of a text that is no object, and ValueError for one of too many fields."""
+    """Yield begin and end of each value of that key in the object; JSON allows a key several times. Raises the
+    decoder's error if the text is not a JSON object, and ValueError if it has too many fields."""
     at = _after_space(text, 0)
     if text[at] != "{":
         return

@@ -1,4 +1,5 @@
-"""`appliance bench`: prefill, decode, TTFT and inter-token latency of any OpenAI endpoint. README.md has the terms."""
+"""`appliance bench`: prefill, decode, TTFT and inter-token latency of any OpenAI endpoint. README.md defines the
+terms."""
 
 from appliance.host.bench.verb import DESCRIPTION, add_arguments, run
 

@@ -1,4 +1,4 @@
-"""One streamed chat request at a time, timed by our own clock."""
+"""Sends one streamed chat request at a time and measures it with our own clock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from appliance.host.bench.stream import BrokenAnswerError, Piece, read_answer
 from appliance.host.docker.endpoint import Endpoint, raise_if_refused
 from appliance.host.docker.http import said_in
 
-# Servers differ in how an answer's length is asked for: the first form that is not refused is kept. Without
-# `ignore_eos` a model may end early; how many tokens came is counted either way.
+# Servers differ in how they limit an answer's length: the first form that is not refused is kept. Without `ignore_eos`
+# a model may end early; the actual number of tokens is counted in any case.
 _FORMS: tuple[Mapping[str, Any], ...] = (
     {"max_tokens": 0, "ignore_eos": True},
     {"max_tokens": 0},
@@ -23,10 +23,11 @@ _FORMS: tuple[Mapping[str, Any], ...] = (
 )
 _TOO_LONG = ("context_length", "context length", "exceed_context", "context size", "context window", "maximum context",
              "prompt is too long", "input is too long")  # fmt: skip
-# A server may close a connection that it kept when the next request is on its way: that is no failure of the request.
+# A server may close an idle connection just when the next request is sent: that is not a failure of the request.
 _CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 _STALE = Sample(started_s=0.0, ended_s=0.0, failure="the connection was closed before an answer")
-_KEPT_S = 2.0  # servers close idle connections after 5 s or more, and a request that meets that moment fails
+# shorter than the 5 s or more after which servers close idle connections: a request at that moment would fail
+_KEPT_S = 2.0
 
 
 class Client:
@@ -37,17 +38,18 @@ class Client:
         self._forms = list(_FORMS)
 
     async def ask(self, prompt: str, tokens: int) -> Sample:
-        """ConfigError when the key is refused; every other failure is in the sample."""
+        """Send one request. Raises ConfigError if the key is refused; every other failure is in the sample."""
         sample = await self._ask_in_form(prompt, tokens, may_be_stale=True)
         return await self._ask_in_form(prompt, tokens, may_be_stale=False) if sample is _STALE else sample
 
     async def _ask_in_form(self, prompt: str, tokens: int, *, may_be_stale: bool) -> Sample:
         while (sample := await self._ask(prompt, tokens, may_be_stale=may_be_stale)) is None:
-            del self._forms[0]  # refused; nothing was answered in this form yet
+            del self._forms[0]  # this form was refused, and no request was answered in it yet
         return sample
 
     async def _ask(self, prompt: str, tokens: int, *, may_be_stale: bool) -> Sample | None:
-        """None: ask again in the next form. `_STALE`: ask again, on another connection."""
+        """Send one request in the current form. None: ask again in the next form. `_STALE`: ask again on another
+        connection."""
         pieces: list[Piece] = []
         began = time.perf_counter()
         try:
@@ -71,14 +73,15 @@ class Client:
         return {
             "model": self._model,
             "messages": [{"role": "user", "content": prompt}],
-            "temperature": 0.7,  # greedy text of a small model falls into loops, which speculation would get for free
+            # greedy decoding of a small model falls into loops, which make speculative decoding look too fast
+            "temperature": 0.7,
             "stream": True,
             "stream_options": {"include_usage": True},
             **limits,
         }
 
     def _refused(self, status: int, body: bytes, began: float) -> Sample | None:
-        """None: ask again in the next form."""
+        """Return the failed sample; None: ask again in the next form."""
         if status in (401, 403):
             raise_if_refused(self._endpoint, status, body)
         said = said_in(body)
@@ -94,9 +97,9 @@ def _failed(began: float, reason: str) -> Sample:
 
 
 def _named(error: Exception) -> str:
-    """One spelling for a reason, without addresses and counts that would make each failure its own kind."""
+    """Return a uniform reason, without addresses and counts that would make each failure a kind of its own."""
     kinds = (
-        (TimeoutError, "nothing came within the timeout"),
+        (TimeoutError, "no data within the timeout"),
         (aiohttp.ClientConnectorError, "no connection"),
         (aiohttp.ServerDisconnectedError, "the connection was closed before an answer"),
         (aiohttp.ClientPayloadError, "the connection broke in mid-answer"),
@@ -107,7 +110,7 @@ def _named(error: Exception) -> str:
 
 @asynccontextmanager
 async def connect(endpoint: Endpoint, model: str, timeout_s: float) -> AsyncIterator[Client]:
-    """`timeout_s`: without a byte. The whole answer may take longer."""
+    """Yield a client. `timeout_s` is the longest time without a byte; the whole answer may take longer."""
     async with aiohttp.ClientSession(
         base_url=f"{endpoint.base}/",
         headers=endpoint.headers,

@@ -1,8 +1,8 @@
-"""Answers -> the figures of one row. Pure.
+"""Computes the figures of one row from its answers. Pure.
 
-The terms are those of the field, as other benchmarks compute them: TTFT from the moment before the request is sent to
-the first token; prefill = prompt tokens / TTFT, so that of many requests at once it has their waiting in it;
-decode = (tokens - 1) / (last token - first token), of one request; throughput = all tokens of the row / its duration.
+The terms are defined as in other benchmarks. TTFT: from just before the request is sent to the first token. Prefill =
+prompt tokens / TTFT; with parallel requests this includes their waiting time. Decode = (tokens - 1) / (last token -
+first token), of one request. Throughput = all tokens of the row / its duration.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One request: an answer, or why there is none."""
+    """One request: its answer, or why there is none."""
 
     started_s: float
     ended_s: float
     answer: Answer | None = None
     failure: str | None = None
-    too_long: str | None = None  # the server's words when the prompt does not fit its context
+    too_long: str | None = None  # the server's message if the prompt does not fit its context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +37,17 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One prompt length at one concurrency. The figures are None where no request gave them."""
+    """One prompt length at one concurrency. A figure is None if no request gave it."""
 
-    prompt: int  # tokens asked for
+    prompt: int  # requested prompt length in tokens
     concurrency: int
     answered: int = 0
     failures: Mapping[str, int]  # reason -> how often
     skipped: str | None = None
     duration_s: float = 0.0
-    prompt_tokens: float | None = None  # tokens read, median of the requests
+    prompt_tokens: float | None = None  # prompt tokens counted by the server, median of the requests
     completion_tokens: float | None = None
-    cached_share: float = 0.0  # of the prompt tokens, from the server's prompt cache
+    cached_share: float = 0.0  # share of prompt tokens that came from the server's prompt cache
     tokens_per_chunk: float | None = None
     prefill_tokens_per_s: Spread | None = None
     decode_tokens_per_s: Spread | None = None
@@ -95,7 +95,7 @@ def ttft_s(answer: Answer) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest, as numpy's default."""
+    """Return the percentile, linear between the two nearest values, as numpy's default."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -111,7 +111,8 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 
 def _token_ms(answers: Sequence[Answer]) -> list[float]:
-    """Of each request with two tokens or more: what one token took on average, exact whatever a chunk carries."""
+    """Return the average time per token of each request with two tokens or more; exact for any number of tokens in a
+    chunk."""
     return [
         1000.0 * (answer.chunk_at_s[-1] - answer.chunk_at_s[0]) / (answer.completion_tokens - 1)
         for answer in answers
@@ -120,7 +121,8 @@ def _token_ms(answers: Sequence[Answer]) -> list[float]:
 
 
 def _inter_token_ms(answers: Sequence[Answer]) -> Spread | None:
-    """The mean is per token; the percentiles are of the gaps between chunks, in which a stall shows."""
+    """Return inter-token latency. The mean is per token; the percentiles are of the gaps between chunks, in which a
+    stall shows."""
     gaps = [1000.0 * (after - before) for answer in answers for before, after in pairwise(answer.chunk_at_s)]
     means = _token_ms(answers)
     if not gaps or not means:

@@ -1,4 +1,4 @@
-"""The rows of a benchmark, one after the other: warm-up, then each prompt length at each concurrency."""
+"""Measures the rows of a benchmark in order: a warm-up, then each prompt length at each concurrency."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from appliance.values import dataclass
 
 WARM_UP_WORDS = (32, 256)
 WARM_UP_TOKENS = 8
-READ_SHARE = 0.8  # a server that reads less of a prompt than this has cut it
+READ_SHARE = 0.8  # a server that reads a smaller share of a prompt has cut it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     prompts: tuple[int, ...]  # tokens
     concurrency: tuple[int, ...]
-    tokens: int  # of each answer
-    requests: int  # of each row, times its concurrency
-    limit_s: float  # no request of a row begins later than this
+    tokens: int  # tokens of each answer
+    requests: int  # requests of each row, multiplied by its concurrency
+    limit_s: float  # no request of a row starts later than this
     seed: int
 
     @property
@@ -34,7 +34,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Doing:
-    """What runs now, for people that wait."""
+    """What is being measured now, for the progress display."""
 
     row: int
     rows: int
@@ -45,8 +45,8 @@ class Doing:
 
 
 async def measure(client: Client, workload: Workload, tell: Callable[[Doing], None]) -> AsyncIterator[Row]:
-    """Rows as they are done; it ends early after a row in which every request failed. Raises EngineNotReadyError or
-    ConfigError when the warm-up comes to nothing."""
+    """Yield each row when it is done; stops after a row in which every request failed. Raises EngineNotReadyError or
+    ConfigError if the warm-up fails."""
     prompts = Prompts(workload.seed)
     scale = await _warm_up(client, prompts)
     number = 0
@@ -67,7 +67,8 @@ async def measure(client: Client, workload: Workload, tell: Callable[[Doing], No
 
 
 async def _warm_up(client: Client, prompts: Prompts) -> TokensPerWord:
-    """Thrown away as a measurement: the first request after a start pays for what later ones do not."""
+    """Return the tokens per word. The times are dropped: the first request after a start has costs that later ones do
+    not have."""
     pairs = []
     for words in WARM_UP_WORDS:
         sample = await client.ask(prompts.make(words), WARM_UP_TOKENS)
@@ -78,15 +79,15 @@ async def _warm_up(client: Client, prompts: Prompts) -> TokensPerWord:
         return calibrate(*pairs)
     except ValueError as error:
         message = f"the endpoint's token counts make no sense: {error}"
-        raise ConfigError(message, hint="`usage.prompt_tokens` of its answers is what is read") from error
+        raise ConfigError(message, hint="the counts are `usage.prompt_tokens` of its answers") from error
 
 
 def _warm_up_failed(sample: Sample) -> FatalError:
     if sample.too_long:
         message = f"the endpoint's context is too small to measure anything: {sample.too_long}"
         return ConfigError(message, hint=f"{WARM_UP_WORDS[-1]} words must fit")
-    message = f"the first request came to nothing: {sample.failure}"
-    return EngineNotReadyError(message, hint="see the server's log; `appliance status` tells whether it is ready")
+    message = f"the first request failed: {sample.failure}"
+    return EngineNotReadyError(message, hint="see the server's log; `appliance status` shows whether it is ready")
 
 
 async def _row(
@@ -99,7 +100,7 @@ async def _row(
 ) -> Row:
     words = scale.words(doing.prompt)
     of = workload.requests * doing.concurrency
-    # All made before the clock starts: a long prompt takes milliseconds that would delay other requests.
+    # All prompts are made before the clock starts: a long one takes milliseconds, which would delay other requests.
     waiting = [prompts.make(words) for _ in range(of)]
     until = time.perf_counter() + workload.limit_s
     samples: list[Sample] = []
@@ -117,7 +118,7 @@ async def _row(
             for _ in range(doing.concurrency):
                 group.create_task(work())
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # all say the same: the key is refused
+        raise errors.exceptions[0] from None  # all have the same reason: the key is refused
     too_long = next((sample.too_long for sample in samples if sample.too_long), None)
     return (
         skipped(doing.prompt, doing.concurrency, too_long)
@@ -127,7 +128,7 @@ async def _row(
 
 
 def _checked(sample: Sample, tokens: int) -> Sample:
-    """Some servers cut a prompt that is too long and say nothing."""
+    """Return the sample, marked as too long if the server cut the prompt without a message, as some servers do."""
     if sample.answer is None or sample.answer.prompt_tokens >= READ_SHARE * tokens:
         return sample
     said = f"the server read only {sample.answer.prompt_tokens:,} of about {tokens:,} tokens"

@@ -1,4 +1,4 @@
-"""The rows as a picture: prefill, decode and TTFT over the prompt's length, a line a concurrency."""
+"""Draws the rows: prefill, decode and TTFT over the prompt length, one line for each concurrency."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ KINDS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Before minutes are spent: UsageError or ConfigError when the picture could not be written."""
+    """Check before the measurement that the picture can be written. Raises UsageError or ConfigError."""
     if path.suffix not in KINDS:
-        message = f"not a kind of picture: {path.suffix or path.name}"
-        raise UsageError(message, hint=f"--plot FILE ends with one of {', '.join(KINDS)}")
+        message = f"unknown picture format: {path.suffix or path.name}"
+        raise UsageError(message, hint=f"the name of --plot FILE must end with one of {', '.join(KINDS)}")
     if not path.absolute().parent.is_dir():
         message = f"no such folder: {path.absolute().parent} (from --plot {path})"
-        raise ConfigError(message, hint="make the folder first")
+        raise ConfigError(message, hint="create the folder first")
     if find_spec("matplotlib") is None:
         message = "a picture needs matplotlib, which is not installed"
         raise ConfigError(message, hint="pip install matplotlib; or use --json and plot it elsewhere")
 
 
 def plot(title: str, rows: Sequence[Row], path: Path) -> None:
-    # Only here: it costs half a second, and most runs draw nothing.
+    # imported here: it costs half a second, and most runs draw nothing
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

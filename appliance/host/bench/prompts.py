@@ -1,6 +1,6 @@
-"""Prompts of a wanted length that share no beginning, from a seed. Pure.
+"""Makes prompts of a wanted length that share no beginning, from a seed. Pure.
 
-Of an endpoint's tokenizer nothing is known: two requests with prompts of known words say how many tokens a word is.
+The endpoint's tokenizer is unknown: two requests with a known number of words show how many tokens a word takes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokensPerWord:
 
 
 def calibrate(few: tuple[int, int], many: tuple[int, int]) -> TokensPerWord:
-    """From two pairs of words and the tokens that they came to. ValueError where more words are not more tokens."""
+    """Return the relation from two pairs (words, tokens). Raises ValueError if more words do not give more tokens."""
     (words, tokens), (more_words, more_tokens) = few, many
     slope = (more_tokens - tokens) / (more_words - words)
     if slope <= 0:
@@ -46,11 +46,11 @@ def calibrate(few: tuple[int, int], many: tuple[int, int]) -> TokensPerWord:
 
 
 class Prompts:
-    """`words` words each, drawn anew from the first on: no two begin alike, so that no prompt cache can help."""
+    """Prompts of random words, different from the first word on, so that a prompt cache cannot help."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - no secret
 
     def make(self, words: int) -> str:
-        number = self._random.randrange(10**9)  # before the words: in few of them two prompts could begin alike
+        number = self._random.randrange(10**9)  # in front of the words, since short prompts could begin alike by chance
         return f"{number}: {' '.join(self._random.choices(_WORDS, k=words))}{ASKS}"

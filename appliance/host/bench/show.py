@@ -1,4 +1,4 @@
-"""Rows as a table for people and as JSON for scripts. Pure."""
+"""Shows rows as a table for people or as JSON for scripts. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from appliance.host.bench.figures import Row, Spread
 from appliance.host.bench.measure import Workload
 
 SCHEMA = 1
-TEMPLATE_TOKENS = 100  # of each prompt: the beginning that a chat template gives to all of them
+TEMPLATE_TOKENS = 100  # beginning of each prompt that comes from the chat template and is the same for all
 _COLUMNS = (
     "prompt", "at once", "prefill\ntok/s", "decode\ntok/s", "all\ntok/s", "TTFT ms\np50", "\np95",
     "inter-token ms\np50", "\np95", "\np99", "done",
@@ -59,14 +59,14 @@ def _numbers(spread: Spread | None, *names: str) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    """Three digits that mean something."""
+    """Return the number with three significant digits; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def notes(rows: Sequence[Row], workload: Workload) -> list[str]:
-    """What a reader of the table must know, one sentence each."""
+    """Return what a reader of the table must know, one sentence each."""
     return [*_skips(rows), *_failures(rows), *_warnings(rows, workload)]
 
 

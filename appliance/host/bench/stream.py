@@ -1,6 +1,6 @@
-"""The bytes of a streamed answer with their times -> tokens and when they came. Pure.
+"""Turns the bytes of a streamed answer and their times into tokens and times. Pure.
 
-Nothing is parsed while an answer comes: at many requests at once that would delay the clock of the others.
+Nothing is parsed while an answer arrives: with many parallel requests that would delay the clock of the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TEXT = ("content", "reasoning_content", "reasoning", "text", "tool_calls")
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one read of the socket gave; `at_s` is on the clock of the request's start."""
+    """The data of one read from the socket; `at_s` counts from the request's start."""
 
     at_s: float
     data: bytes
@@ -24,20 +24,21 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Of one request. Times count from the moment before it was sent; token counts are the server's own `usage`."""
+    """The answer to one request. Times count from just before it was sent; token counts are the server's own
+    `usage`."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, from the server's prompt cache
+    cached_tokens: int  # prompt tokens from the server's prompt cache
     completion_tokens: int
     chunk_at_s: tuple[float, ...]  # one entry for each event that carried text, reasoning or a tool call
 
 
 class BrokenAnswerError(Exception):
-    """The stream is not one whole answer; the message says why."""
+    """The stream is not one complete answer; the message says why."""
 
 
 def read_answer(pieces: Sequence[Piece]) -> Answer:
-    """Raises BrokenAnswerError for a stream that was cut, told of an error, or tells no token counts."""
+    """Return the answer. Raises BrokenAnswerError if the stream was cut, reports an error, or has no token counts."""
     usage: Mapping[str, Any] | None = None
     times: list[float] = []
     is_finished = False
@@ -78,7 +79,7 @@ def _answer(usage: Mapping[str, Any], times: Sequence[float]) -> Answer:
 
 
 def _events(pieces: Sequence[Piece]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Each event with the time of the read that completed its line."""
+    """Yield each event with the time of the read that completed its line."""
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece.data).split(b"\n")
@@ -92,7 +93,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     try:
         return load(data)
     except ValueError as error:
-        message = f"an event that is no JSON object: {data[:80].decode(errors='replace')}"
+        message = f"an event is not a JSON object: {data[:80].decode(errors='replace')}"
         raise BrokenAnswerError(message) from error
 
 
@@ -100,11 +101,11 @@ def _raise_if_error(event: Mapping[str, Any]) -> None:
     error = event.get("error")
     if error:
         words = error.get("message") if isinstance(error, dict) else error
-        message = f"the server ended it: {words}"[:200]
+        message = f"the server ended the stream: {words}"[:200]
         raise BrokenAnswerError(message)
 
 
 def _has_text(choice: Mapping[str, Any]) -> bool:
-    """The role alone, which most servers send first, is no token."""
+    """True if the choice carries text. The role alone, which most servers send first, is not a token."""
     delta = choice.get("delta") or {}
     return any(delta.get(name) or choice.get(name) for name in _TEXT)

@@ -1,4 +1,4 @@
-"""The verb `bench`: its flags, what is checked before minutes are spent, and what is printed."""
+"""The verb `bench`: its flags, the checks before the measurement, and its output."""
 
 from __future__ import annotations
 
@@ -27,35 +27,53 @@ DESCRIPTION = "Measure prefill, decode, time to first token and inter-token late
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", nargs="?", metavar="URL", help="of the endpoint [the appliance that runs here]")
-    parser.add_argument("--name", metavar="NAME", help="which container, where several run here")
-    parser.add_argument("--model", metavar="NAME", help="as the endpoint calls it [the only one that it lists]")
-    parser.add_argument("--key-file", metavar="FILE", help="holds the key [variable OPENAI_API_KEY]")
+    parser.add_argument("url", nargs="?", metavar="URL", help="URL of the endpoint [the appliance on this machine]")
+    parser.add_argument("--name", metavar="NAME", help="name of the container, if several run here")
+    parser.add_argument("--model", metavar="NAME", help="the endpoint's name of the model [the only one in its list]")
+    parser.add_argument("--key-file", metavar="FILE", help="file with the key [variable OPENAI_API_KEY]")
     parser.add_argument(
-        "--prompts", type=_sizes, metavar="LIST", default=(1024, 2048, 4096, 16384), help="tokens [1K,2K,4K,16K]"
+        "--prompts",
+        type=_sizes,
+        metavar="LIST",
+        default=(1024, 2048, 4096, 16384),
+        help="prompt lengths in tokens [1K,2K,4K,16K]",
     )
     parser.add_argument(
-        "--concurrency", type=_levels, metavar="N", default=(1, 2, 4), help="1, 2, 4 … N at once, or a list as 1,3 [4]"
+        "--concurrency",
+        type=_levels,
+        metavar="N",
+        default=(1, 2, 4),
+        help="1, 2, 4 … N parallel requests, or a list such as 1,3 [4]",
     )
-    parser.add_argument("--tokens", type=_integer(2, 100_000), metavar="N", default=128, help="of each answer [128]")
     parser.add_argument(
-        "--requests", type=_integer(1, 10_000), metavar="N", default=3, help="a row, times its concurrency [3]"
+        "--tokens", type=_integer(2, 100_000), metavar="N", default=128, help="tokens of each answer [128]"
     )
     parser.add_argument(
-        "--limit-s", type=_integer(1, 86_400), metavar="S", default=60, help="begin no request of a row after this [60]"
+        "--requests",
+        type=_integer(1, 10_000),
+        metavar="N",
+        default=3,
+        help="requests of a row, multiplied by its concurrency [3]",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=_integer(1, 86_400),
+        metavar="S",
+        default=60,
+        help="start no request of a row after so many seconds [60]",
     )
     parser.add_argument(
         "--timeout-s",
         type=_integer(1, 86_400),
         metavar="S",
         default=600,
-        help="give up after this without a byte [600]",
+        help="give up after so many seconds without a byte [600]",
     )
     parser.add_argument(
-        "--seed", type=_integer(0, 2**63), metavar="N", help="of the prompts [of the clock: new each time]"
+        "--seed", type=_integer(0, 2**63), metavar="N", help="seed of the prompts [from the clock, new each time]"
     )
-    parser.add_argument("--json", action="store_true", help="for scripts")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the results: .png, .svg or .pdf")
 
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
@@ -69,7 +87,7 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """1K is 1,024."""
+    """Return prompt lengths in tokens; 1K is 1,024."""
     found = []
     for word in text.split(","):
         number = word.strip().lower().removesuffix("k")
@@ -84,7 +102,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _levels(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdecimal() and 1 <= int(word) <= 4096 for word in words):
-        message = f"not a number of requests at once from 1 to 4096: {text!r}"
+        message = f"not a number of parallel requests from 1 to 4096: {text!r}"
         raise argparse.ArgumentTypeError(message)
     numbers = tuple(dict.fromkeys(int(word) for word in words))
     if "," in text:
@@ -101,7 +119,7 @@ class _Measured:
 
 
 def run(options: argparse.Namespace) -> int:
-    # Here, not above: aiohttp and rich cost 0.3 s, which `--help` need not wait for.
+    # imported here: aiohttp and rich cost 0.3 s, which `--help` does not need
     from appliance.host.bench.plot import check_plot
 
     if options.plot:
@@ -135,8 +153,8 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
 
 
 def _run_loop(endpoint: Endpoint, model: str, workload: Workload, timeout_s: float) -> _Measured:
-    """What was measured is kept when something ends it in the middle."""
-    # At the start of `--help` none of it is wanted, and it costs 0.3 s.
+    """Run the measurement. If an error or Ctrl-C ends it early, the finished rows are kept."""
+    # imported here: they cost 0.3 s, which `--help` does not need
     from appliance.console.terminal import Terminal
     from appliance.host.bench.client import connect
     from appliance.host.bench.measure import measure
@@ -163,7 +181,7 @@ def _run_loop(endpoint: Endpoint, model: str, workload: Workload, timeout_s: flo
 
 @contextmanager
 def _shown(err: Console) -> Iterator[Callable[[str], None]]:
-    """One line that changes; nothing where it could not change."""
+    """Yield a function that shows one changing line on a terminal, and nothing elsewhere."""
     if not err.is_terminal:
         yield lambda _: None
         return
@@ -181,7 +199,7 @@ def _words(doing: Doing) -> str:
 def _print(
     options: argparse.Namespace, endpoint: Endpoint, model: str, workload: Workload, rows: tuple[Row, ...]
 ) -> None:
-    # At the start of `--help` none of it is wanted, and it costs 0.1 s.
+    # imported here: they cost 0.1 s, which `--help` does not need
     from appliance.console.terminal import Terminal
     from appliance.host.bench.plot import plot
     from appliance.host.bench.show import document, notes, table
@@ -191,7 +209,7 @@ def _print(
         print(json.dumps(document(endpoint.base, model, created, workload, rows), indent=1))
     else:
         print(f"{model} at {endpoint.base}, answers of {workload.tokens} tokens, seed {workload.seed}\n")
-        # Never narrower, or digits are lost: a terminal wraps the lines instead.
+        # Fixed width: in a narrower table digits would be cut off. A terminal wraps the lines instead.
         Terminal(width=_TABLE_WIDTH, highlight=False).print(table(rows))
     for note in notes(rows, workload):
         print(note, file=sys.stderr if options.json else sys.stdout)
@@ -201,7 +219,8 @@ def _print(
 
 
 def _raise_if_nothing(rows: tuple[Row, ...], workload: Workload) -> None:
-    """A row without an answer ends the run: the server is gone, or would fail the rest alike."""
+    """Raise EngineNotReadyError if the last row has no answer, because the server is gone or would fail the rest too,
+    or if no prompt fits."""
     last = rows[-1]
     if last.failed and not last.answered:
         reason = max(last.failures, key=lambda each: last.failures[each])
@@ -212,4 +231,4 @@ def _raise_if_nothing(rows: tuple[Row, ...], workload: Workload) -> None:
         raise EngineNotReadyError(message, hint="see the server's log")
     if all(row.skipped for row in rows):
         message = f"nothing was measured: no prompt fits the endpoint's context: {last.skipped}"
-        raise EngineNotReadyError(message, hint="give shorter ones, as --prompts 256,512")
+        raise EngineNotReadyError(message, hint="use shorter prompts, as in --prompts 256,512")

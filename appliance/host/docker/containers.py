@@ -1,4 +1,4 @@
-"""Containers of our images on this machine: which there are, what they were started with, where they answer."""
+"""Containers of our images on this machine: which exist, how they were started, where they answer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from appliance.host.docker.launch import DATA, LABEL, PREFIX, RESTARTS, RETRIES,
 from appliance.host.docker.ports import PORT
 from appliance.values import dataclass
 
-RECIPE = "io.appliance.recipe"  # of a model image
-CELL = "io.appliance.cell"  # of every image of ours, and so of every container of one; empty on what only stands on one
+RECIPE = "io.appliance.recipe"  # label of a model image
+# label of all our images and so of their containers; empty on images that are only built on one of ours
+CELL = "io.appliance.cell"
 KEY = f"{DATA}/secrets/api_key"
 AUTH_OFF = {"off", "false", "no", "0"}
 ALL_ADDRESSES = ("", "0.0.0.0", "::")  # noqa: S104
@@ -29,7 +30,7 @@ ALL_ADDRESSES = ("", "0.0.0.0", "::")  # noqa: S104
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A container as Docker lists it. `launch` is None for one that somebody else started."""
+    """A container as Docker lists it. `launch` is None if this command did not start it."""
 
     id: str
     name: str
@@ -37,14 +38,14 @@ class Found:
     image_id: str
     state: str
     created_s: int
-    words: str  # Docker's own: "Up 3 minutes"
+    words: str  # Docker's words: "Up 3 minutes"
     labels: dict[str, str]
     launch: Launch | None
-    address: tuple[str, int] | None  # of its port on this machine
+    address: tuple[str, int] | None  # address of its port on this machine; None if it publishes none
 
     @property
     def is_up(self) -> bool:
-        """Also one that Docker starts again and again."""
+        """True if it runs, also if Docker restarts it again and again."""
         return self.state not in ("created", "exited", "dead")
 
     @property
@@ -53,35 +54,38 @@ class Found:
 
     @property
     def model(self) -> str:
-        """The model that its start named; the recipe of its image if somebody else started it, else empty."""
+        """The model named at the start; the recipe of its image if this command did not start it, else empty."""
         return self.launch.model if self.launch else self.labels.get(RECIPE, "")
 
 
 def add_name(parser: argparse.ArgumentParser) -> None:
-    """Add the name of a container to a verb, as a word and as the flag that every verb takes."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of `appliance list`; the only one without it")
-    parser.add_argument("--name", dest="named", metavar="NAME", help="the same as a flag, as every verb takes it")
+    """Add the container's name to a verb, as a word and as the flag that every verb accepts."""
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="name from `appliance list`; not needed if there is only one"
+    )
+    parser.add_argument("--name", dest="named", metavar="NAME", help="the name as a flag, which every verb accepts")
 
 
 def name_in(options: argparse.Namespace) -> str | None:
-    """Return the name that was given, or None. Raises UsageError for two names."""
+    """Return the given name, or None. Raises UsageError for two different names."""
     if options.name and options.named and options.name != options.named:
         message = f"two containers are named: {options.name} and {options.named}"
-        raise UsageError(message, hint="leave one of them away")
+        raise UsageError(message, hint="give only one of them")
     name: str | None = options.name or options.named
     return name
 
 
 def all_of_ours(client: APIClient) -> list[Found]:
-    """All that run one of our images, newest first, whoever started them."""
+    """Return all containers of our images, newest first, also those not started by this command."""
     rows = client.containers(all=True, filters={"label": CELL})
     return [found for found in map(_found, rows) if found.labels.get(CELL)]
 
 
 def by_name(client: APIClient, name: str) -> Found | None:
-    """Whatever image it is of."""
+    """Return the container of that name, of any image; None if there is none."""
     rows = client.containers(all=True, filters={"name": f"^/?{name}$"})
-    return next((each for each in map(_found, rows) if each.name == name), None)  # a dot of the filter is any letter
+    # in the filter a dot matches any letter
+    return next((each for each in map(_found, rows) if each.name == name), None)
 
 
 def _found(row: dict[str, Any]) -> Found:
@@ -103,7 +107,8 @@ def _found(row: dict[str, Any]) -> Found:
 def _launch(labels: dict[str, str]) -> Launch | None:
     try:
         return parse_label(labels[LABEL])
-    except (KeyError, ValueError):  # of another version of this command: it is shown, and cannot be upgraded
+    # written by another version of this command: the container is shown, but cannot be upgraded
+    except (KeyError, ValueError):
         return None
 
 
@@ -116,7 +121,8 @@ def _address(ports: Sequence[dict[str, Any]]) -> tuple[str, int] | None:
 
 
 def choose(found: Sequence[Found], name: str | None, *, running: bool = True) -> Found:
-    """By its name, its short name or the beginning of one; the only one without. Raises ConfigError."""
+    """Return the container with that name, short name or beginning of one; without a name, the only one. Raises
+    ConfigError."""
     if name is not None:
         return _named(found, name)
     shown = [each for each in found if each.is_up] if running else list(found)
@@ -124,8 +130,8 @@ def choose(found: Sequence[Found], name: str | None, *, running: bool = True) ->
         message = "no appliance runs on this machine" if running else "there is no appliance on this machine"
         raise ConfigError(message, hint="start one: appliance run qwen")
     if len(shown) > 1:
-        message = f"several appliances are here: {', '.join(each.short_name for each in shown)}"
-        raise ConfigError(message, hint="say which one: --name NAME")
+        message = f"several appliances are on this machine: {', '.join(each.short_name for each in shown)}"
+        raise ConfigError(message, hint="choose one: --name NAME")
     return shown[0]
 
 
@@ -136,18 +142,19 @@ def _named(found: Sequence[Found], name: str) -> Found:
         return (exact or begins)[0]
     names = [each.short_name for each in found]
     near = difflib.get_close_matches(name, names, 1)
-    message = f"no such appliance: {name}" if not begins else f"the name begins several: {name}"
-    known = f"there are: {', '.join(names)}" if names else "there is none; start one: appliance run qwen"
+    message = f"no such appliance: {name}" if not begins else f"several names begin like this: {name}"
+    known = f"known are: {', '.join(names)}" if names else "there is none; start one: appliance run qwen"
     raise ConfigError(message, hint=f"perhaps you meant '{near[0]}'" if near else known)
 
 
 def gateway(client: APIClient, found: Found) -> Gateway:
-    """With the key. ConfigError where no port is published, VolumeError where the key cannot be had."""
+    """Return the gateway with its key. Raises ConfigError if no port is published, VolumeError if the key cannot be
+    read."""
     return replace(unlocked(found), key=key(client, found))
 
 
 def unlocked(found: Found) -> Gateway:
-    """Without the key, for what is open. ConfigError where no port is published."""
+    """Return the gateway without a key, for open routes. Raises ConfigError if no port is published."""
     if found.address is None:
         words = "it does not run" if not found.is_up else f"it publishes no port {PORT}"
         message = f"{found.name} cannot be asked: {words}"
@@ -158,13 +165,14 @@ def unlocked(found: Found) -> Gateway:
 
 
 def key(client: APIClient, found: Found) -> str:
-    """From the volume, through Docker: in no process list and no log. "" where none is asked for."""
+    """Return the key, read from the volume through Docker, so that it appears in no process list and no log. "" if none
+    is required."""
     if found.launch and found.launch.settings.get("APPLIANCE_AUTH", "").lower() in AUTH_OFF:
         return ""
     try:
         chunks, _ = client.get_archive(found.id, KEY)
     except NotFound:
-        return ""  # none is asked for, or it is not made yet
+        return ""  # no key is required, or it does not exist yet
     text = _content(b"".join(chunks)).strip()
     if not text:
         message = f"the key file on the volume is empty: {KEY}"
@@ -183,30 +191,30 @@ def _content(archive: bytes) -> str:
 
 
 def state(client: APIClient, container_id: str) -> dict[str, Any]:
-    """Docker's own: Status, ExitCode, OOMKilled, StartedAt. ConfigError for one that is gone."""
+    """Return Docker's state: Status, ExitCode, OOMKilled, StartedAt. Raises ConfigError if the container is gone."""
     try:
         inspected: dict[str, Any] = client.inspect_container(container_id)["State"]
     except NotFound as error:
         message = f"the container is gone: {container_id[:12]}"
-        raise ConfigError(message, hint="somebody removed it meanwhile; appliance list") from error
+        raise ConfigError(message, hint="it was removed meanwhile; see `appliance list`") from error
     return inspected
 
 
 def set_restarts(client: APIClient, container_id: str, *, restarts: bool) -> None:
-    """Whether Docker starts it again after a crash. Only one that has served is: of a start that fails the first
-    failure is told, and the next ones would be the same."""
+    """Set whether Docker restarts the container after a crash. Only a container that has served is restarted: if a
+    start fails, later attempts would fail the same way."""
     name, retries = (RESTARTS, RETRIES) if restarts else ("no", 0)
-    policy: Any = {"Name": name, "MaximumRetryCount": retries}  # docker-py's stubs know no "no"
+    policy: Any = {"Name": name, "MaximumRetryCount": retries}  # docker-py's stubs lack "no"
     with suppress(NotFound):  # gone meanwhile
         client.update_container(container_id, restart_policy=policy)
 
 
 def remove(client: APIClient, found: Found) -> None:
-    """Container and nothing else: the volume stays."""
+    """Remove the container only; the volume stays."""
     try:
         client.remove_container(found.id, force=True)
     except NotFound:
         return
     except APIError as error:
-        if error.status_code != 409:  # being removed already
+        if error.status_code != 409:  # already being removed
             raise

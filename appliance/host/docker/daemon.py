@@ -1,4 +1,4 @@
-"""The Docker daemon: the connection to it, and words for one that is missing, stopped or not for this user."""
+"""The connection to the Docker daemon, and error messages if it is missing, stopped or not allowed for this user."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ADDRESS = "DOCKER_HOST"
 
 @contextmanager
 def connected(environment: Mapping[str, str]) -> Iterator[APIClient]:
-    """A client of the daemon that the docker command would talk to. Raises ConfigError, also for what Docker fails at
-    while it is used and nobody else understands."""
+    """Yield a client of the daemon that the docker command would use. Raises ConfigError, also for errors of Docker
+    that no other code handles while the client is used."""
     where = address(environment)
     try:
         given = docker.utils.kwargs_from_env(environment=dict(environment))
@@ -33,7 +33,8 @@ def connected(environment: Mapping[str, str]) -> Iterator[APIClient]:
 
 
 def address(environment: Mapping[str, str]) -> str:
-    """DOCKER_HOST, else that of the context in use, as the docker command has it."""
+    """Return DOCKER_HOST, else the address of the docker context in use. Raises ConfigError if the context cannot be
+    read."""
     if where := environment.get(ADDRESS):
         return where
     try:
@@ -46,11 +47,11 @@ def address(environment: Mapping[str, str]) -> str:
 
 
 def explained(error: Exception, where: str, *, has_command: bool) -> ConfigError:
-    """What the user can do about it, by the cause that the operating system gave."""
+    """Return the error with a hint, by the cause that the operating system gave."""
     cause = _cause(error)
     if isinstance(cause, PermissionError):
         message = f"this user may not use Docker: no permission for {where}"
-        return ConfigError(message, hint='add yourself to its group and log in again: sudo usermod -aG docker "$USER"')
+        return ConfigError(message, hint='join its group and log in again: sudo usermod -aG docker "$USER"')
     if isinstance(cause, FileNotFoundError | ConnectionRefusedError) and not has_command:
         message = f"Docker is missing: nothing answers at {where}, and there is no docker command"
         return ConfigError(message, hint="install it: https://docs.docker.com/engine/install/")
@@ -59,12 +60,12 @@ def explained(error: Exception, where: str, *, has_command: bool) -> ConfigError
         return ConfigError(
             message, hint=f"start it: sudo systemctl start docker, or Docker Desktop; or check {ADDRESS}"
         )
-    message = f"Docker does not answer as it should: {error}"
-    return ConfigError(message, hint=f"`docker info` says what it is; {ADDRESS} chooses another one")
+    message = f"Docker returned an unexpected error: {error}"
+    return ConfigError(message, hint=f"`docker info` shows why; {ADDRESS} selects another daemon")
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The deepest exception: requests and urllib3 wrap that of the socket twice, in their arguments."""
+    """Return the innermost exception: requests and urllib3 wrap the socket's exception twice, in their arguments."""
     inner = [each for each in (error.__cause__, error.__context__, *error.args) if isinstance(each, BaseException)]
     reason = getattr(error, "reason", None)
     if isinstance(reason, BaseException):

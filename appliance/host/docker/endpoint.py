@@ -1,4 +1,4 @@
-"""An OpenAI endpoint as a client sees it: where it is, its key, and which models it serves."""
+"""An OpenAI endpoint as a client sees it: its URL, its key, and the models that it serves."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from appliance.values import dataclass
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 TIMEOUT_S = 10.0
-_CONTEXT_FIELDS = ("context_length", "max_model_len", "context_window")  # servers differ; of some it stands in `meta`
+# field names differ between servers; some have it in `meta`
+_CONTEXT_FIELDS = ("context_length", "max_model_len", "context_window")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """`base` ends with the version, as in http://127.0.0.1:11435/v1; `key_source` says where the key is from."""
+    """`base` ends with the version, as in http://127.0.0.1:11435/v1; `key_source` says where the key comes from."""
 
     base: str
     key: str | None = field(default=None, repr=False)
@@ -30,7 +31,7 @@ class Endpoint:
 
     @property
     def root(self) -> str:
-        """Without the version: clients of Anthropic's API append it themselves."""
+        """The URL without the version: clients of Anthropic's API append it themselves."""
         return self.base.removesuffix("/v1")
 
     @property
@@ -41,21 +42,22 @@ class Endpoint:
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     id: str
-    context: int | None  # None: the endpoint does not tell
+    context: int | None  # None: the endpoint does not report it
 
 
 def parse_url(text: str) -> str:
-    """The base of an endpoint's routes, from what people copy: with or without /v1, or a whole route. UsageError."""
+    """Return the base URL of an endpoint from what people copy: with or without /v1, or a whole route. Raises
+    UsageError."""
     try:
         parts = urlsplit(text.strip())
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, half an IPv6 address
+    except ValueError:  # an invalid port, or an incomplete IPv6 address
         is_address = False
     if not is_address or parts.query or parts.fragment:
         message = f"not the URL of an endpoint: {text}"
         raise UsageError(message, hint="as in http://127.0.0.1:11435/v1")
     if parts.username or parts.password:
-        message = f"a URL with a password in it ends in logs: {parts.scheme}://…@{parts.hostname}"
+        message = f"a URL with a password would appear in logs: {parts.scheme}://…@{parts.hostname}"
         raise UsageError(message, hint=f"give the key with --key-file FILE or the variable {KEY_VARIABLE}")
     path = parts.path.rstrip("/")
     for route in ("/chat/completions", "/models", "/completions"):
@@ -64,19 +66,20 @@ def parse_url(text: str) -> str:
 
 
 def read_key_file(path: Path) -> str:
-    """ConfigError for a file that cannot be read, is empty, or is not one line."""
+    """Return the key in the file. Raises ConfigError for a file that cannot be read, is empty, or has more than one
+    word."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         message = f"the key file cannot be read: {path}: {error}"
-        raise ConfigError(message, hint="--key-file takes a file that holds the key and nothing else") from error
+        raise ConfigError(message, hint="--key-file takes a file that contains only the key") from error
     return _key_in(text, f"the key file {path}")
 
 
 def _key_in(text: str, source: str) -> str:
     key = text.strip()
     if not key or len(key.split()) != 1 or not key.isascii() or not key.isprintable():
-        what = "is empty" if not key else "holds something else than one key"
+        what = "is empty" if not key else "does not contain exactly one key"
         message = f"{source} {what}"
         raise ConfigError(message, hint="`docker exec NAME appliance key` prints the key of an appliance")
     return key
@@ -93,14 +96,14 @@ def given_endpoint(url: str, key_file: str | None, environment: Mapping[str, str
 
 
 def local_endpoint(name: str | None) -> Endpoint:
-    """Of the appliance that runs on this machine. ConfigError where there is none, or a choice."""
+    """Return the endpoint of the appliance on this machine. Raises ConfigError if there is none, or several."""
     try:
-        # docker-py costs 0.2 s, which a start with a URL need not wait for.
+        # Imported here: docker-py costs 0.2 s, and a call with a URL does not need it.
         from appliance.host.docker import containers
         from appliance.host.docker.daemon import connected
     except ModuleNotFoundError as error:
         message = f"no URL was given, and asking Docker for one needs a Python package: {error.name}"
-        hint = "give it, as in http://127.0.0.1:11435/v1, with the key in OPENAI_API_KEY; or pip install docker"
+        hint = "give the URL, as in http://127.0.0.1:11435/v1, with the key in OPENAI_API_KEY; or pip install docker"
         raise ConfigError(message, hint=hint) from error
     with connected(process_environment()) as client:
         found = containers.choose(containers.all_of_ours(client), name)
@@ -109,7 +112,8 @@ def local_endpoint(name: str | None) -> Endpoint:
 
 
 def query_models(endpoint: Endpoint) -> tuple[ServedModel, ...]:
-    """What the endpoint lists; empty where it has no such route. ConfigError where it cannot be used."""
+    """Return the models that the endpoint lists; empty if it has no such route. Raises ConfigError if it cannot be
+    used."""
     status, body = _get(endpoint, "/models")
     if status in (404, 405, 501):
         return ()
@@ -122,7 +126,8 @@ def query_models(endpoint: Endpoint) -> tuple[ServedModel, ...]:
 
 
 def choose_model(endpoint: Endpoint, wanted: str | None, served: tuple[ServedModel, ...]) -> ServedModel:
-    """The wanted one, or the only one. A name that is not listed is taken as it is: aliases are often not listed."""
+    """Return the wanted model, or the only one. A name that is not listed is accepted, since aliases are often not
+    listed. Raises ConfigError if there is none, or a choice."""
     if wanted:
         return next((model for model in served if model.id == wanted), ServedModel(id=wanted, context=None))
     if len(served) == 1:
@@ -135,7 +140,8 @@ def choose_model(endpoint: Endpoint, wanted: str | None, served: tuple[ServedMod
 
 
 def raise_if_refused(endpoint: Endpoint, status: int, body: bytes) -> None:
-    """ConfigError for a key that is refused, EngineNotReadyError for a server that is busy or broken."""
+    """Raise ConfigError for a refused key or a wrong URL, EngineNotReadyError for a server that is busy or broken. Does
+    nothing for a status below 400."""
     if status < 400:
         return
     said = said_in(body)
@@ -165,6 +171,8 @@ def _get(endpoint: Endpoint, route: str) -> tuple[int, bytes]:
         return exchange(connection, "GET", parts.path, endpoint.headers)
     except NoAnswerError as error:
         message = f"no answer from {endpoint.base}: {error}"
-        raise ConfigError(message, hint="is it running, and is this its address? `appliance status`") from error
+        raise ConfigError(
+            message, hint="check that it runs and that this is its address: `appliance status`"
+        ) from error
     finally:
         connection.close()

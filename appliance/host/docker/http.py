@@ -14,13 +14,13 @@ from appliance.errors import ConfigError, EngineNotReadyError, FatalError
 from appliance.values import dataclass
 
 ASK_S = 5.0
-ANSWER_S = 600.0  # of one that is written: a long prompt on a CPU is read for minutes
+ANSWER_S = 600.0  # time limit of a chat answer: the prefill of a long prompt on a CPU takes minutes
 READY = "/health/ready"
 GAUGE = re.compile(r"^(\w+) ([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)$", re.MULTILINE)
 
 
 class NoAnswerError(Exception):
-    """Nothing that speaks HTTP and JSON is there, not yet or not any more."""
+    """The address does not answer with HTTP and JSON, not yet or not any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Gateway:
-    """`key` is "" where none is asked for; it is in no representation."""
+    """The address of an appliance. `key` is "" if none is required; the repr does not show it."""
 
     host: str
     port: int
@@ -49,11 +49,11 @@ class Gateway:
         return f"{self.base}/v1"
 
     def get(self, path: str, *, timeout_s: float = ASK_S) -> Reply:
-        """Raises NoAnswerError."""
+        """Send a GET. Raises NoAnswerError."""
         return self.ask("GET", path, timeout_s=timeout_s)
 
     def ask(self, method: str, path: str, body: object = None, *, timeout_s: float = ASK_S) -> Reply:
-        """Raises NoAnswerError."""
+        """Send a request. Raises NoAnswerError."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             return _asked(connection, method, path, self._headers(), body)
@@ -61,14 +61,14 @@ class Gateway:
             connection.close()
 
     def document(self, name: str, *, timeout_s: float = ASK_S) -> dict[str, Any]:
-        """One of /appliance/v1; raises NoAnswerError, and FatalError for a refusal."""
+        """Return one document of /appliance/v1. Raises NoAnswerError, and FatalError for a refusal."""
         reply = self.get(f"/appliance/v1/{name}", timeout_s=timeout_s)
         if reply.status != 200:
             raise refusal(reply)
         return reply.document
 
     def gauges(self, *, timeout_s: float = ASK_S) -> dict[str, float]:
-        """Those of /metrics that have no labels. Raises NoAnswerError."""
+        """Return the values in /metrics that have no labels. Raises NoAnswerError."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             _, body = exchange(connection, "GET", "/metrics", self._headers())
@@ -78,7 +78,8 @@ class Gateway:
 
     @contextmanager
     def stream(self, path: str, body: object) -> Iterator[Iterator[dict[str, Any]]]:
-        """Events of an answer. Raises NoAnswerError, and FatalError for a refusal, at once or within the stream."""
+        """Yield the events of an answer. Raises NoAnswerError, and FatalError for a refusal at the start or within the
+        stream."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_S)
         try:
             connection.request("POST", path, json.dumps(body), self._headers())
@@ -98,14 +99,14 @@ class Gateway:
 
 
 class ReadyPoll:
-    """Asks for readiness again and again, on one connection while it lasts."""
+    """Asks for readiness repeatedly, on one connection as long as it lasts."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._connection = http.client.HTTPConnection(gateway.host, gateway.port, timeout=ASK_S)
 
     def ask(self) -> dict[str, Any]:
-        """The document; empty while nothing answers."""
+        """Return the document; empty while the appliance does not answer."""
         try:
             return _asked(self._connection, "GET", READY, {}, None).document
         except NoAnswerError:
@@ -119,7 +120,7 @@ class ReadyPoll:
 def exchange(
     connection: http.client.HTTPConnection, method: str, path: str, headers: Mapping[str, str], body: object = None
 ) -> tuple[int, bytes]:
-    """One request: status and body. Raises NoAnswerError."""
+    """Send one request and return status and body. Raises NoAnswerError."""
     try:
         connection.request(method, path, None if body is None else json.dumps(body), dict(headers))
         response = connection.getresponse()
@@ -140,7 +141,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
     try:
         return load(body)
     except ValueError as error:
-        message = f"no JSON object came but {said_in(body)!r}"
+        message = f"the answer is not a JSON object: {said_in(body)!r}"
         raise NoAnswerError(message) from error
 
 
@@ -149,7 +150,8 @@ def _gauges(text: str) -> dict[str, float]:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Until [DONE]; http.client takes a torn stream for one that ended."""
+    """Yield events until [DONE]. Raises NoAnswerError if the stream ends before: http.client takes a broken stream for
+    a complete one."""
     for row in response:
         line = row.strip()
         if not line.startswith(b"data:"):
@@ -167,20 +169,20 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def refusal(reply: Reply) -> FatalError:
     words = said(reply.document) or f"HTTP {reply.status} without a reason"
     if reply.status == 401:
-        hint = "the key on the volume is another one than the appliance took at its start: start it again"
+        hint = "the key on the volume changed since the appliance started: restart it"
         return ConfigError(f"the appliance refuses its key: {words}", hint=hint)
-    return EngineNotReadyError(f"the appliance refuses: {words}", hint="`appliance logs` or `docker logs` says more")
+    return EngineNotReadyError(f"the appliance refuses: {words}", hint="see `appliance logs` or `docker logs`")
 
 
 def said(document: Mapping[str, Any]) -> str:
-    """The message of an error, in OpenAI's form or a near one; empty where there is none."""
+    """Return the message of an error, in OpenAI's form or a similar one; empty if there is none."""
     error = document.get("error") or document.get("message") or document.get("detail")
     words = error.get("message") if isinstance(error, dict) else error
     return words[:300] if isinstance(words, str) else ""
 
 
 def said_in(body: bytes) -> str:
-    """The message of an error, or the beginning of whatever came."""
+    """Return the message of an error, or the beginning of the body."""
     with suppress(ValueError):
         document = load(body)
         return said(document) or f"an object with {', '.join(document) or 'nothing in it'}"[:200]

@@ -1,4 +1,4 @@
-"""The image for this machine: chosen by `python -m images select`, used where it is here, else pulled or built."""
+"""The image for this machine: chosen by `python -m images select`, used if it exists, else pulled or built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLATFORMS = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """An image by its name; `cell` and `recipe` say how it can be built, None for one that is named by the user."""
+    """An image by its name. `cell` and `recipe` say how to build it; None for an image that the user named."""
 
     reference: str
     cell: str | None = None
@@ -40,13 +40,14 @@ class Wanted:
 
     @property
     def can_be_pulled(self) -> bool:
-        """With a registry in its name. Nobody owns the local names on a public one: whatever is there is not ours."""
+        """True if the name contains a registry. Local names on a public registry belong to no one, so an image found
+        there is not ours."""
         host, slash, _ = self.reference.partition("/")
         return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
     @property
     def local_name(self) -> str | None:
-        """As a build names it."""
+        """The name that a build gives the image; None if it cannot be built."""
         if self.cell is None:
             return None
         return f"{LOCAL}/{self.recipe}:{self.cell}" if self.recipe else f"{LOCAL}:{self.cell}"
@@ -72,7 +73,7 @@ def find(client: APIClient, reference: str) -> Image | None:
 
 
 def find_any(client: APIClient, wish: Wanted) -> Image | None:
-    """Under the name that is wanted, else under its local one."""
+    """Return the image of the wanted name, else of its local name, else None."""
     found = find(client, wish.reference)
     return found if found or wish.local_name is None else find(client, wish.local_name)
 
@@ -86,7 +87,8 @@ def wanted(
     on_cpu: bool,
     here: Sequence[HostGpu],
 ) -> Wanted:
-    """`named` is --image, `prefix` the variable IMAGE_PREFIX. Raises FatalError when no image is for this machine."""
+    """Return the image for this machine. `named` is --image, `prefix` the variable IMAGE_PREFIX. Raises FatalError if
+    there is no image for this machine."""
     if named:
         return Wanted(reference=named)
     cell = _cell_by_program(recipe, on_cpu=on_cpu) if has_builder() else _cell_by_labels(client, here, on_cpu=on_cpu)
@@ -96,14 +98,14 @@ def wanted(
 
 
 def of_running(reference: str, labels: Mapping[str, str], *, is_named: bool) -> Wanted:
-    """What a newer one of a container's image would be; one that the user names is not built."""
+    """Return what a newer image of a container would be. An image that the user names is never built."""
     if is_named:
         return Wanted(reference=reference)
     return Wanted(reference=reference, cell=labels.get(CELL), recipe=labels.get(RECIPE))
 
 
 def has_builder() -> bool:
-    """Whether `python -m images` has what it needs beside it: in a clone."""
+    """True if `python -m images` can run here, which needs a clone of the project."""
     return (CLONE / MATRIX).is_file()
 
 
@@ -121,12 +123,12 @@ def _platform() -> str:
 
 
 def _asked(*words: str) -> Finished:
-    """Of the build half, as a program. Raises ConfigError with its own words when it fails."""
+    """Run the build half as a program and return its result. Raises ConfigError with its error message if it fails."""
     argv = (sys.executable, "-m", "images", *words)
     try:
         finished = run(argv, timeout_s=ASK_S, folder=CLONE)
     except (OSError, RunTimeout) as error:
-        message = f"no image can be chosen: {error}"
+        message = f"choosing an image failed: {error}"
         raise ConfigError(message, hint="name one: --image appliance:CELL") from error
     if finished.returncode != 0:
         raise _refused(finished)
@@ -153,21 +155,21 @@ def _error_in(stderr: str) -> tuple[str, str | None]:
 
 
 def _cell_by_labels(client: APIClient, here: Sequence[HostGpu], *, on_cpu: bool) -> str:
-    """Without the build half: of the images that are here, by what their labels say."""
+    """Choose among the images on this machine by their labels, without the build half."""
     found: dict[str, Mapping[str, str]] = {}
     for row in _cells(client):
         found[row["Labels"][CELL]] = row["Labels"]
     sms = {gpu.sm for gpu in here if gpu.sm}
     fits = [cell for cell, labels in sorted(found.items()) if _serves(labels, set() if on_cpu else sms)]
     if fits:
-        return fits[-1]  # of several the newest CUDA, by its name
-    message = f"no image for this machine is here, and building one needs a clone of the project: no {CLONE / MATRIX}"
-    hint = "in a clone: make up; or name an image of a registry: --image REGISTRY/NAME:TAG"
+        return fits[-1]  # the newest CUDA, by the cell's name
+    message = f"there is no image for this machine, and building one needs a clone of the project: no {CLONE / MATRIX}"
+    hint = "in a clone: make up; or name an image from a registry: --image REGISTRY/NAME:TAG"
     raise ConfigError(message, hint=hint)
 
 
 def _cells(client: APIClient) -> list[dict[str, Any]]:
-    """Of the images that are here."""
+    """Return the images of ours on this machine."""
     return [row for row in client.images(filters={"label": CELL}) if row["Labels"][CELL]]
 
 
@@ -177,7 +179,8 @@ def _serves(labels: Mapping[str, str], sms: set[str]) -> bool:
 
 
 def obtain(client: APIClient, wish: Wanted, err: Console, *, agrees: Callable[[str], bool]) -> Image:
-    """The one that is here, else pulled, else built. `agrees` asks the user before half an hour is spent."""
+    """Return the image if it exists, else pull it, else build it. `agrees` asks the user before half an hour is spent.
+    Raises ConfigError."""
     found = find_any(client, wish)
     if found is None and wish.can_be_pulled:
         found = pull(client, wish.reference, err, may_fail=wish.cell is not None and has_builder())
@@ -192,9 +195,12 @@ def obtain(client: APIClient, wish: Wanted, err: Console, *, agrees: Callable[[s
 
 
 def build(client: APIClient, wish: Wanted, err: Console, *, agrees: Callable[[str], bool]) -> Image:
-    """Into its local name. ConfigError when the user says no or the build fails; its own words stand on stderr."""
+    """Build the image under its local name; its output goes to stderr. Raises ConfigError if the user says no,
+    BuildFailedError if the build fails."""
     command = " ".join(("python3", *wish.build_words()))
-    if not agrees(f"{wish.reference} is not here. Build it now? The engine is compiled, up to half an hour"):
+    if not agrees(
+        f"{wish.reference} is not on this machine. Build it now? Compiling the engine takes up to half an hour"
+    ):
         message = f"no such image here: {wish.reference}"
         raise ConfigError(message, hint=f"build it with --yes, or by hand: {command}")
     err.print(f"building: {command}", markup=False, soft_wrap=True)
@@ -202,7 +208,7 @@ def build(client: APIClient, wish: Wanted, err: Console, *, agrees: Callable[[st
     found = find_any(client, wish)
     if code != 0 or found is None:
         message = f"the image was not built: {command} ended with {code}"
-        raise BuildFailedError(message, hint="its own words stand above")
+        raise BuildFailedError(message, hint="see the build's output above")
     return found
 
 
@@ -211,7 +217,7 @@ class BuildFailedError(FatalError):
 
 
 def pull(client: APIClient, reference: str, err: Console, *, may_fail: bool) -> Image | None:
-    """None where it may fail and does."""
+    """Pull the image. None if the pull fails and `may_fail` is set; otherwise raises ConfigError."""
     name, _, tag = reference.rpartition(":")
     try:
         _show_pull(client.pull(name, tag=tag, stream=True, decode=True), reference, err)

@@ -1,4 +1,4 @@
-"""What a clone has: its recipes and cells, from images/inventory.json. Of the standard library alone."""
+"""The recipes and cells of a clone, from images/inventory.json. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ INVENTORY = "images/inventory.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """`cells`: MiB that the build of each needs, as `archives_mib` beside the project and `engine_mib` in Docker."""
+    """`cells` holds the MiB that each cell's build needs: `archives_mib` in the project's folder and `engine_mib` in
+    Docker."""
 
     recipes: tuple[NamedRecipe, ...]
     cells: Mapping[str, Mapping[str, int]]
 
 
 def load_inventory(clone: Path = CLONE) -> Inventory | None:
-    """Return what the clone has; None for an installed command, which has no clone beside it."""
+    """Return the clone's inventory; None for an installed command, which has no clone."""
     path = clone / INVENTORY
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
-"""How a container is started, as data: the options for Docker and the docker line that does the same. Pure.
+"""How a container is started, as data: the options for Docker and the equivalent docker command. Pure.
 
-Hardened as compose/appliance.yaml is; a test compares the two.
+Hardened like compose/appliance.yaml; a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ DATA = "/data"
 GRACE_S = 45
 RETRIES = 5
 RESTARTS = "on-failure"
-LABEL = "io.appliance.host"  # on all that the host command starts; its value is the launch itself
+LABEL = "io.appliance.host"  # on all containers that the host command starts; its value is the launch itself
 PREFIX = "appliance-"
-SHM_SIZE = "4g"  # a limit and no reservation: an engine of several processes has its queues there, Docker gives 64 MiB
-BEFORE = "-before"  # after the name: what an upgrade replaced
-DEFAULTS = {"APPLIANCE_DRAIN_S": "30"}  # as compose: running streams get half a minute, the grace leaves the rest
+# a limit, not a reservation: an engine of several processes has its queues there, and Docker's default is 64 MiB
+SHM_SIZE = "4g"
+BEFORE = "-before"  # suffix of the name of a container that an upgrade replaced
+# same as compose: running streams get half a minute, and the grace leaves time for the rest
+DEFAULTS = {"APPLIANCE_DRAIN_S": "30"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bind:
-    """A file or folder of this machine, read-only in the container."""
+    """A file or folder of this machine, mounted read-only in the container."""
 
     source: str
     target: str
@@ -36,7 +38,8 @@ class Bind:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuRequest:
-    """`driver` is Docker's: "nvidia" with indices or UUIDs, none of them means all; or "cdi" with names of devices."""
+    """A request for GPUs. `driver` is Docker's: "nvidia" with indices or UUIDs (empty means all), or "cdi" with device
+    names."""
 
     driver: str
     devices: tuple[str, ...] = ()
@@ -44,13 +47,13 @@ class GpuRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """All that it takes to start the same container again. No secret is in it: it is kept as a label."""
+    """Everything needed to start the same container again. It contains no secret, since it is stored as a label."""
 
     name: str
     image: str
-    model: str  # as the user called it
+    model: str  # as the user typed it
     settings: dict[str, str]  # APPLIANCE_* variables
-    passed: tuple[str, ...]  # variables that are passed by name: their values are not kept
+    passed: tuple[str, ...]  # variables passed by name; their values are not stored
     binds: tuple[Bind, ...]
     volume: str
     bind: str
@@ -68,12 +71,12 @@ class Launch:
 
 
 def parse_label(text: str) -> Launch:
-    """Raises ValueError for what is none."""
+    """Return the launch in a label. Raises ValueError if the text is not a launch."""
     return read(Launch, load(text))
 
 
 def container_name(word: str) -> str:
-    """As Docker allows it, from whatever a model is called."""
+    """Return a name that Docker allows, made from the model's name."""
     slug = re.sub(r"[^a-z0-9_.-]+", "-", word.lower()).strip("-._")
     return PREFIX + (slug or "model")
 
@@ -83,7 +86,8 @@ def environment(launch: Launch, here: Mapping[str, str]) -> dict[str, str]:
 
 
 def create_options(launch: Launch, here: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For docker-py's create_container, and for its create_host_config. `here`: the environment of this process."""
+    """Return the options for docker-py's create_container and for its create_host_config. `here` is the environment of
+    this process."""
     container = {
         "image": launch.image,
         "name": launch.name,
@@ -123,7 +127,8 @@ def _device_request(gpus: GpuRequest) -> dict[str, Any]:
 
 
 def command_line(launch: Launch) -> tuple[str, ...]:
-    """The docker line that starts the same container, but for the label; values of `passed` are not in it."""
+    """Return the docker command that starts the same container, without the label. Values of `passed` variables are not
+    in it."""
     words = ["docker", "run", "--detach", "--name", launch.name, "--pull", "never", "--read-only", "--tmpfs", "/tmp"]  # noqa: S108
     words += ["--shm-size", SHM_SIZE, "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true"]
     words += ["--user", launch.user, "--stop-timeout", str(GRACE_S)]
@@ -148,7 +153,7 @@ def _gpu_words(gpus: GpuRequest) -> list[str]:
 
 
 def _field(name: str, value: str) -> str:
-    """Docker reads these as a row of CSV."""
+    """Return a field of a --mount option. Docker reads the option as a row of CSV."""
     return _quoted(f"{name}={value}")
 
 

@@ -1,4 +1,4 @@
-"""What a container of ours wrote: events as JSON lines, and an error in words at its end. Pure."""
+"""Parses a container's log: events as JSON lines, and an error in words at its end. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ERROR, HINT = "error: ", "hint: "
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Docker cuts them anywhere."""
+    """Yield whole lines from Docker's chunks, which end anywhere."""
     rest = b""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")
@@ -21,7 +21,7 @@ def lines(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def sentence(line: str) -> str:
-    """ "16:49:38 warning: the message"; what is no event of ours stays as it is."""
+    """Return an event as in "16:49:38 warning: the message"; a line that is no event of ours is returned unchanged."""
     try:
         event = json.loads(line)
         time, level, message = event["time"], event["level"], event["message"]
@@ -32,8 +32,8 @@ def sentence(line: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LastWords:
-    """`message` and `hint` are those of the error that ended it, None where it told of none; `before`: the lines before
-    it, as sentences."""
+    """The end of a log. `message` and `hint` belong to the error that ended the container, None if the log has none;
+    `before` holds the earlier lines as sentences."""
 
     before: tuple[str, ...]
     message: str | None = None

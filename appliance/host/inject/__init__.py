@@ -1,4 +1,5 @@
-"""`appliance inject`: the appliance in the settings of editors and other tools. README.md has what is written."""
+"""`appliance inject`: enters the appliance in the settings of editors and other tools. README.md says what is
+written."""
 
 from appliance.host.inject.verb import DESCRIPTION, add_arguments, run
 

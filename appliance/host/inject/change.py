@@ -1,4 +1,4 @@
-"""One file of the user's: read, changed in memory, compared, written whole with mode and owner kept."""
+"""One file of the user's: read it, change it in memory, compare, and write it whole with the same mode and owner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PUBLIC = 0o644
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """`path` is the real file: of a link, what it points to. `data` is None where there is no file."""
+    """A file before the change. `path` is the real file if `named` is a link. `data` is None if there is no file."""
 
     named: Path
     path: Path
@@ -33,7 +33,7 @@ class Before:
 @dataclass(frozen=True, kw_only=True)
 class Change:
     before: Before
-    after: bytes | None  # None: the file goes away
+    after: bytes | None  # None: the file is removed
     mode: int
 
     @property
@@ -42,13 +42,13 @@ class Change:
 
 
 def read_before(named: Path) -> Before:
-    """ConfigError for what is no plain file that can be read, or a link that leads nowhere."""
+    """Return the file's content and mode. Raises ConfigError if it is not a readable regular file."""
     path = Path(os.path.realpath(named))
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            message = f"not a file of settings: {path}"
-            raise ConfigError(message, hint="--file names another one")
+            message = f"not a settings file: {path}"
+            raise ConfigError(message, hint="name another one with --file")
         return Before(named=named, path=path, data=path.read_bytes(), mode=stat.S_IMODE(found.st_mode))
     except FileNotFoundError:
         return Before(named=named, path=path, data=None, mode=None)
@@ -61,12 +61,13 @@ def text_of(before: Before) -> str:
     try:
         return (before.data or b"").decode()
     except UnicodeDecodeError as error:
-        message = f"the file is not UTF-8, and is left as it is: {before.named}: {error}"
+        message = f"the file is not UTF-8 and was not changed: {before.named}: {error}"
         raise ConfigError(message, hint="save it as UTF-8 in its editor") from error
 
 
 def plan_change(edit: FileEdit) -> Change:
-    """ConfigError, and nothing changed, where the file is not valid or our part cannot be put in safely."""
+    """Return the change to a file. Raises ConfigError, with nothing changed, if the file is not valid or the edit is
+    not safe."""
     before = read_before(edit.path)
     text = text_of(before)
     mode = before.mode if before.mode is not None else _PUBLIC
@@ -75,7 +76,7 @@ def plan_change(edit: FileEdit) -> Change:
 
 
 def edited(edit: FileEdit, text: str) -> str:
-    """The text with all edits in it."""
+    """Return the text with all edits applied."""
     draft = Draft(edit.path, edit.format, text)
     for each in edit.edits:
         draft.put(each.place, each.value)
@@ -83,12 +84,13 @@ def edited(edit: FileEdit, text: str) -> str:
 
 
 class Draft:
-    """A file's text while it is changed. After each step it is read again: it must be what it was, and that change."""
+    """A file's text while it is changed. After each step it is parsed again and must equal the previous document plus
+    that change."""
 
     def __init__(self, path: Path, format_name: str, text: str) -> None:
         self._path = path
         self._format = FORMATS[format_name]
-        # A file with both kinds of line ends keeps them: nothing is translated there.
+        # A file with mixed line ends keeps them: nothing is translated then.
         self._newline = "\r\n" if 0 < text.count("\r\n") == text.count("\n") else "\n"
         self._text = text.replace(self._newline, "\n")
         self.document = self._load()
@@ -112,26 +114,27 @@ class Draft:
             raise self._refused(place, str(error)) from error
         self.document = self._load()
         if self.document != meant:
-            raise self._refused(place, "the result would not be what was meant")
+            raise self._refused(place, "the result would differ from the intended change")
 
     def _load(self) -> dict[str, Any]:
         try:
             return self._format.load(self._text)
         except (ValueError, RecursionError) as error:
-            message = f"the file is not valid, and is left as it is: {self._path}: {error}"
-            raise ConfigError(message, hint="repair that line first; the tool itself reads it no better") from error
+            message = f"the file is not valid and was not changed: {self._path}: {error}"
+            raise ConfigError(message, hint="repair that line first; the tool itself cannot read it either") from error
 
     def _refused(self, place: Place, why: str) -> ConfigError:
-        message = f"the file cannot be changed without touching what you wrote: {self._path}: {place}: {why}"
-        return ConfigError(message, hint=f"write {place} on lines of its own, or change it by hand")
+        message = f"the file cannot be changed without rewriting your own text: {self._path}: {place}: {why}"
+        return ConfigError(message, hint=f"put {place} on lines of its own, or change it by hand")
 
 
 def write(change: Change) -> None:
-    """Whole or not at all. ConfigError where the file changed since it was read, or cannot be written."""
+    """Write the change completely or not at all. Raises ConfigError if the file changed since it was read, or cannot be
+    written."""
     before = change.before
     if read_before(before.named).data != before.data:
-        message = f"the file was changed meanwhile, and is left as it is: {before.named}"
-        raise ConfigError(message, hint="close the tool that writes it, and do it again")
+        message = f"the file was changed meanwhile and was not overwritten: {before.named}"
+        raise ConfigError(message, hint="close the tool that writes it and try again")
     try:
         if change.after is None:
             before.path.unlink()
@@ -143,7 +146,7 @@ def write(change: Change) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int) -> None:
-    """The file under this name is the old one or the new one at any moment; owner and group stay. Raises OSError."""
+    """Replace the file atomically: it is always the old or the new one. Owner and group stay. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE)
     try:
@@ -163,11 +166,11 @@ def replace_file(path: Path, data: bytes, mode: int) -> None:
 def _keep_owner(handle: int, path: Path) -> None:
     owner, ours = path.stat(), os.fstat(handle)
     if (owner.st_uid, owner.st_gid) != (ours.st_uid, ours.st_gid):
-        os.fchown(handle, owner.st_uid, owner.st_gid)  # PermissionError: then the file is not ours to replace
+        os.fchown(handle, owner.st_uid, owner.st_gid)  # raises PermissionError if the file is not ours to replace
 
 
 def diff(change: Change, secrets: Sequence[str]) -> str:
-    """As `diff -u`; keys are not shown."""
+    """Return the change as `diff -u` shows it, with keys hidden."""
     before, after = ((data or b"").decode(errors="replace") for data in (change.before.data, change.after))
     for secret in secrets:
         before, after = before.replace(secret, "<key>"), after.replace(secret, "<key>")

@@ -1,4 +1,4 @@
-"""Files of NAME=value lines, changed line by line. Pure."""
+"""Reads and changes files of NAME=value lines, line by line. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+=,-]*")
 
 
 def load(text: str) -> dict[str, Any]:
-    """ValueError, with the line, for a line that is neither NAME=value nor a comment."""
+    """Return the values by name. Raises ValueError with the line number for a line that is neither NAME=value nor a
+    comment."""
     found: dict[str, Any] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -31,7 +32,7 @@ def put(text: str, place: Place, value: object) -> str:
     lines = text.splitlines(keepends=True)
     at = _lines_of(lines, name)
     if len(at) > 1:
-        message = f"{name} stands there {len(at)} times"
+        message = f"{name} occurs {len(at)} times"
         raise NotEditableError(message)
     if at:
         lines[at[0]] = row

@@ -11,13 +11,14 @@ from appliance.host.inject.place import Place
 
 class Format(Protocol):
     def load(self, text: str) -> dict[str, Any]:
-        """ValueError, with the line, for what is not valid."""
+        """Return the document. Raises ValueError with the line number if the text is not valid."""
 
     def put(self, text: str, place: Place, value: Any) -> str:  # noqa: ANN401
-        """NotEditableError where that would rewrite what the user wrote."""
+        """Return the text with the value at that place. Raises NotEditableError if the user's own text would be
+        rewritten."""
 
     def drop(self, text: str, place: Place) -> str:
-        """The text as it is where nothing stands there. NotEditableError as `put`."""
+        """Return the text without the value; unchanged if there is none. Raises NotEditableError as `put` does."""
 
 
 FORMATS: Mapping[str, Format] = {"jsonc": jsonc, "yaml": yaml_text, "dotenv": dotenv}

@@ -1,4 +1,5 @@
-"""Putting an endpoint into a tool's files and taking it out again: first planned in memory, then written together."""
+"""Enters an endpoint in a tool's files and removes it again: planned in memory first, then all files are written
+together."""
 
 from __future__ import annotations
 
@@ -44,16 +45,16 @@ _PRIVATE = 0o600
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """What would be written. `record` is None where something is taken out."""
+    """The files to write. `record` is None when the endpoint is removed."""
 
     tool: str
     changes: tuple[Change, ...]
     record: Record | None
-    is_known: bool = True  # it was injected before
-    secrets: tuple[str, ...] = ()  # never to be shown
-    key: str | None = None  # to write to the appliance's own key file
-    backups: tuple[tuple[Path, bytes, int], ...] = ()  # to make
-    stale_backups: tuple[Path, ...] = ()  # to remove
+    is_known: bool = True  # True: it was injected before
+    secrets: tuple[str, ...] = ()  # keys, never to be shown
+    key: str | None = None  # key to write to the appliance's own key file; None: none
+    backups: tuple[tuple[Path, bytes, int], ...] = ()  # backups to write: path, content, mode
+    stale_backups: tuple[Path, ...] = ()  # old backups to remove
 
     @property
     def is_needed(self) -> bool:
@@ -61,7 +62,8 @@ class Injection:
 
 
 def plan_injection(tool: Tool, places: Places, target: Target, file: Path | None, *, may_create: bool) -> Injection:
-    """ConfigError, with nothing changed, where a file is not valid, is not there, or holds what we must not touch."""
+    """Return the files to write. Raises ConfigError, with nothing changed, if a file is invalid, missing, or cannot be
+    edited safely."""
     path = _file_of(tool, places, file)
     old = load_record(places, tool.name)
     _check_same_file(tool, old, path)
@@ -70,7 +72,7 @@ def plan_injection(tool: Tool, places: Places, target: Target, file: Path | None
     _check_folder(tool, path, may_create)
     edits = tool.edits(path, target, is_new) if tool.edits else ()
     planned = [_planned(edit, old.file(edit.path) if old else None) for edit in edits]
-    # Files that this endpoint needs no longer, as the one for a key where none is asked for now.
+    # Files that this endpoint no longer needs, such as the key's file if no key is required now.
     left = [file for file in old.files if file.path not in {new.path for _, new in planned}] if old else []
     is_own_key = tool.needs_key_file and target.key_file == places.own / KEY_FILE
     record = Record(
@@ -94,7 +96,7 @@ def plan_injection(tool: Tool, places: Places, target: Target, file: Path | None
 
 
 def secrets_in(changes: Sequence[Change], files: Sequence[InjectedFile]) -> tuple[str, ...]:
-    """Keys that stand, stood or will stand where a key stands: the user's own among them."""
+    """Return all keys in the files before and after the changes, the user's own keys included."""
     found = set()
     for change in changes:
         file = next(each for each in files if each.path == str(change.before.named))
@@ -108,7 +110,7 @@ def _file_of(tool: Tool, places: Places, file: Path | None) -> Path:
     if file is not None:
         return file.absolute()
     if tool.file is None:
-        message = f"{tool.title} has no place of its own for settings"
+        message = f"{tool.title} has no settings file of its own"
         raise UsageError(message, hint="name the file with --file FILE")
     return tool.file(places)
 
@@ -122,11 +124,14 @@ def _check_same_file(tool: Tool, old: Record | None, path: Path) -> None:
 def _check_folder(tool: Tool, path: Path, may_create: bool) -> None:
     if not path.parent.is_dir() and not may_create:
         message = f"{tool.title} does not seem to be installed: no folder {path.parent}"
-        raise ConfigError(message, hint="start it once, or give --create to make the folder, or --file FILE")
+        raise ConfigError(
+            message, hint="start it once, create the folder with --create, or name the file with --file FILE"
+        )
 
 
 def _planned(edit: FileEdit, first: InjectedFile | None) -> tuple[Change, InjectedFile]:
-    """`first`: of an earlier injection, whose values are taken out before: places differ from one model to the next."""
+    """Return the change and its record. The values of an earlier injection, `first`, are removed before, since their
+    places depend on the model."""
     change = plan_change(edit)
     values = tuple(
         InjectedValue(keys=each.place.keys, item=each.place.item, sha256=hash_of(each.value), is_secret=each.is_secret)
@@ -157,7 +162,7 @@ def _recorded(
 
 
 def _free_backup(path: Path) -> Path:
-    """An older backup may be all that is left of something, and is never written over."""
+    """Return an unused name: an older backup may be the only copy of a file and is never overwritten."""
     names = (path.with_name(f"{path.name}{BACKUP}{number or ''}") for number in count())
     return next(name for name in names if not name.exists())
 
@@ -167,10 +172,11 @@ def _backup(change: Change, file: InjectedFile) -> tuple[Path, bytes, int]:
 
 
 def plan_undo(tool: Tool, places: Places) -> Injection:
-    """ConfigError where nothing was injected, or where the user changed what we put there."""
+    """Return the changes that remove the endpoint. Raises ConfigError if nothing was injected, or if the user changed
+    the injected values."""
     record = load_record(places, tool.name)
     if record is None:
-        message = f"nothing of the appliance is in the settings of {tool.title}"
+        message = f"the appliance is not in the settings of {tool.title}"
         raise ConfigError(message, hint="`appliance inject --list` shows where it is")
     changes = tuple(change for file in record.files if (change := revert(file)) is not None)
     backups = tuple(Path(file.backup) for file in record.files if file.backup)
@@ -184,7 +190,8 @@ def plan_undo(tool: Tool, places: Places) -> Injection:
 
 
 def revert(file: InjectedFile) -> Change | None:
-    """The file without what we put there; None where it is gone. ConfigError where the user changed our values."""
+    """Return the file without the injected values; None if the file is gone. Raises ConfigError if the user changed
+    them."""
     before = read_before(Path(file.path))
     if before.data is None:
         return None
@@ -224,7 +231,7 @@ def _take_out(draft: Draft, place: Place, base: dict[str, object]) -> None:
         draft.put(place, old)
         return
     draft.drop(place)
-    # The groups that were made for it go as well.
+    # Remove the groups that were created for it as well.
     outermost = len(place.keys) if place.item else len(place.keys) - 1
     for length in range(outermost, 0, -1):
         outer = Place(keys=place.keys[:length])
@@ -233,15 +240,15 @@ def _take_out(draft: Draft, place: Place, base: dict[str, object]) -> None:
 
 
 def _conflict(file: InjectedFile, back: Change, changed: Sequence[str]) -> ConfigError:
-    """With the way back to the file as it was before, for people who go it by hand."""
+    """Return the error, with the diff back to the earlier file for users who edit it by hand."""
     lines = diff(back, secrets_in((back,), (file,))).splitlines()
-    message = f"you changed what was injected, and it is left as it is: {file.path}: {', '.join(changed)}"
-    where = f"as it was before: {file.backup}" if file.backup else "there was no such file before"
+    message = f"the injected values were edited by hand, and nothing was changed: {file.path}: {', '.join(changed)}"
+    where = f"the earlier file: {file.backup}" if file.backup else "there was no such file before"
     return ConfigError(message, hint=f"take it out by hand ({where}), then `--forget`", log=tuple(lines))
 
 
 def apply(injection: Injection, places: Places) -> None:
-    """All of it, or none of it. ConfigError where something cannot be written."""
+    """Write all files, or none of them. Raises ConfigError if something cannot be written."""
     done: list[Change] = []
     try:
         if injection.key is not None:
@@ -263,7 +270,7 @@ def apply(injection: Injection, places: Places) -> None:
         if isinstance(error, FatalError):
             raise
         message = f"a file cannot be written: {error}"
-        raise ConfigError(message, hint="what was written before it is as it was; check the folder's owner") from error
+        raise ConfigError(message, hint="all other files were restored; check the folder's owner") from error
 
 
 def _restore(change: Change) -> None:
@@ -299,7 +306,7 @@ def differences(injection: Injection) -> str:
 
 
 def state_of(tool: Tool, places: Places) -> str:
-    """In words, for a list."""
+    """Return the state in words, for the list."""
     if tool.edits is None:
         return "by hand"
     record = load_record(places, tool.name)

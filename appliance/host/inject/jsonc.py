@@ -1,7 +1,7 @@
-"""JSON with comments, changed by small cuts into its text: comments, order and layout stay. Pure.
+"""Changes JSON with comments by small cuts in its text: comments, order and layout stay. Pure.
 
-Comments (`//`, `/* */`) and commas before a closing bracket are read where they stand, since editors allow them in
-their settings, and are never added.
+Comments (`//`, `/* */`) and commas before a closing bracket are accepted, since editors allow them in their settings,
+but never added.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ class _Node:
     start: int
     end: int
     value: Any
-    members: tuple[_Member, ...] = ()  # of an object
+    members: tuple[_Member, ...] = ()  # members of an object
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Member:
-    start: int  # of its key
+    start: int  # start of its key
     key: str
     node: _Node
 
 
 def load(text: str) -> dict[str, Any]:
-    """ValueError, with the line, for what is no object of JSON with comments. No text at all is an empty object."""
+    """Return the object; empty for an empty text. Raises ValueError with the line number if the text is not a JSON
+    object with comments."""
     return dict(_parse(text).value) if text.strip() else {}
 
 
 def put(text: str, place: Place, value: object) -> str:
-    """The text with the value there; missing groups are made."""
+    """Return the text with the value at that place; missing groups are created."""
     text = text if text.strip() else "{\n}\n"
     parent, left = _deepest(_parse(text), place.keys)
     if not left:
@@ -57,7 +58,7 @@ def put(text: str, place: Place, value: object) -> str:
 
 
 def drop(text: str, place: Place) -> str:
-    """The text without that member, and without its line where nothing else stands on it."""
+    """Return the text without that member, and without its line if nothing else is on it."""
     parent, left = _deepest(_parse(text), place.keys[:-1])
     index = next((i for i, member in enumerate(parent.members) if member.key == place.keys[-1]), None)
     if left or index is None:
@@ -69,7 +70,7 @@ def drop(text: str, place: Place) -> str:
         return _cut(_replaced(text, comma, comma + 1, ""), member.start, end)
     if not index:
         return _cut(text, member.start, end)
-    before = _skip(text, parent.members[index - 1].node.end)  # of the last one the comma before it goes as well
+    before = _skip(text, parent.members[index - 1].node.end)  # for the last member the comma before it is removed too
     if "\n" not in text[before:end]:
         return _replaced(text, before, end, "")
     return _cut(_replaced(text, before, before + 1, ""), member.start - 1, end - 1)
@@ -85,7 +86,7 @@ def _cut(text: str, start: int, end: int) -> str:
 
 
 def _deepest(node: _Node, keys: tuple[str, ...]) -> tuple[_Node, tuple[str, ...]]:
-    """The innermost node that is there, and the keys that are not."""
+    """Return the innermost existing node and the keys that are missing below it."""
     for index, key in enumerate(keys):
         found = next((member.node for member in node.members if member.key == key), None)
         if found is None:
@@ -132,7 +133,7 @@ def _indent_at(text: str, index: int) -> str:
 def _parse(text: str) -> _Node:
     node = _value(text, _skip(text, 0), 0)
     if not isinstance(node.value, dict):
-        _fail(text, node.start, "it is no object")
+        _fail(text, node.start, "it is not an object")
     end = _skip(text, node.end)
     if end < len(text):
         _fail(text, end, "something follows the end")
@@ -152,7 +153,7 @@ def _value(text: str, at: int, depth: int) -> _Node:
     try:
         return _Node(start=at, end=found.end(), value=json.loads(found[0]))
     except ValueError:
-        _fail(text, at, f"this is no value: {found[0][:40]}")
+        _fail(text, at, f"this is not a value: {found[0][:40]}")
 
 
 def _object(text: str, start: int, depth: int) -> _Node:
@@ -164,7 +165,7 @@ def _object(text: str, start: int, depth: int) -> _Node:
             _fail(text, at, "a key in double quotes is missing" if at < len(text) else "a } is missing")
         key = json.loads(found[0])
         if any(member.key == key for member in members):
-            _fail(text, at, f"this key stands there twice: {key}")
+            _fail(text, at, f"this key occurs twice: {key}")
         colon = _skip(text, found.end())
         if not text.startswith(":", colon):
             _fail(text, colon, "a colon is missing")
@@ -195,7 +196,7 @@ def _after_comma(text: str, at: int, closing: str) -> int:
 
 
 def _line_rest(text: str, at: int) -> int:
-    """Behind the comments that follow on the same line."""
+    """Return the offset after the comments that follow on the same line."""
     found = _LINE_REST.match(text, at)
     return found.end() if found else at
 

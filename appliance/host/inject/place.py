@@ -1,4 +1,4 @@
-"""Where a value stands in a document, whatever its format, and what a document is with or without it. Pure."""
+"""The place of a value in a document of any format, and the document with or without the value. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """The entry of a list whose `key` is `value`."""
+    """The list entry whose `key` equals `value`."""
 
     key: str
     value: str
@@ -18,7 +18,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Keys of mappings from the outside in; with `item`, that entry of the list below the last key."""
+    """Keys of nested mappings from the outside in; with `item`, that entry of the list below the last key."""
 
     keys: tuple[str, ...]
     item: Item | None = None
@@ -40,11 +40,11 @@ MISSING: Final = _Missing()
 
 
 class NotEditableError(ValueError):
-    """This document is valid, but cannot be changed at that place without rewriting what the user wrote."""
+    """The document is valid, but cannot be changed at that place without rewriting the user's own text."""
 
 
 def look(document: object, place: Place) -> object:
-    """What stands there, or MISSING."""
+    """Return the value at that place, or MISSING."""
     for key in place.keys:
         document = document.get(key, MISSING) if isinstance(document, dict) else MISSING
     if place.item is None:
@@ -57,7 +57,7 @@ def is_item(row: object, item: Item) -> bool:
 
 
 def put(document: Mapping[str, Any], place: Place, value: object) -> dict[str, Any]:
-    """A copy with the value there. NotEditableError where something else stands in the way."""
+    """Return a copy with the value at that place. Raises NotEditableError if another kind of value is in the way."""
     if place.item is None:
         return _put(document, place.keys, value)
     rows = look(document, at(*place.keys))
@@ -69,7 +69,7 @@ def put(document: Mapping[str, Any], place: Place, value: object) -> dict[str, A
 
 
 def drop(document: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """A copy without what stands there; groups and lists that it leaves empty stay."""
+    """Return a copy without the value; groups and lists that become empty stay."""
     if look(document, place) is MISSING:
         return dict(document)
     if place.item is None:

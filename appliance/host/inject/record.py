@@ -1,6 +1,6 @@
-"""What was injected, kept beside the appliance's own settings: enough to take out just that again.
+"""The record of an injection, kept in the appliance's own settings folder: enough to remove exactly that again.
 
-Values are kept as hashes, since a key may be among them; what stood there before is in the backup beside the file.
+Values are stored as hashes, since one of them may be a key. The previous content is in the backup in the file's folder.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class InjectedFile:
     path: str
     format: str
     existed: bool
-    mode: int | None  # before
-    backup: str | None  # the file as it was; None where there was none
-    sha256: str  # of the file as we left it
-    is_exact: bool  # nobody but us changed it since the backup was made
+    mode: int | None  # mode of the file before the injection
+    backup: str | None  # copy of the earlier file; None if there was none
+    sha256: str  # hash of the file as we wrote it
+    is_exact: bool  # True: only we changed the file since the backup
     values: tuple[InjectedValue, ...]
 
 
@@ -49,7 +49,7 @@ class InjectedFile:
 class Record:
     schema: int
     tool: str
-    key_file: str | None  # the appliance's own one, where the tool reads it
+    key_file: str | None  # the appliance's own key file if the tool reads it, else None
     files: tuple[InjectedFile, ...]
 
     def file(self, path: Path) -> InjectedFile | None:
@@ -65,7 +65,7 @@ def sha256(data: bytes) -> str:
 
 
 def load_record(places: Places, tool: str) -> Record | None:
-    """None where nothing was injected. ConfigError for a record that cannot be read."""
+    """Return the record; None if nothing was injected. Raises ConfigError for a record that cannot be read."""
     path = _path(places, tool)
     try:
         record = read(Record, load(path.read_bytes()))
@@ -73,15 +73,17 @@ def load_record(places: Places, tool: str) -> Record | None:
         return None
     except (OSError, ValueError) as error:
         message = f"the record of what was injected cannot be read: {path}: {error}"
-        raise ConfigError(message, hint="take it out by hand; the backup stands beside the tool's file") from error
+        raise ConfigError(
+            message, hint="remove the values by hand; the backup is in the folder of the tool's file"
+        ) from error
     if record.schema != SCHEMA:
-        message = f"the record is of another version: {path}: schema {record.schema}, and this reads {SCHEMA}"
+        message = f"the record is of another version: {path}: schema {record.schema}, this version reads {SCHEMA}"
         raise ConfigError(message, hint="use the version that injected it")
     return record
 
 
 def save_record(places: Places, record: Record) -> None:
-    """Raises OSError."""
+    """Write the record. Raises OSError."""
     path = _path(places, record.tool)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(path, json.dumps(asdict(record), indent=1).encode(), 0o600)
@@ -92,7 +94,7 @@ def forget_record(places: Places, tool: str) -> None:
 
 
 def is_key_file_used(places: Places) -> bool:
-    """Whether a tool reads the appliance's own key file. A record that cannot be read may be of one that does."""
+    """True if a tool reads the appliance's own key file. An unreadable record counts as one that does."""
     return any(_may_use_key_file(places, path.stem) for path in (places.own / _FOLDER).glob("*.json"))
 
 

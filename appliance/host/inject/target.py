@@ -1,4 +1,4 @@
-"""What is put into a tool's configuration: an endpoint, a model, and where its key can be read."""
+"""The values to enter in a tool's settings: an endpoint, a model, and the file that holds the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Target:
     endpoint: Endpoint
     model: str
     context: int | None  # tokens; None: unknown
-    key_file: Path | None  # holds the key; None: the endpoint asks for none
+    key_file: Path | None  # file that holds the key; None: the endpoint requires none
 
     @property
     def key(self) -> str | None:
@@ -22,7 +22,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where this user's tools keep their settings."""
+    """Folders in which this user's tools keep their settings."""
 
     home: Path
     config: Path  # XDG_CONFIG_HOME, or ~/.config

@@ -1,7 +1,8 @@
-"""The tools, and what each one's configuration file gets. Formats are those of the packages named in README.md. Pure,
-but for looking which of a tool's files is there.
+"""The supported tools and the values that each one's configuration file gets. Formats are those of the packages named
+in README.md. Pure, except that it looks which of a tool's files exist.
 
-A key is referred to where the tool can read it from elsewhere; where it cannot, the file that holds it gets mode 0600.
+If a tool can read the key from elsewhere, its file only refers to it. Otherwise the file that holds the key gets mode
+0600.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from appliance.values import dataclass
 
 PROVIDER = "appliance"
 KEY_NAME = "APPLIANCE_API_KEY"
-SMALL_CONTEXT = 8192  # assumed where the endpoint does not tell and the tool must know
-NO_KEY = "no-key"  # for tools that refuse an empty one
+SMALL_CONTEXT = 8192  # context assumed if the endpoint does not report it and the tool needs one
+NO_KEY = "no-key"  # for tools that refuse an empty key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +43,22 @@ class FileEdit:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """`edits` is None where no file configures the tool: `steps` says what its user does instead."""
+    """One tool. `edits` is None if no file configures it; `steps` then says what the user does instead."""
 
     name: str
     title: str
     file: Callable[[Places], Path] | None = None
-    edits: Callable[[Path, Target, bool], tuple[FileEdit, ...]] | None = None  # True: the file is new
-    steps: Callable[[Target], tuple[str, ...]]  # after the files are written, or instead
+    edits: Callable[[Path, Target, bool], tuple[FileEdit, ...]] | None = None  # third argument: True if the file is new
+    steps: Callable[[Target], tuple[str, ...]]  # what the user does after the files are written, or instead
     needs_key_file: bool = False
-    needs_file: bool = False  # it has no place of its own: --file says which
+    needs_file: bool = False  # True: it has no settings file of its own, so --file must name one
 
 
 def _continue_file(places: Places) -> Path:
     folder = places.continue_
     found = next((path for name in ("config.yaml", "config.yml") if (path := folder / name).exists()), None)
     if found is None and (folder / "config.json").exists():
-        message = (
-            f"Continue is configured by the older format, which a new config.yaml would hide: {folder / 'config.json'}"
-        )
+        message = f"Continue uses the older format, which a new config.yaml would hide: {folder / 'config.json'}"
         raise ConfigError(message, hint="let Continue convert it (its settings offer that), then inject again")
     return found or folder / "config.yaml"
 
@@ -73,7 +72,7 @@ def _continue(path: Path, target: Target, is_new: bool) -> tuple[FileEdit, ...]:
         "roles": ["chat", "edit", "apply"],
     }
     if target.key:
-        model["apiKey"] = "${{ secrets.%s }}" % KEY_NAME  # noqa: UP031 - braces of its own
+        model["apiKey"] = "${{ secrets.%s }}" % KEY_NAME  # noqa: UP031 - the text has braces itself
     rows = (("name", "Local"), ("version", "1.0.0"), ("schema", "v1")) if is_new else ()
     head = tuple(Edit(place=at(key), value=value) for key, value in rows)
     entry = Edit(place=Place(keys=("models",), item=Item(key="name", value=model["name"])), value=model)
@@ -154,7 +153,7 @@ def _continue_steps(target: Target) -> tuple[str, ...]:
 def _claude_steps(target: Target) -> tuple[str, ...]:
     return (
         f"start `claude`; `/status` shows {target.endpoint.root}",
-        "ANTHROPIC_API_KEY or ANTHROPIC_AUTH_TOKEN in the shell or in the same settings would win over this key",
+        "ANTHROPIC_API_KEY or ANTHROPIC_AUTH_TOKEN in the shell or in the same settings overrides this key",
     )
 
 
@@ -163,12 +162,12 @@ def _opencode_steps(target: Target) -> tuple[str, ...]:
 
 
 def _aider_steps(_: Target) -> tuple[str, ...]:
-    return ("start `aider`; a .aider.conf.yml or .env in a project still wins over this file",)
+    return ("start `aider`; a .aider.conf.yml or .env in a project overrides this file",)
 
 
 def _zed_steps(target: Target) -> tuple[str, ...]:
     if not target.key_file:
-        return (f"Zed wants a key even where none is asked for: start it with {KEY_NAME}={NO_KEY}",)
+        return (f"Zed needs a key even if none is required: start it with {KEY_NAME}={NO_KEY}",)
     return (
         "Zed reads keys from its keychain or from the environment, never from this file; one of:",
         f'  {KEY_NAME}="$(cat {shlex.quote(str(target.key_file))})" zed',
@@ -179,7 +178,7 @@ def _zed_steps(target: Target) -> tuple[str, ...]:
 def _open_webui_steps(target: Target) -> tuple[str, ...]:
     return (
         "start Open WebUI with `--env-file FILE`, or name it as `env_file:` in its compose file",
-        "an Open WebUI that was started before keeps its own values: change them in Admin Settings > Connections, "
+        "an Open WebUI that ran before keeps its own values: change them in Admin Settings > Connections, "
         "or set ENABLE_PERSISTENT_CONFIG=False",
         f"{target.endpoint.base} must be reachable from its container: 127.0.0.1 is the container itself there; "
         "put both on one Docker network and give `--url http://NAME:11435`",
@@ -188,7 +187,7 @@ def _open_webui_steps(target: Target) -> tuple[str, ...]:
 
 def _cursor_steps(target: Target) -> tuple[str, ...]:
     return (
-        "no file configures Cursor's models: they are kept in its own database",
+        "Cursor keeps its models in its own database, so no file can be written",
         "Cursor calls a model from its own servers: the endpoint needs a public https address, not "
         f"{target.endpoint.base}",
         "Cursor Settings > Models > API Keys: turn on 'OpenAI API Key' and paste the key",
@@ -199,7 +198,7 @@ def _cursor_steps(target: Target) -> tuple[str, ...]:
 
 def _page_assist_steps(target: Target) -> tuple[str, ...]:
     return (
-        "no file configures Page Assist: it keeps its settings in the browser",
+        "Page Assist keeps its settings in the browser, so no file can be written",
         "Settings > OpenAI Compatible API > Add Provider: Custom",
         f"Base URL: {target.endpoint.base}; API key: the appliance's",
         f"Save, then choose the model {target.model}",

@@ -1,4 +1,4 @@
-"""The verb `inject`: its flags, the endpoint to put in, the question before anything is written."""
+"""The verb `inject`: its flags, the endpoint to enter, and the question before anything is written."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from appliance.host.inject.target import Places, Target
 from appliance.host.inject.tools import TOOLS, Tool
 from appliance.settings import process_environment
 
-DESCRIPTION = "Put the appliance into the settings of an editor or another tool, and take it out again."
+DESCRIPTION = "Enter the appliance in the settings of an editor or another tool, or remove it again."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(tool.name for tool in TOOLS)
     parser.add_argument("tool", nargs="?", metavar="TOOL", help=names)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--undo", action="store_true", help="take it out again")
-    what.add_argument("--forget", action="store_true", help="change nothing, and no longer know of it")
-    what.add_argument("--list", action="store_true", help="the tools, their files, and where it is in")
-    parser.add_argument("--url", metavar="URL", help="of the endpoint [the appliance that runs here]")
-    parser.add_argument("--name", metavar="NAME", help="which container, where several run here")
-    parser.add_argument("--model", metavar="NAME", help="as the endpoint calls it [the only one that it lists]")
-    parser.add_argument("--key-file", metavar="FILE", help="holds the key; tools refer to it [a file of our own]")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="the tool's settings [where it keeps them]")
-    parser.add_argument("--create", action="store_true", help="make the tool's folder where it is missing")
+    what.add_argument("--undo", action="store_true", help="remove it from the tool's settings")
+    what.add_argument("--forget", action="store_true", help="delete our record of it and change no file")
+    what.add_argument("--list", action="store_true", help="list the tools, their files and their state")
+    parser.add_argument("--url", metavar="URL", help="URL of the endpoint [the appliance on this machine]")
+    parser.add_argument("--name", metavar="NAME", help="name of the container, if several run here")
+    parser.add_argument("--model", metavar="NAME", help="the endpoint's name of the model [the only one in its list]")
+    parser.add_argument("--key-file", metavar="FILE", help="file with the key; tools refer to it [a file of our own]")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="the tool's settings file [its usual place]")
+    parser.add_argument("--create", action="store_true", help="create the tool's folder if it is missing")
     parser.add_argument("--yes", action="store_true", help="write without asking")
-    parser.add_argument("--dry-run", action="store_true", help="show what would be written, and end")
-    parser.add_argument("--json", action="store_true", help="with --list: for scripts")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be written and exit")
+    parser.add_argument("--json", action="store_true", help="with --list: print JSON, for scripts")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     tool = _tool(options.tool)
     if options.forget:
         forget_record(places, tool.name)
-        print(f"{tool.title}: forgotten; its files and their backups are as they are")
+        print(f"{tool.title}: record deleted; its files and their backups are unchanged")
         return 0
     if options.undo:
         return _undo(tool, places, options)
@@ -103,7 +103,8 @@ def _list(places: Places, *, as_json: bool) -> int:
 
 
 def _row(tool: Tool, places: Places) -> dict[str, str | None]:
-    """A file that cannot be read is told of in its row: the others are wanted all the same."""
+    """Return a tool's row of the list. An unreadable file is reported in its row, so that the others are still
+    listed."""
     try:
         file = str(tool.file(places)) if tool.file else None
         return {"tool": tool.name, "title": tool.title, "state": state_of(tool, places), "file": file}
@@ -125,8 +126,8 @@ def _inject(tool: Tool, places: Places, options: argparse.Namespace, environment
     injection = plan_injection(tool, places, target, options.file, may_create=options.create)
     if not injection.is_needed:
         if injection.is_known:
-            apply(injection, places)  # the key may be another one, in a file that stays the same
-        print(f"{tool.title} has it already: {injection.changes[-1].before.named}")
+            apply(injection, places)  # the key may have changed, in a file that stays the same
+        print(f"{tool.title} is already set up: {injection.changes[-1].before.named}")
         return 0
     if _shown_and_agreed(injection, options):
         apply(injection, places)
@@ -139,16 +140,16 @@ def _undo(tool: Tool, places: Places, options: argparse.Namespace) -> int:
     injection = plan_undo(tool, places)
     if not injection.is_needed:
         apply(injection, places)
-        print(f"{tool.title}: nothing of it is left to take out")
+        print(f"{tool.title}: nothing is left to remove")
         return 0
     if _shown_and_agreed(injection, options):
         apply(injection, places)
-        print(f"{tool.title}: taken out")
+        print(f"{tool.title}: removed")
     return 0
 
 
 def _endpoint(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Endpoint, ServedModel]:
-    """With both URL and model given nothing has to run."""
+    """Return endpoint and model. If URL and model are given, nothing has to run."""
     if options.url:
         endpoint = given_endpoint(options.url, options.key_file, environment)
         if options.model:
@@ -162,7 +163,7 @@ def _known_model(endpoint: Endpoint, name: str) -> ServedModel:
     try:
         return choose_model(endpoint, name, query_models(endpoint))
     except ConfigError as error:
-        print(f"not asked for its context: {error.message}", file=sys.stderr)
+        print(f"context length unknown: {error.message}", file=sys.stderr)
         return ServedModel(id=name, context=None)
 
 
@@ -182,7 +183,7 @@ def _shown_and_agreed(injection: Injection, options: argparse.Namespace) -> bool
     if options.yes:
         return True
     if not sys.stdin.isatty():
-        message = "nothing was written: there is nobody to ask"
+        message = "nothing was written: there is no terminal to ask on"
         raise UsageError(message, hint="--yes writes without asking, --dry-run only shows")
     return input("\nWrite this? [y/N] ").strip().lower() in ("y", "yes")
 
@@ -190,7 +191,7 @@ def _shown_and_agreed(injection: Injection, options: argparse.Namespace) -> bool
 def _print_done(injection: Injection) -> None:
     record = injection.record
     for file in record.files if record else ():
-        backup = f", as it was: {file.backup}" if file.backup else ""
+        backup = f", backup: {file.backup}" if file.backup else ""
         print(f"written: {file.path}{backup}")
     if record and record.key_file:
         print(f"the key is in {record.key_file} (mode 600)")

@@ -1,6 +1,7 @@
-"""YAML, changed by whole lines: comments, order, quotes and anchors stay. Pure.
+"""Changes YAML by whole lines: comments, order, quotes and anchors stay. Pure.
 
-Only what the tools here need: keys of the outermost mapping with plain values, and entries of a list below such a key.
+Supports only what the tools here need: keys of the outermost mapping with plain values, and entries of a list below
+such a key.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _WORDS_OF_YAML = frozenset({"true", "false", "yes", "no", "on", "off", "null", "
 
 
 def load(text: str) -> dict[str, Any]:
-    """ValueError, with the line, for what is no mapping of YAML. No text at all is an empty mapping."""
+    """Return the mapping; empty for an empty text. Raises ValueError with the line number if the text is not a YAML
+    mapping."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -29,7 +31,7 @@ def load(text: str) -> dict[str, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        message = f"it is no mapping: {str(document)[:40]}"
+        message = f"it is not a mapping: {str(document)[:40]}"
         raise ValueError(message)
     return document
 
@@ -50,7 +52,7 @@ def drop(text: str, place: Place) -> str:
         return _without_lines(text, key.start_mark.line, _last_line(text, node) + 1)
     rows = _block_rows(node)
     if rows is None:
-        message = f"{key.value} is not a list with an entry a line"
+        message = f"{key.value} is not a list with one entry per line"
         raise NotEditableError(message)
     index = _rows_of(text, key.value).index(look(load(text), place))
     if len(rows) == 1:
@@ -84,14 +86,14 @@ def _put_item(text: str, key: str, value: dict[str, Any]) -> str:
         return _replaced_lines(text, line, line + 1, f"{key}:\n" + _item(value, 2))
     rows = _block_rows(node)
     if rows is None:
-        message = f"{key} is not a list with an entry a line"
+        message = f"{key} is not a list with one entry per line"
         raise NotEditableError(message)
     at = _last_line(text, node) + 1
     return _replaced_lines(_ended(text), at, at, _item(value, node.start_mark.column))
 
 
 def _find(text: str, key: str) -> tuple[yaml.Node, yaml.Node] | None:
-    """Key and value in the outermost mapping."""
+    """Return key and value nodes of a key in the outermost mapping; None if it is missing."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is None:
         return None
@@ -112,7 +114,8 @@ def _is_empty_list(node: yaml.Node) -> bool:
 
 
 def _last_line(text: str, node: yaml.Node) -> int:
-    """Of the node's own content: the marks of a block reach over the comments and empty lines that follow it."""
+    """Return the last line of the node's own content. PyYAML's end mark of a block also covers the comments and empty
+    lines after it."""
     end = node.end_mark
     line: int = end.line
     if not _is_block(node):
@@ -152,7 +155,8 @@ def _item(value: dict[str, Any], column: int) -> str:
 
 
 def _scalar(value: object) -> str:
-    """Plain where no reader could take it for anything else; JSON's strings are YAML's as well."""
+    """Return the value as YAML text: plain if no parser can take it for another type, else as a JSON string, which is
+    valid YAML."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_YAML:
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -1,1 +1,1 @@
-"""An appliance as a channel of one-api or new-api, made through their API: README.md."""
+"""Creates a channel for an appliance in one-api or new-api through their API; see README.md."""

@@ -1,4 +1,4 @@
-"""One-api and new-api, signed in: what is asked alike, and where the two differ."""
+"""The management of one-api and new-api after signing in: what they share and where they differ."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from appliance.host.provision.api import Answer, Api, RefusedError
 from appliance.host.provision.channel import ENABLED
 from appliance.values import dataclass
 
-ROOT, DEFAULT_PASSWORD = "root", "123456"  # with which every one-api begins
+ROOT, DEFAULT_PASSWORD = "root", "123456"  # root's password in every new one-api
 PAGE = 100
 
 
 class Admin(Protocol):
-    """Each raises RefusedError and NoAnswerError."""
+    """Management of one server. Each method raises RefusedError and NoAnswerError."""
 
     @property
     def kind(self) -> str: ...
@@ -47,7 +47,8 @@ class NewApi:
         self.api.ask("POST", "/api/channel/", {"mode": "single", "channel": dict(fields)})
 
     def enable(self, number: int) -> None:
-        """By a route of its own: newer versions refuse `status` in a PUT, older ones have no such route."""
+        """Enable a channel by a route of its own: newer versions refuse `status` in a PUT, older ones lack that
+        route."""
         try:
             self.api.ask("POST", f"/api/channel/{number}/status", {"status": ENABLED})
         except RefusedError:
@@ -55,12 +56,13 @@ class NewApi:
 
 
 def channels_named(admin: Admin, name: str) -> list[Mapping[str, Any]]:
-    """A search finds more: names that begin like it, and of some versions keys and addresses too."""
+    """Return the channels of exactly that name. The server's search also finds names that begin like it, and in some
+    versions keys and addresses."""
     return _named(admin, "channel", name)
 
 
 def tokens_named(admin: Admin, name: str, user: int) -> list[Mapping[str, Any]]:
-    """Of this user alone: root is shown everybody's by new-api."""
+    """Return this user's tokens of that name: new-api shows root the tokens of all users."""
     return [row for row in _named(admin, "token", name) if row.get("user_id", user) == user]
 
 
@@ -73,28 +75,28 @@ def _named(admin: Admin, what: str, name: str) -> list[Mapping[str, Any]]:
         rows = [row for row in rows or [] if isinstance(row, dict)]
         found += [row for row in rows if row.get("name") == name]
         if not isinstance(data, dict) or page * PAGE >= int(data.get("total") or 0):
-            break  # one-api knows no pages of a search and gives all of it each time
+            break  # one-api has no pages in searches and returns everything each time
     return found
 
 
 def update(admin: Admin, number: int, fields: Mapping[str, Any]) -> None:
-    """What is left out stays as it is."""
+    """Change these fields of a channel; the others stay."""
     admin.api.ask("PUT", "/api/channel/", {"id": number, **fields})
 
 
 def create_token(admin: Admin, name: str) -> None:
-    """Without a limit and without an end."""
+    """Create a token without a limit and without an expiry."""
     fields = {"name": name, "expired_time": -1, "remain_quota": 0, "unlimited_quota": True}
     admin.api.ask("POST", "/api/token/", fields)
 
 
 def token_key(admin: Admin, token: Mapping[str, Any]) -> str:
-    """As clients send it. Newer forks mask it in lists and give it on its own."""
+    """Return the key as clients send it. Newer forks mask it in lists and return it by a route of its own."""
     key = str(token.get("key") or "")
     if not key or "*" in key:
         key = str((admin.api.ask("POST", f"/api/token/{token['id']}/key").data or {}).get("key") or "")
     if not key:
-        message = f"token {token['id']} is shown without its key"
+        message = f"the server does not show the key of token {token['id']}"
         raise RefusedError(message)
     return f"sk-{key.removeprefix('sk-')}"
 
@@ -107,18 +109,18 @@ def user_of(admin: Admin) -> int:
 @dataclass(frozen=True, kw_only=True)
 class SignedIn:
     admin: Admin
-    set_up: tuple[str, ...] = ()  # what was done for the first time, in words
+    set_up: tuple[str, ...] = ()  # what was set up for the first time, in words
 
 
 def sign_in(api: Api, *, access_token: str | None, root_password: str | None) -> SignedIn:
-    """The way that there is. ConfigError where none opens; NoAnswerError where it has gone."""
+    """Sign in by whatever was given. Raises ConfigError if it is refused, NoAnswerError if the server is gone."""
     if _is_new_api(api):
         return _sign_in_to_new_api(api, access_token, root_password)
     return _sign_in_to_one_api(api, access_token, root_password)
 
 
 def _is_new_api(api: Api) -> bool:
-    """Only it has a set-up of its own: one-api begins with a root user."""
+    """True for new-api: only new-api has a set-up route; one-api begins with a root user."""
     try:
         return isinstance(api.ask("GET", "/api/setup").data, dict)
     except RefusedError:
@@ -130,7 +132,7 @@ def _sign_in_to_one_api(api: Api, access_token: str | None, root_password: str |
     refused = "none was given" if opened is None else _refusal(opened)
     if opened is None or refused:
         if not root_password:
-            hint = "an access token counts only for a database that is new: also give --root-password-file"
+            hint = "an access token works only with a new database: also give --root-password-file"
             message = f"one-api refuses the access token: {refused}"
             raise ConfigError(message, hint=hint)
         opened = _logged_in(api, root_password)
@@ -147,19 +149,20 @@ def _refusal(api: Api) -> str:
 
 
 def _set_up_one_api(api: Api, admin: Admin, root_password: str) -> tuple[str, ...]:
-    """Once, while root still has the password that everybody knows; a password of the user's is never replaced."""
+    """Set root's password once, while it is still the default one that everybody knows. A user's own password is never
+    replaced."""
     try:
         _login(api, DEFAULT_PASSWORD)
     except RefusedError:
         return ()
     admin.api.ask("PUT", "/api/user/self", {"username": ROOT, "password": root_password, "display_name": "Root User"})
-    return ("root has the password of its file", *_close(admin))
+    return ("root's password is now that of the file", *_close(admin))
 
 
 def _close(admin: Admin) -> tuple[str, ...]:
-    """What a machine of one's own does not want: strangers who register."""
+    """Turn off registration: strangers must not get accounts on a private server."""
     admin.api.ask("PUT", "/api/option/", {"key": "RegisterEnabled", "value": "false"})
-    return ("nobody can register",)
+    return ("registration is turned off",)
 
 
 def _sign_in_to_new_api(api: Api, access_token: str | None, root_password: str | None) -> SignedIn:
@@ -170,29 +173,29 @@ def _sign_in_to_new_api(api: Api, access_token: str | None, root_password: str |
             raise ConfigError(message, hint="make one in its console, or give --root-password-file alone")
         return SignedIn(admin=NewApi(api=opened))
     if not root_password:
-        message = "new-api wants root's password, and none was given"
+        message = "new-api needs root's password, but none was given"
         raise ConfigError(message, hint="--root-password-file FILE; for a new database it becomes root's password")
     is_new = not api.ask("GET", "/api/setup").data.get("status")
     if is_new:
         given = {"username": ROOT, "password": root_password, "confirmPassword": root_password}
-        # Its own words for one without prices: with prices it refuses every model that has none.
+        # "Self use" is new-api's mode without prices: with prices it refuses every model that has none.
         api.ask("POST", "/api/setup", {**given, "SelfUseModeEnabled": True, "DemoSiteEnabled": False})
     admin = NewApi(api=_logged_in(api, root_password))
-    return SignedIn(admin=admin, set_up=("root has the password of its file", *_close(admin)) if is_new else ())
+    return SignedIn(admin=admin, set_up=("root's password is now that of the file", *_close(admin)) if is_new else ())
 
 
 def _logged_in(api: Api, password: str) -> Api:
-    """With a cookie, or in newer forks with a bearer token. Root's access token is not asked for: that would replace
-    the one that somebody else may hold."""
+    """Return the API signed in by a cookie, or by a bearer token in newer forks. Root's access token is not requested,
+    because that would replace a token that someone may already use."""
     try:
         answer = _login(api, password)
     except RefusedError as error:
-        message = f"root's password is refused: {error}"
-        hint = "it was set up with another one: put that into the file of --root-password-file"
+        message = f"root's password was refused: {error}"
+        hint = "the server has another password: put that one into the file of --root-password-file"
         raise ConfigError(message, hint=hint) from error
     data = answer.data if isinstance(answer.data, dict) else {}
     if data.get("require_2fa"):
-        message = "root's login asks for a second factor, which a program has not"
+        message = "root's login requires a second factor, which a program cannot give"
         raise ConfigError(message, hint="make an access token in its console, and give --access-token-file")
     user = data.get("user") or data
     number = str(user.get("id") or 1)

@@ -15,12 +15,12 @@ from appliance.host.docker.http import NoAnswerError, said, said_in
 from appliance.values import dataclass
 
 ASK_S = 15.0
-BUSY_TRIES = 4  # of one request that is answered with 429, which has no body and says no time
+BUSY_TRIES = 4  # attempts of a request that is answered with 429, an answer without body or waiting time
 BUSY_S = 1.0
 
 
 class RefusedError(Exception):
-    """`success: false`, a status that is an error, or something that is no answer of such an API."""
+    """The answer has `success: false`, an error status, or another form than this API's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Api:
-    """`headers` carry whatever was found to open the door; they are in no representation."""
+    """The API with the headers that authenticate; the repr does not show them."""
 
     host: str
     port: int
@@ -46,25 +46,25 @@ class Api:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def with_headers(self, **headers: str) -> Api:
-        """Instead of those before. `_` stands for `-`."""
+        """Return the API with these headers instead of the earlier ones. `_` stands for `-`."""
         return Api(
             host=self.host, port=self.port, headers={name.replace("_", "-"): text for name, text in headers.items()}
         )
 
     def ask(self, method: str, path: str, body: object = None) -> Answer:
-        """Raises RefusedError with the server's words, NoAnswerError where nothing answers, and EngineNotReadyError
-        where it goes on answering 429."""
+        """Send a request. Raises RefusedError with the server's message, NoAnswerError if there is no answer,
+        EngineNotReadyError if it keeps answering 429."""
         for left in range(BUSY_TRIES - 1, -1, -1):
             status, cookies, data = self._exchange(method, path, body)
             if status != http.HTTPStatus.TOO_MANY_REQUESTS:
                 return _answer(f"{method} {path}", status, cookies, data)
             if left:
                 time.sleep(BUSY_S)
-        message = f"too many requests for it from this address: {self.url}{path} goes on answering 429"
-        raise EngineNotReadyError(message, hint="logins are limited to 20 in 20 minutes: wait, then start again")
+        message = f"too many requests from this address: {self.url}{path} keeps answering 429"
+        raise EngineNotReadyError(message, hint="one-api allows 20 logins in 20 minutes: wait, then start again")
 
     def models(self, token: str) -> tuple[str, ...]:
-        """What a client with this relay token is told there is. Raises RefusedError and NoAnswerError."""
+        """Return the models that a client with this relay token is offered. Raises RefusedError and NoAnswerError."""
         relay = self.with_headers(Authorization=f"Bearer {token}")
         status, _, data = relay._exchange("GET", "/v1/models", None)
         try:

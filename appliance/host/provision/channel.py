@@ -1,4 +1,4 @@
-"""What the channel should be, and what has to change for it. Pure."""
+"""The wanted channel and the changes that lead to it. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from appliance.errors import ConfigError
 from appliance.values import dataclass
 
-OPENAI = 1  # its URL is the base and the request's path; the only kind of channel that every version and fork has
+OPENAI = 1  # request URL: the base plus the request's path; the only channel type that every version and fork has
 ENABLED, DISABLED_BY_HAND, DISABLED_BY_ITSELF = 1, 2, 3
-NO_KEY = "none"  # an empty key would be no channel at all
+NO_KEY = "none"  # a channel needs a key that is not empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """`base_url` without /v1 and without a slash at its end: the relay puts the path behind it as it is."""
+    """The wanted channel. `base_url` has no /v1 and no slash at its end, since the relay appends the path unchanged."""
 
     name: str
     base_url: str
@@ -26,7 +26,8 @@ class Wanted:
     key: str = field(repr=False)
 
     def fields(self) -> dict[str, Any]:
-        """All that can be read back. `other` means nothing to a channel of this type."""
+        """Return all fields that can be read back. `other` has no meaning for a channel of this type, so it holds our
+        note."""
         return {
             "name": self.name,
             "type": OPENAI,
@@ -37,14 +38,16 @@ class Wanted:
 
     @property
     def note(self) -> str:
-        """The context, which a channel has no field for, and by what another key is known: keys are never read back."""
+        """The context length, for which a channel has no field, and a hash that shows a changed key: keys are never
+        read back."""
         context = f"context {self.context}" if self.context else "context unknown"
         return f"appliance: {context}, key {hashlib.sha256(self.key.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """`fields` to write: of all, where there is no channel yet. Empty: it is as it should be."""
+    """The change to a channel. `fields` are written; they are all fields if there is no channel yet, and empty if
+    nothing differs."""
 
     id: int | None
     fields: Mapping[str, Any]
@@ -54,7 +57,8 @@ class Change:
 
 
 def changed(wanted: Wanted, channels: Sequence[Mapping[str, Any]]) -> Change:
-    """`channels`: those of the wanted name. ConfigError where there are several: which one is meant, nobody knows."""
+    """Return the change that leads to the wanted channel. `channels` are those of its name. Raises ConfigError if the
+    name is ambiguous."""
     if not channels:
         new = {"status": ENABLED, "group": "default", "priority": 0, "weight": 0, "model_mapping": ""}
         return Change(id=None, fields={**wanted.fields(), **new, "key": wanted.key or NO_KEY})
@@ -71,18 +75,19 @@ def changed(wanted: Wanted, channels: Sequence[Mapping[str, Any]]) -> Change:
 
 
 def only(rows: Sequence[Mapping[str, Any]], what: str, name: str) -> Mapping[str, Any]:
-    """ConfigError where there is more than one. `rows` is not empty."""
+    """Return the only row; `rows` is not empty. Raises ConfigError if there are several."""
     if len(rows) > 1:
         numbers = ", ".join(sorted(str(row.get("id")) for row in rows))
-        message = f"there are {len(rows)} {what}s of the name '{name}': ids {numbers}"
-        raise ConfigError(message, hint=f"delete all but one, or take another name with --{what} NAME")
+        message = f"there are {len(rows)} {what}s named '{name}': ids {numbers}"
+        raise ConfigError(message, hint=f"delete all but one, or choose another name with --{what} NAME")
     return rows[0]
 
 
 def check_models(models: Sequence[str]) -> tuple[str, ...]:
-    """ConfigError for a name that a list with commas cannot hold."""
+    """Return the names without duplicates. Raises ConfigError for a name that a list separated by commas cannot
+    hold."""
     for name in models:
         if "," in name or name != name.strip() or not name:
-            message = f"the appliance's model has a name that a channel cannot hold: '{name}'"
+            message = f"the model's name cannot be used in a channel: '{name}'"
             raise ConfigError(message, hint="name it with APPLIANCE_ALIAS, without commas")
     return tuple(dict.fromkeys(models))

@@ -1,4 +1,4 @@
-"""Channel and token as they should be, and what was done for it."""
+"""Brings channel and token to the wanted state and reports what was done."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ from appliance.host.provision.channel import ENABLED, Change, Wanted, changed, o
 from appliance.host.provision.secret import write_key
 from appliance.values import dataclass
 
-LISTED_S = 20.0  # a cache of channels is refreshed by the clock alone
+LISTED_S = 20.0  # one-api's cache of channels is refreshed at fixed intervals only
 POLL_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelDone:
-    """`did`: created, updated, enabled, unchanged, or left where somebody has disabled it by hand."""
+    """`did`: created, updated, enabled, unchanged, or left disabled if a user disabled it by hand."""
 
     did: str
     id: int
-    fields: tuple[str, ...] = ()  # that were changed, without the key's value
+    fields: tuple[str, ...] = ()  # names of the changed fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDone:
-    """`did`: created, unchanged, or left where somebody has disabled it."""
+    """`did`: created, unchanged, or left disabled if a user disabled it."""
 
     did: str
     id: int
-    is_written: bool  # into its file, just now
+    is_written: bool  # True: the key was just written to its file
     key: str = field(repr=False)
 
 
 def reconcile_channel(admin: Admin, wanted: Wanted) -> ChannelDone:
-    """Raises ConfigError for channels of one name, RefusedError, NoAnswerError."""
+    """Create or update the channel. Raises ConfigError if several channels have its name, RefusedError,
+    NoAnswerError."""
     change = changed(wanted, channels_named(admin, wanted.name))
     if change.id is None:
         admin.create(change.fields)
@@ -60,10 +61,11 @@ def reconcile_channel(admin: Admin, wanted: Wanted) -> ChannelDone:
 
 
 def _made(admin: Admin, wanted: Wanted) -> int:
-    """The answer to a POST has no id, and another one may have been made meanwhile."""
+    """Return the id of the created channel. The answer to the POST has no id, and a second channel may have been
+    created meanwhile."""
     found = channels_named(admin, wanted.name)
     if not found:
-        message = f"the channel '{wanted.name}' was created and is not there"
+        message = f"the channel '{wanted.name}' was created but is not listed"
         raise RefusedError(message)
     return int(only(found, "channel", wanted.name)["id"])
 
@@ -77,7 +79,8 @@ def _did(change: Change) -> str:
 
 
 def reconcile_token(admin: Admin, name: str, key_file: Path | None) -> TokenDone:
-    """Raises ConfigError for tokens of one name and a file that cannot be written, RefusedError, NoAnswerError."""
+    """Create the token if it is missing, and write its key to `key_file`. Raises ConfigError if several tokens have its
+    name or the file cannot be written, RefusedError, NoAnswerError."""
     user = user_of(admin)
     found = tokens_named(admin, name, user)
     is_new = not found
@@ -85,7 +88,7 @@ def reconcile_token(admin: Admin, name: str, key_file: Path | None) -> TokenDone
         _create_token(admin, name)
         found = tokens_named(admin, name, user)
         if not found:
-            message = f"the token '{name}' was created and is not there"
+            message = f"the token '{name}' was created but is not listed"
             raise RefusedError(message)
     token = only(found, "token", name)
     key = token_key(admin, token)
@@ -100,7 +103,8 @@ def _token_did(token: Mapping[str, Any], *, is_new: bool) -> str:
 
 
 def _create_token(admin: Admin, name: str) -> None:
-    """Twice: with PostgreSQL the first token after one-api's own initial one collides with its number."""
+    """Create the token, at the second attempt if the first fails: with PostgreSQL the first new token collides with the
+    id of one-api's own initial token."""
     try:
         create_token(admin, name)
     except RefusedError:
@@ -108,7 +112,7 @@ def _create_token(admin: Admin, name: str) -> None:
 
 
 def is_listed(admin: Admin, token: TokenDone, models: tuple[str, ...]) -> bool:
-    """Whether a client with the token is offered all of the models, now or soon. Raises NoAnswerError."""
+    """True if a client with the token is offered all the models, now or within LISTED_S. Raises NoAnswerError."""
     end = time.monotonic() + LISTED_S
     while True:
         try:
@@ -116,8 +120,8 @@ def is_listed(admin: Admin, token: TokenDone, models: tuple[str, ...]) -> bool:
                 return True
         except RefusedError as error:
             if time.monotonic() >= end:
-                message = f"the token does not open the relay: {error}"
-                raise EngineNotReadyError(message, hint="is the token disabled in the console?") from error
+                message = f"the relay refuses the token: {error}"
+                raise EngineNotReadyError(message, hint="check in the console whether the token is disabled") from error
         if time.monotonic() >= end:
             return False
         time.sleep(POLL_S)

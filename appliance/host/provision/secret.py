@@ -1,4 +1,4 @@
-"""Secrets in files: how they are made, and what is refused before anything starts with them."""
+"""Secrets in files: creates them, and refuses invalid ones before anything starts with them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ WORLD = 0o007
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    form: str  # a regular expression of the whole secret
-    words: str  # the same for people
+    form: str  # regular expression for the whole secret
+    words: str  # the rule in words
     make: Callable[[], str]
 
 
 _LETTERS = Rule(form=r"[A-Za-z0-9]{16,64}", words="16 to 64 letters and digits", make=lambda: secrets.token_hex(24))
-# one-api stores the access token in 32 characters and loses the root user in silence where it is longer; its passwords
-# have 8 to 20. The databases' passwords become part of a DSN, so no character of theirs may need escaping there.
+# one-api stores 32 characters of the access token; with a longer token it silently fails to create the root user. Its
+# passwords have 8 to 20 characters. Database passwords become part of a DSN, so they must not contain characters that
+# need escaping there.
 RULES: Mapping[str, Rule] = MappingProxyType({
     "access_token": Rule(form="[0-9a-f]{32}", words="32 hexadecimal digits", make=lambda: secrets.token_hex(16)),
     "root_password": Rule(
@@ -41,51 +42,54 @@ RULES: Mapping[str, Rule] = MappingProxyType({
 
 
 def read_secret(path: Path) -> str:
-    """Raises ConfigError for a file that is missing, empty, open to everybody, or not of the form that its name asks
-    for. The secret itself is in no message."""
+    """Return the secret. Raises ConfigError for a file that is missing, empty, open to all users, or not of the form
+    that its name requires. No message contains the secret."""
     try:
         mode = path.stat().st_mode
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
         message = f"the secret file cannot be read: {path}: {_why(error)}"
-        raise ConfigError(message, hint=f"it must be there, and readable by user {os.getuid()}") from error
+        raise ConfigError(message, hint=f"the file must exist and be readable by user {os.getuid()}") from error
     if mode & WORLD:
         message = f"the secret file is open to every user of the machine: {path}: mode {mode & 0o777:04o}"
-        raise ConfigError(message, hint=f"chmod o= {path.name}, and make the secret anew if others were on the machine")
+        raise ConfigError(message, hint=f"chmod o= {path.name}, and create a new secret if the machine has other users")
     if not text:
         message = f"the secret file is empty: {path}"
-        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER makes what is missing")
+        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER creates missing secrets")
     rule = RULES.get(path.name)
     if rule and not re.fullmatch(rule.form, text):
-        message = f"the secret is not of its form: {path}: {len(text)} characters, wanted {rule.words}"
-        raise ConfigError(message, hint="remove it; python3 -m appliance.host.provision secrets FOLDER makes it anew")
+        message = f"the secret has the wrong form: {path}: {len(text)} characters, required: {rule.words}"
+        raise ConfigError(
+            message, hint="remove it; python3 -m appliance.host.provision secrets FOLDER creates a new one"
+        )
     return text
 
 
 def check_folder(folder: Path) -> tuple[str, ...]:
-    """The names of the secrets in it, all of which are right. Raises ConfigError."""
+    """Return the names of the secrets in the folder after checking them all. Raises ConfigError."""
     try:
         paths = sorted(path for path in folder.iterdir() if path.name in RULES)
     except OSError as error:
         message = f"the folder of secrets cannot be read: {folder}: {_why(error)}"
-        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER makes one") from error
+        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER creates one") from error
     if not paths:
-        message = f"no secret is in the folder: {folder}: known are {', '.join(RULES)}"
-        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER makes them")
+        message = f"the folder contains no secret: {folder}: known names are {', '.join(RULES)}"
+        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER creates them")
     for path in paths:
         read_secret(path)
     return tuple(path.name for path in paths)
 
 
 def make_secrets(folder: Path) -> dict[str, str]:
-    """Each secret with "made" or "kept": what is there is checked and never replaced. Raises ConfigError."""
+    """Create the missing secrets and return each name with "made" or "kept". Existing secrets are checked and never
+    replaced. Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return {name: _make(folder / name, rule) for name, rule in RULES.items()}
     except OSError as error:
         message = f"the secrets cannot be written: {folder}: {_why(error)}"
         raise ConfigError(
-            message, hint="give a folder of yours: python3 -m appliance.host.provision secrets FOLDER"
+            message, hint="name a folder that you may write to: python3 -m appliance.host.provision secrets FOLDER"
         ) from error
 
 
@@ -100,7 +104,7 @@ def _make(path: Path, rule: Rule) -> str:
 
 
 def write_key(path: Path, key: str) -> bool:
-    """Whether it was written: no if the file holds the key already. Raises ConfigError."""
+    """Write the key to the file. False if the file already holds it. Raises ConfigError."""
     line = f"{key}\n"
     try:
         if path.exists() and path.read_text(encoding="utf-8") == line:

@@ -1,4 +1,4 @@
-"""What the appliance serves: its models, their context, and the key that opens it."""
+"""Queries what the appliance serves: its models, their context, and the key that it accepts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    models: tuple[str, ...]  # with their other names
-    context: int | None  # the smallest; None: no model tells it
+    models: tuple[str, ...]  # names of the models, aliases included
+    context: int | None  # the smallest of all models; None: no model reports it
     key: str = field(repr=False)
 
 
 def readiness(gateway: Gateway) -> dict[str, Any]:
-    """The document of its health, which needs no key; empty while nothing answers."""
+    """Return the health document, which needs no key; empty while the appliance does not answer."""
     try:
         return gateway.get(READY).document
     except NoAnswerError:
@@ -29,8 +29,8 @@ def readiness(gateway: Gateway) -> dict[str, Any]:
 
 
 def query_served(gateway: Gateway, key_file: Path | None) -> Served:
-    """Of an appliance that is ready. ConfigError where it wants a key that is not there, or another one;
-    NoAnswerError where it has gone meanwhile."""
+    """Return what a ready appliance serves. Raises ConfigError if its key is missing or refused, NoAnswerError if it is
+    gone."""
     reply = gateway.get("/v1/models")
     key = ""
     if reply.status == 401:
@@ -45,7 +45,7 @@ def _served(reply: Reply, key: str) -> Served:
     rows = reply.document.get("data")
     models = [row for row in rows if isinstance(row, dict) and row.get("id")] if isinstance(rows, list) else []
     if not models:
-        message = "no appliance is at this address: /v1/models lists no model"
+        message = "there is no appliance at this address: /v1/models lists no model"
         raise ConfigError(message, hint="give its address with --appliance URL")
     names = [str(name) for row in models for name in (row["id"], *row.get("aliases", ()))]
     contexts = [context for row in models if (context := _context(row))]
@@ -59,7 +59,7 @@ def _context(row: Mapping[str, Any]) -> int | None:
 
 def _read_key(key_file: Path | None) -> str:
     if key_file is None:
-        message = "the appliance asks for a key, and none was given"
+        message = "the appliance requires a key, but none was given"
         raise ConfigError(message, hint="--key-file FILE, which is secrets/api_key on the appliance's volume")
     try:
         key = key_file.read_text(encoding="utf-8").strip()
@@ -68,5 +68,5 @@ def _read_key(key_file: Path | None) -> str:
         raise ConfigError(message, hint="mount the appliance's volume, as a user of group 0") from error
     if not key:
         message = f"the appliance's key is empty: {key_file}"
-        raise ConfigError(message, hint="remove the file: the appliance makes one when it starts")
+        raise ConfigError(message, hint="remove the file: the appliance creates a key when it starts")
     return key

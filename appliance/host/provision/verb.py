@@ -1,8 +1,9 @@
 """python3 -m appliance.host.provision: makes an appliance a channel of one-api or new-api, with a token for its users.
 
-Waits for both sides, creates or updates what is not as it should be, and says what it did. A second run changes
-nothing. With --follow it goes on: another model of the appliance, or another context, is another list in the channel.
-`secrets FOLDER` makes the secrets that the compose files want, `check FOLDER` refuses those that are wrong.
+Waits for both servers, creates or updates what differs from the wanted state, and reports what it did. A second run
+changes nothing. With --follow it keeps running and updates the channel if the appliance's models or context change.
+
+`secrets FOLDER` creates the secrets that the compose files need; `check FOLDER` refuses invalid ones.
 """
 
 from __future__ import annotations
@@ -29,32 +30,42 @@ from appliance.host.provision.wait import until_ready, until_up
 from appliance.values import dataclass
 
 DESCRIPTION = __doc__
-NAME_LENGTH = 30  # of a token, in one-api
+NAME_LENGTH = 30  # longest name of a token in one-api
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("secrets", "check"), help="default: provision")
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="with secrets and check")
-    parser.add_argument("--one-api", metavar="URL", default="http://one-api:3000", help="one-api or new-api")
-    words = "as one-api and this program reach it"
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="folder of the secrets, with secrets and check")
+    parser.add_argument("--one-api", metavar="URL", default="http://one-api:3000", help="URL of one-api or new-api")
+    words = "URL at which one-api and this program reach it"
     parser.add_argument("--appliance", metavar="URL", default="http://appliance:11435", help=words)
-    parser.add_argument("--key-file", metavar="FILE", type=Path, help="of the appliance: secrets/api_key on its volume")
-    parser.add_argument("--access-token-file", metavar="FILE", type=Path, help="of root, for the management API")
-    words = "of root; of a new database it becomes the password"
+    parser.add_argument(
+        "--key-file", metavar="FILE", type=Path, help="the appliance's key: secrets/api_key on its volume"
+    )
+    parser.add_argument(
+        "--access-token-file", metavar="FILE", type=Path, help="root's access token for the management API"
+    )
+    words = "root's password; a new database gets it as root's password"
     parser.add_argument("--root-password-file", metavar="FILE", type=Path, help=words)
     parser.add_argument("--channel", metavar="NAME", default="appliance", help="default: appliance")
     parser.add_argument("--token", metavar="NAME", default="appliance", help="default: appliance")
-    parser.add_argument("--token-file", metavar="FILE", type=Path, help="where the token's key is written")
-    parser.add_argument("--wait-s", metavar="N", type=float, default=300.0, help="for one-api; default: 300")
+    parser.add_argument("--token-file", metavar="FILE", type=Path, help="file to write the token's key to")
     parser.add_argument(
-        "--model-wait-s", metavar="N", type=float, default=86400.0, help="for the model; default: a day"
+        "--wait-s", metavar="N", type=float, default=300.0, help="seconds to wait for one-api; default: 300"
     )
-    parser.add_argument("--follow", action="store_true", help="go on, and follow the appliance's models")
-    parser.add_argument("--every-s", metavar="N", type=float, default=30.0, help="with --follow; default: 30")
-    words = "a login that ended is made again, but not sooner: one-api allows 20 in 20 minutes; default: 120"
+    parser.add_argument(
+        "--model-wait-s", metavar="N", type=float, default=86400.0, help="seconds to wait for the model; default: a day"
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="keep running and follow changes of the appliance's models"
+    )
+    parser.add_argument(
+        "--every-s", metavar="N", type=float, default=30.0, help="seconds between checks with --follow; default: 30"
+    )
+    words = "least seconds between logins, of which one-api allows 20 in 20 minutes; default: 120"
     parser.add_argument("--login-every-s", metavar="N", type=float, default=120.0, help=words)
-    parser.add_argument("--ready-file", metavar="FILE", type=Path, help="made when the channel is as it should be")
-    parser.add_argument("--json", action="store_true", help="one object a line, for scripts")
+    parser.add_argument("--ready-file", metavar="FILE", type=Path, help="file created once the channel is up to date")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for scripts")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,11 +78,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         Provision(options).run()
     except NoAnswerError as error:
-        message = f"it went away: {error}"
-        raise EngineNotReadyError(message, hint="start again: what was done is found and not done twice") from error
+        message = f"the server stopped answering: {error}"
+        raise EngineNotReadyError(message, hint="start again: finished steps are not repeated") from error
     except RefusedError as error:
         message = f"one-api refuses: {error}"
-        raise ConfigError(message, hint="see its log; docs/one-api.md says which versions are known") from error
+        raise ConfigError(message, hint="see its log; docs/one-api.md lists the known versions") from error
     return 0
 
 
@@ -94,7 +105,7 @@ def _of_secrets(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What was done in one pass; `is_listed`: clients with the token are offered the models."""
+    """What one pass did. `is_listed` is True if clients with the token are offered the models."""
 
     signed_in: SignedIn
     served: Served
@@ -104,7 +115,7 @@ class Done:
 
 
 class Provision:
-    """One run: what was read from its options, and who is signed in."""
+    """One run of the verb: its options and the signed-in session."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -116,7 +127,7 @@ class Provision:
         _check(options)
 
     def run(self) -> None:
-        """Raises FatalError, RefusedError, NoAnswerError."""
+        """Provision once, and follow if asked to. Raises FatalError, RefusedError, NoAnswerError."""
         ready_file: Path | None = self._options.ready_file
         if ready_file:
             ready_file.unlink(missing_ok=True)
@@ -148,7 +159,7 @@ class Provision:
         )
 
     def _follow(self, done: Done) -> None:
-        """Until it is ended. What goes wrong is said once, and tried again."""
+        """Check repeatedly until the process is ended. Each problem is reported once and retried."""
         signed_in, signed_in_s, trouble = done.signed_in, time.monotonic(), ""
         while True:
             time.sleep(self._options.every_s)
@@ -156,24 +167,24 @@ class Provision:
                 trouble = self._tell_trouble(trouble, self._pass(signed_in))
                 continue
             except NoAnswerError as error:
-                trouble = self._tell_trouble(trouble, f"it does not answer: {error}")
+                trouble = self._tell_trouble(trouble, f"the server does not answer: {error}")
             except FatalError as error:
                 trouble = self._tell_trouble(trouble, error.message)
             except RefusedError as error:
                 if time.monotonic() - signed_in_s < self._options.login_every_s:
                     trouble = self._tell_trouble(trouble, f"one-api refuses: {error}")
                     continue
-                signed_in_s = time.monotonic()  # of a login that ended nothing has to be said
+                signed_in_s = time.monotonic()  # an expired login is normal and not reported
                 signed_in, trouble = self._signed_in_again(signed_in, trouble)
 
     def _pass(self, signed_in: SignedIn) -> str:
-        """What stands in its way, if anything. Raises FatalError, RefusedError, NoAnswerError."""
+        """Do one pass. Returns what prevents it, or "". Raises FatalError, RefusedError, NoAnswerError."""
         document = readiness(self._appliance)
-        if document.get("status") != "ready":  # clients are told by the appliance itself what it is doing
+        if document.get("status") != "ready":  # the appliance itself tells clients what it is doing
             return f"the appliance is not ready ({document.get('phase', 'no answer')}), the channel stays"
         served = query_served(self._appliance, self._options.key_file)
         channel = reconcile_channel(signed_in.admin, self._wanted(served))
-        if channel.did == "created":  # somebody deleted it, or the whole database, and then the token is gone
+        if channel.did == "created":  # the channel or the whole database was deleted, and then the token is missing too
             reconcile_token(signed_in.admin, self._options.token, self._options.token_file)
         if channel.did != "unchanged" and (channel.did != "left disabled" or channel.fields):
             self._tell_channel(channel, served)
@@ -183,7 +194,7 @@ class Provision:
         try:
             return self._signed_in(), trouble
         except NoAnswerError as error:
-            words = f"it does not answer: {error}"
+            words = f"the server does not answer: {error}"
         except RefusedError as error:
             words = f"one-api refuses: {error}"
         except FatalError as error:
@@ -215,7 +226,7 @@ class Provision:
 
     def _tell_trouble(self, before: str, words: str) -> str:
         if words and words != before:
-            self._say(f"{words}; it is tried again")
+            self._say(f"{words}; retrying")
         return words
 
     @staticmethod
@@ -226,7 +237,7 @@ class Provision:
 def _gateway(url: str, flag: str) -> Gateway:
     parts = urlsplit(parse_url(url))
     if parts.scheme != "http":
-        message = f"not an address of the inner network: {url} ({flag})"
+        message = f"not an http address: {url} ({flag})"
         raise UsageError(message, hint="as in http://appliance:11435; TLS belongs in front of one-api")
     return Gateway(host=parts.hostname or "", port=parts.port or 80)
 
@@ -237,8 +248,8 @@ def _secret(path: Path | None) -> str | None:
 
 def _check(options: argparse.Namespace) -> None:
     if not (options.access_token_file or options.root_password_file):
-        message = "nothing opens one-api's management"
-        raise UsageError(message, hint="--access-token-file FILE, --root-password-file FILE, or both")
+        message = "no access token and no password for one-api's management was given"
+        raise UsageError(message, hint="give --access-token-file FILE, --root-password-file FILE, or both")
     for flag in ("channel", "token"):
         name = getattr(options, flag)
         if not name.strip() or len(name) > NAME_LENGTH:
@@ -268,8 +279,8 @@ def _token_words(options: argparse.Namespace, token: TokenDone) -> str:
 
 def _not_listed(done: Done) -> str:
     if "left disabled" in (done.channel.did, done.token.did):
-        return "not offered: channel or token is disabled by hand"
-    return "not offered yet: with a cache of channels it takes until the next SYNC_FREQUENCY"
+        return "not offered: the channel or the token was disabled by hand"
+    return "not offered yet: one-api's cache of channels delays it until the next SYNC_FREQUENCY"
 
 
 def _channel_document(name: str, channel: ChannelDone, served: Served) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Waiting for both sides: each with what it waits for, and an end."""
+"""Waits for both servers, with messages and a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Say = Callable[[str], None]
 
 
 class Saying:
-    """Each sentence once, and the same one again after half a minute."""
+    """Says each sentence once, and again after half a minute."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -32,7 +32,8 @@ class Saying:
 
 
 def until_up(api: Api, limit_s: float, say: Say) -> str:
-    """The version of a one-api that answers. Raises EngineNotReadyError after the limit, with what came last."""
+    """Return the version of one-api once it answers. Raises EngineNotReadyError after the limit, with the last
+    error."""
     began = time.monotonic()
     saying = Saying(say)
     while True:
@@ -42,15 +43,16 @@ def until_up(api: Api, limit_s: float, say: Say) -> str:
         except (NoAnswerError, RefusedError) as error:
             last = str(error)
         if time.monotonic() - began >= limit_s:
-            message = f"one-api did not come up within {limit_s:g} s: {api.url}: {last}"
-            hint = "see its log; without a network it ends at its start for want of two files: docs/one-api.md"
+            message = f"one-api did not start within {limit_s:g} s: {api.url}: {last}"
+            hint = "see its log; without a network it exits because it cannot load two files: docs/one-api.md"
             raise EngineNotReadyError(message, hint=hint)
         saying(f"waiting for one-api at {api.url}")
         time.sleep(POLL_S)
 
 
 def until_ready(gateway: Gateway, limit_s: float, say: Say) -> None:
-    """Raises EngineNotReadyError after the limit, with what the appliance was doing."""
+    """Wait until the appliance is ready. Raises EngineNotReadyError after the limit, with what the appliance was
+    doing."""
     began = time.monotonic()
     saying = Saying(say)
     while True:
@@ -60,13 +62,13 @@ def until_ready(gateway: Gateway, limit_s: float, say: Say) -> None:
         doing = _doing(document)
         if time.monotonic() - began >= limit_s:
             message = f"the appliance was not ready within {limit_s:g} s: {gateway.base}: {doing}"
-            raise EngineNotReadyError(message, hint="see its log; a first fetch may take longer: --model-wait-s N")
+            raise EngineNotReadyError(message, hint="see its log; a first download may take longer: --model-wait-s N")
         saying(f"waiting for the appliance at {gateway.base}: {doing}")
         time.sleep(POLL_S)
 
 
 def _doing(document: Mapping[str, Any]) -> str:
-    """As in "the model is being fetched, 24 %"."""
+    """Return what the appliance is doing, as in "the model is being fetched, 24 %"."""
     done, total = document.get("bytes_done"), document.get("bytes_total")
     share = f", {done / total:.0%}" if done is not None and total else ""
-    return f"{document.get('message') or 'nothing answers'}{share}"
+    return f"{document.get('message') or 'no answer'}{share}"

@@ -6,7 +6,8 @@ import sys
 
 
 def agrees(question: str, *, default: bool = False) -> bool:
-    """`default` for an empty answer. Where nobody can be asked the answer is no: a script says --yes."""
+    """Ask a yes/no question; `default` is the result of an empty answer. False if there is no terminal: scripts use
+    --yes."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     print(f"{question} [{'Y/n' if default else 'y/N'}] ", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""From the start of a container to its first readiness, shown as it goes."""
+"""Follows a container from its start to its first readiness and shows the progress."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from appliance.host.docker import containers
 from appliance.host.docker.http import Gateway, ReadyPoll
 from appliance.host.docker.log_lines import read_last_words
 
-POLL_S = 0.05  # ready is shown so soon after it is
-LOOK_S = 0.5  # whether it still runs costs Docker more than a health route
+POLL_S = 0.05  # interval of readiness checks
+LOOK_S = 0.5  # interval of checks that it still runs, which cost Docker more than a health route
 LAST_LINES = 30
-LINE_EVERY_S = 10.0  # into a log, of a download
+LINE_EVERY_S = 10.0  # interval of a download's progress lines in a log
 
 
 class Display(Protocol):
@@ -29,7 +29,8 @@ class Display(Protocol):
 
 
 def until_ready(client: APIClient, container_id: str, gateway: Gateway, display: Display) -> None:
-    """Raises ContainerEndedError when it ends first, with the code and the last words of its log."""
+    """Wait until the appliance is ready. Raises ContainerEndedError with exit code and last log lines if the container
+    ends first."""
     poll, looked_s = ReadyPoll(gateway), 0.0
     try:
         while True:
@@ -46,7 +47,7 @@ def until_ready(client: APIClient, container_id: str, gateway: Gateway, display:
 
 
 class ContainerEndedError(FatalError):
-    """With the exit code of the container, which is one of the appliance's own."""
+    """The container ended. Has the container's exit code, which is one of the appliance's own."""
 
     def __init__(self, message: str, *, hint: str, log: tuple[str, ...], exit_code: int) -> None:
         super().__init__(message, hint=hint, log=log)
@@ -60,9 +61,9 @@ def refuse_ended(client: APIClient, container_id: str) -> None:
     code = int(state["ExitCode"])
     said = read_last_words(client.logs(container_id, tail=LAST_LINES).decode(errors="replace"))
     why = f": {said.message}" if said.message else ""
-    why = ": the kernel killed it, memory ran out" if state.get("OOMKilled") else why
+    why = ": killed by the kernel, memory ran out" if state.get("OOMKilled") else why
     message = f"the container ended with code {code}{why}"
-    hint = said.hint or "its own words stand above; README.md says what each code means"
+    hint = said.hint or "see its log above; docs/errors.md explains each exit code"
     raise ContainerEndedError(message, hint=hint, log=said.before, exit_code=code or EngineNotReadyError.exit_code)
 
 
@@ -71,7 +72,7 @@ def display_on(console: Console) -> Live | Lines:
 
 
 class Lines:
-    """For a log: each sentence once, a download now and then."""
+    """Output for a log: each sentence once, a download's progress now and then."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -83,7 +84,7 @@ class Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left on the screen to take away."""
+        """Do nothing: there is no display to remove."""
 
     def show(self, document: dict[str, Any]) -> None:
         words, fetched = sentence(document), fetching(document)
@@ -95,10 +96,10 @@ class Lines:
 
 
 class Live:
-    """For a terminal: one line, with a bar where a total is known."""
+    """Output for a terminal: one line, with a bar if a total is known."""
 
     def __init__(self, console: Console) -> None:
-        # Of a narrow terminal the sentence loses its end, and nothing else.
+        # On a narrow terminal only the end of the sentence is cut off.
         words = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
         right = TextColumn("{task.fields[right]}", table_column=Column(no_wrap=True))
         clock = TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7))
@@ -117,7 +118,7 @@ class Live:
     def show(self, document: dict[str, Any]) -> None:
         total, done = document.get("bytes_total"), document.get("bytes_done") or 0
         words = sentence(document).replace("[", r"\[")
-        # Of a task a total can be set and not taken away.
+        # A task's total cannot be removed once it is set.
         fields: dict[str, Any] = {"right": fetching(document), "has_bar": bool(total) and "bytes_done" in document}
         if self._task is None:
             self._task = self._progress.add_task(words, total=total, completed=done, **fields)
@@ -134,7 +135,8 @@ def sentence(document: dict[str, Any]) -> str:
 
 
 def fetching(document: dict[str, Any]) -> str:
-    """As in "1.2 of 4.9 GB, 38 MB/s, 1 min 37 s left"; empty while nothing is fetched."""
+    """Return the progress of a download, as in "1.2 of 4.9 GB, 38 MB/s, 1 min 37 s left"; empty while nothing is
+    downloaded."""
     done, total = document.get("bytes_done"), document.get("bytes_total")
     if done is None:
         return ""
@@ -147,7 +149,7 @@ def fetching(document: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As in "4.8 s", "1 min 37 s", "2 h 5 min", "3 d 4 h"."""
+    """Return a duration, as in "4.8 s", "1 min 37 s", "2 h 5 min", "3 d 4 h"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -1,7 +1,8 @@
-"""python3 -m appliance.host.start.preflight: what would stop `make up` or `make test`, told before anything is made.
+"""python3 -m appliance.host.start.preflight: reports what would stop `make up` or `make test`, before anything is made.
 
-All findings at once, each with what to do. Of the standard library alone and in under a second: it runs on the
-machine's own Python, before there is a .venv. On stdout, for make: the recipe and the rung that the model's name means.
+Reports all findings at once, each with what to do. Uses the standard library only and takes under a second: it runs on
+the machine's own Python, before there is a .venv. Prints for make, on stdout, the recipe and variant that the model's
+name means.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from appliance.values import dataclass
 
 CELL_LABEL = "io.appliance.cell"
 PROJECT_LABEL = "com.docker.compose.project"
-OWN_PROJECTS = {"appliance", "appliance-replicas"}  # as the files of compose/ that have the volume are named
-DOCKER_S = 20.0  # what has not answered by then hangs
-VENV_MIB = 1100  # 729 when it is done, and the wheels that are unpacked into it
-BIND = "127.0.0.1"  # as compose/appliance.yaml publishes it
-# Folders of the volume: one that holds anything and none of these was filled by another program.
+OWN_PROJECTS = {"appliance", "appliance-replicas"}  # names of the compose files that use the volume
+DOCKER_S = 20.0  # a command that takes longer hangs
+VENV_MIB = 1100  # 729 MiB installed, plus the wheels that are unpacked into it
+BIND = "127.0.0.1"  # the address at which compose/appliance.yaml publishes the port
+# Names in our volume. A volume that has content and none of these belongs to another program.
 OURS = {"models", "profiles", "cache", "secrets", "appliance.yaml"}
 PLUGINS = {
     "compose": "install it: https://docs.docker.com/compose/install/linux/ (Debian: docker-compose-plugin)",
@@ -42,20 +43,20 @@ PLUGINS = {
 
 
 class NoRoomError(FatalError):
-    exit_code = 60  # as the build would end
+    exit_code = 60  # same code as a failed build
 
 
 @dataclass(frozen=True, kw_only=True)
 class Docker:
-    """What the docker command says. `info` is None without the command; `server` is "" if no daemon answers."""
+    """Answers of the docker command. `info` is None without the command; `server` is "" if no daemon answers."""
 
     info: Mapping[str, Any] | None
-    why: str  # the command's own words where it fails
+    why: str  # the command's error message if it fails
     containers: tuple[Mapping[str, str], ...]
     volume: Mapping[str, Any] | None
-    users: tuple[Mapping[str, str], ...]  # containers that have this volume
-    has_image: bool  # of the cell
-    cache: str = ""  # what the builder keeps, as it lists that
+    users: tuple[Mapping[str, str], ...]  # containers that use this volume
+    has_image: bool  # True if the cell's image exists
+    cache: str = ""  # the builder's own list of its cache
 
     @property
     def server(self) -> str:
@@ -73,15 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python3 -m appliance.host.start.preflight", description=__doc__)
-    about = "up looks at everything, test at what building takes, venv at Python alone"
+    about = "up checks everything, test only what a build needs, venv only Python"
     parser.add_argument("what", choices=("up", "test", "venv"), help=about)
-    parser.add_argument("--model", metavar="NAME", default="demo", help="as MODEL of make [demo]")
-    parser.add_argument("--cell", metavar="CELL", default="", help="that is built; unknown without it")
-    parser.add_argument("--port", metavar="N", default=str(ports.PORT), help=f"on this machine [{ports.PORT}]")
-    parser.add_argument("--volume", metavar="NAME", default="appliance", help="[appliance]")
-    parser.add_argument("--project", metavar="NAME", default="appliance", help="of compose [appliance]")
-    parser.add_argument("--path", metavar="NAME=PATH", action="append", default=[], help="must be there, if not empty")
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--model", metavar="NAME", default="demo", help="same as MODEL of make [demo]")
+    parser.add_argument("--cell", metavar="CELL", default="", help="cell that is built; not checked if empty")
+    parser.add_argument("--port", metavar="N", default=str(ports.PORT), help=f"port on this machine [{ports.PORT}]")
+    parser.add_argument("--volume", metavar="NAME", default="appliance", help="volume [appliance]")
+    parser.add_argument("--project", metavar="NAME", default="appliance", help="compose project [appliance]")
+    parser.add_argument(
+        "--path", metavar="NAME=PATH", action="append", default=[], help="path that must exist, unless it is empty"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser
 
 
@@ -102,7 +105,7 @@ def _show(found: Sequence[FatalError], meant: Meant | None, *, as_json: bool) ->
 
 
 def findings(options: argparse.Namespace, inventory: Inventory | None, meant: Meant | None) -> Iterator[FatalError]:
-    """Yield what stands in the way, in the order in which it would be met."""
+    """Yield everything that would fail, in the order in which it would fail."""
     yield from python_findings(CLONE)
     yield from path_findings(options.path)
     if options.what == "venv":
@@ -122,7 +125,7 @@ def findings(options: argparse.Namespace, inventory: Inventory | None, meant: Me
 
 def python_findings(clone: Path) -> Iterator[FatalError]:
     if not (clone / ".venv/installed").exists() and importlib.util.find_spec("ensurepip") is None:
-        message = f"this Python cannot make a .venv: it has no ensurepip: {sys.executable}"
+        message = f"this Python cannot create a .venv, because it has no ensurepip: {sys.executable}"
         yield ConfigError(message, hint="sudo apt install python3-venv, or another one: make PYTHON=/path/to/python3")
 
 
@@ -130,7 +133,7 @@ def path_findings(given: Iterable[str]) -> Iterator[FatalError]:
     for each in given:
         name, _, path = each.partition("=")
         if path and not os.path.exists(path):  # noqa: PTH110 - pathlib's raises for what may not be looked at
-            yield ConfigError(f"{name} names what is not there: {path}", hint=f"correct it, or leave {name} away")
+            yield ConfigError(f"{name} names a path that does not exist: {path}", hint=f"correct it, or omit {name}")
 
 
 def query_docker(volume: str, cell: str) -> Docker:
@@ -158,7 +161,7 @@ def query_docker(volume: str, cell: str) -> Docker:
     )
 
 
-NO_COMMAND, NO_ANSWER = 127, 124  # as a shell says
+NO_COMMAND, NO_ANSWER = 127, 124  # same codes as a shell
 
 
 def _ask(words: tuple[str, ...]) -> Finished:
@@ -171,7 +174,7 @@ def _ask(words: tuple[str, ...]) -> Finished:
 
 
 def _documents(finished: Finished) -> list[dict[str, Any]]:
-    """Return the JSON objects of an answer, one a line or in one list; nothing from lines that are none."""
+    """Return the JSON objects of an answer, one a line or in one list; lines that are not JSON are skipped."""
     found: list[dict[str, Any]] = []
     for text in (finished.stdout,) if finished.stdout.startswith("[") else finished.stdout.splitlines():
         try:
@@ -202,13 +205,14 @@ def docker_findings(docker: Docker) -> Iterator[FatalError]:
 
 
 def _silent(docker: Docker) -> ConfigError:
-    if {"host", "store"} <= (docker.info or {}).keys():  # as `podman info` answers, where it stands in for docker
-        message = "the docker command here is Podman's, which has neither the builder nor the store that is needed"
+    # the keys of `podman info`, for a docker command that is Podman's
+    if {"host", "store"} <= (docker.info or {}).keys():
+        message = "the docker command here is Podman's, which lacks the builder and the image store that are needed"
         return ConfigError(message, hint="install Docker: https://docs.docker.com/engine/install/")
-    said = docker.why or " ".join((docker.info or {}).get("ServerErrors") or ()) or "it says nothing"
+    said = docker.why or " ".join((docker.info or {}).get("ServerErrors") or ()) or "it gave no reason"
     if "permission denied" in said.lower():
         return ConfigError("this user may not use Docker", hint='sudo usermod -aG docker "$USER", and log in again')
-    hint = "start it: sudo systemctl start docker, or Docker Desktop; `docker info` says more"
+    hint = "start it: sudo systemctl start docker, or Docker Desktop; see `docker info`"
     return ConfigError(f"Docker does not answer: {said.splitlines()[-1]}", hint=hint)
 
 
@@ -221,7 +225,7 @@ def cell_findings(cell: str, inventory: Inventory | None) -> Iterator[FatalError
     if inventory and cell and cell not in inventory.cells:
         near = difflib.get_close_matches(cell, list(inventory.cells), 1)
         meant = f"perhaps you meant {near[0]}; " if near else ""
-        yield ConfigError(f"CELL is no cell: {cell}", hint=f"{meant}python3 -m images list names them all")
+        yield ConfigError(f"CELL is not a cell: {cell}", hint=f"{meant}`python3 -m images list` lists all cells")
 
 
 def model_findings(called: str, inventory: Inventory | None, meant: Meant | None) -> Iterator[FatalError]:
@@ -229,14 +233,16 @@ def model_findings(called: str, inventory: Inventory | None, meant: Meant | None
         near = nearest(called, inventory.recipes)
         known = f"the recipes are {', '.join(each.name for each in inventory.recipes)}"
         hint = f"make up MODEL={near[0]}{f', or {near[1]}' if near[1:] else ''}; {known}" if near else known
-        yield ConfigError(f"MODEL is no recipe and no model of one: {called}", hint=hint)
+        yield ConfigError(f"MODEL is not a recipe or a model of one: {called}", hint=hint)
 
 
 def port_findings(asked: str, project: str, docker: Docker) -> Iterator[FatalError]:
-    """The port may be held by the appliance of this very project, which `make up` brings up to date."""
+    """Yield an error if the port is in use, unless the appliance of this project holds it, which `make up` updates."""
     name = "APPLIANCE_HOST_PORT"
     if not asked.isdecimal() or not 1 <= int(asked) <= 65535:
-        yield ConfigError(f"{name} is no port: {asked}", hint=f"a number from 1 to 65535, as in make up {name}=12000")
+        yield ConfigError(
+            f"{name} is not a port: {asked}", hint=f"a number from 1 to 65535, as in make up {name}=12000"
+        )
         return
     holder = next((each for each in docker.containers if _publishes(each, asked)), None)
     if holder and _labels(holder).get(PROJECT_LABEL) == project:
@@ -255,7 +261,8 @@ def _is_free(port: int, docker: Docker) -> bool:
 
 
 def _publishes(container: Mapping[str, str], port: str) -> bool:
-    """Where ours would be, or on all addresses: on another one, or for UDP, it is in nobody's way."""
+    """True if the container publishes the TCP port at our address or at all addresses; any other use does not
+    conflict."""
     addresses = "|".join(map(re.escape, ("0.0.0.0", BIND)))  # noqa: S104
     return re.search(rf"\b(?:{addresses}):{port}->\d+/tcp", container.get("Ports", "")) is not None
 
@@ -268,18 +275,20 @@ def volume_findings(
     project: str | None = None,
     hint: str,
 ) -> Iterator[FatalError]:
-    """Docker takes a volume of this name, whoever made it. Another program's is told by its users and contents.
+    """Yield an error if the volume belongs to another program, judged by its users and contents. Docker uses any volume
+    of this name.
 
-    `users`: labels by container. `project`: of compose, which would have made it; None if compose has no part in it.
+    `users` maps containers to their labels. `project` is the compose project that would have created it; None without
+    compose.
     """
     strangers = [container for container, labels in users.items() if not labels.get(CELL_LABEL)]
     owner = (volume.get("Labels") or {}).get(PROJECT_LABEL)
     if owner in OWN_PROJECTS | {project} - {None}:
-        return  # whoever else uses it, as a backup does
+        return  # other containers may use it too, such as a backup
     if strangers:
-        why = f"container {strangers[0]} uses it, which is no appliance"
+        why = f"it is used by container {strangers[0]}, which is not an appliance"
     elif project and owner and owner != project and not users:
-        why = f"the compose project {owner} made it"
+        why = f"it was created by the compose project {owner}"
     elif names := _of_others(Path(str(volume.get("Mountpoint")))):
         why = f"it holds {', '.join(names[:3])}"
     else:
@@ -289,7 +298,7 @@ def volume_findings(
 
 
 def _of_others(folder: Path) -> list[str]:
-    """Return what a volume holds if nothing of it is ours; empty if this user may not look."""
+    """Return the names in a volume if none of them is ours; empty if this user may not look."""
     try:
         names = sorted(path.name for path in folder.iterdir() if path.name != "lost+found")
     except OSError:
@@ -298,14 +307,14 @@ def _of_others(folder: Path) -> list[str]:
 
 
 def wanted_room(docker: Docker, cell: str, inventory: Inventory | None) -> list[tuple[str, Path, int]]:
-    """Return what is written where, in MiB. A cell whose image is here is hardly built anew, nor what the builder's
-    cache has of it."""
+    """Return what will be written where, in MiB. If the cell's image exists, hardly anything is built; parts in the
+    builder's cache are not counted either."""
     found = [] if (CLONE / ".venv/installed").exists() else [(".venv", CLONE, VENV_MIB)]
     needs = inventory.cells.get(cell) if inventory else None
     if needs and not docker.has_image:
         found.append(("archives of images", CLONE, needs["archives_mib"]))
         root = Path(str((docker.info or {}).get("DockerRootDir") or "/nonexistent"))
-        # Else it is in a virtual machine, on another one, or in a folder that this user may not look into.
+        # Otherwise Docker's folder is in a virtual machine, on another machine, or unreadable for this user.
         if os.path.isdir(root):  # noqa: PTH112 - pathlib's raises for the latter
             rest_mib = max(0, needs["engine_mib"] - cached_mib(docker.cache, _dockerfile(cell)))
             found.append(("Docker's images and cache", root, rest_mib))
@@ -313,7 +322,7 @@ def wanted_room(docker: Docker, cell: str, inventory: Inventory | None) -> list[
 
 
 def _dockerfile(cell: str) -> str:
-    """Empty where this clone has none."""
+    """Return the cell's Dockerfile; empty if this clone has none."""
     try:
         return (CLONE / f"images/rendered/{cell}/Dockerfile").read_text("utf-8")
     except OSError:
@@ -328,8 +337,8 @@ def room_findings(wanted: Sequence[tuple[str, Path, int]]) -> Iterator[FatalErro
         need_mib, free_mib = sum(mib for _, _, mib in needs), shutil.disk_usage(needs[0][1]).free // 2**20
         if free_mib < need_mib:
             where = ", ".join(f"{mib:,} MiB for {what} in {path}" for what, path, mib in needs)
-            message = f"too little room: {need_mib:,} MiB are needed and {free_mib:,} MiB are free: {where}"
-            yield NoRoomError(message, hint="docker system df shows what takes it; make prune gives some back")
+            message = f"too little disk space: {need_mib:,} MiB are needed, {free_mib:,} MiB are free: {where}"
+            yield NoRoomError(message, hint="`docker system df` shows what uses it; `make prune` frees some")
 
 
 def _labels(container: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""From what the user asked for and what this machine has to a Launch. All that can be refused is refused here."""
+"""Turns the user's options and this machine's facts into a Launch. Everything that can be refused is refused here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from appliance.settings import PREFIX as VARIABLE
 from appliance.settings import resolve_settings
 from appliance.values import dataclass
 
-UID = 1000  # as compose
-HUB_FOLDER = "/mnt/huggingface"  # /root, its usual place, is closed to any other user
+UID = 1000  # same as compose
+HUB_FOLDER = "/mnt/huggingface"  # the usual place in /root is closed to other users
 HUB_VARIABLE = "HF_HUB_CACHE"
 PASSED = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 INSIDE = {"data_dir", "engine_dir", "facts_dir", "runtime_dir", "host", "port", "model"}
@@ -39,11 +39,12 @@ INSIDE = {"data_dir", "engine_dir", "facts_dir", "runtime_dir", "host", "port", 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     launch: Launch
-    replaces: Found | None  # of the same name, which ended
+    replaces: Found | None  # a container of the same name that has ended
 
 
 def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping[str, str], err: Console) -> Prepared:
-    """Pulls or builds the image where it is not here, unless this is a dry run."""
+    """Return the launch. Pulls or builds the image if it does not exist, unless this is a dry run. Raises
+    FatalError."""
     found = containers.all_of_ours(client)
     taken = {each.address[1]: each.name for each in found if each.address}
     recipes, hub = recipes_here(), environment.get("HF_ENDPOINT", "")
@@ -98,7 +99,7 @@ def _refuse_foreign(client: APIClient, volume: str) -> None:
         return
     users = client.containers(all=True, filters={"volume": volume})
     named = {(each.get("Names") or ["/"])[0].lstrip("/"): dict(each.get("Labels") or {}) for each in users}
-    for error in volume_findings(volume, inspected, named, hint="another one: --volume NAME"):
+    for error in volume_findings(volume, inspected, named, hint="use another one: --volume NAME"):
         raise error
 
 
@@ -110,13 +111,14 @@ def _image(client: APIClient, wish: image.Wanted, options: argparse.Namespace, e
 
 
 def variables(options: argparse.Namespace, weights: Weights) -> dict[str, str]:
-    """For the container, checked as the appliance would. Raises UsageError and ConfigError."""
+    """Return the container's variables, checked as the appliance would check them. Raises UsageError and
+    ConfigError."""
     given = {name: value for name in ("mode", "ctx_size") if (value := getattr(options, name)) is not None}
     for word in options.set:
         name, equals, value = word.partition("=")
         name = name.strip().lower().replace("-", "_").removeprefix(VARIABLE.lower())
         if not equals or name in INSIDE:
-            message = f"--set takes NAME=VALUE of a setting that is not the command's own: {word}"
+            message = f"--set takes NAME=VALUE of a setting that this command does not set itself: {word}"
             raise UsageError(message, hint="as in --set parallel=8; `appliance serve --help` lists them")
         refuse_password(value)
         given[name] = value
@@ -133,26 +135,32 @@ def _asked_gpus(options: argparse.Namespace) -> str | None:
         return None if options.gpus is None else str(options.gpus)
     if options.gpus not in (None, "none"):
         message = f"--cpu and --gpus {options.gpus} exclude each other"
-        raise UsageError(message, hint="leave one of them away")
+        raise UsageError(message, hint="give only one of them")
     return "none"
 
 
 def _replaced(client: APIClient, found: Sequence[Found], name: str) -> Found | None:
-    """The container of this name, which ended. ConfigError for one that runs, or that is not ours."""
+    """Return the ended container of this name, or None. Raises ConfigError if it runs or is not ours."""
     other = next((each for each in found if each.name == name), None) or containers.by_name(client, name)
     if other is None or (other.launch and not other.is_up):
         return other
     if other.launch:
         at = f" at {Gateway(host=other.address[0], port=other.address[1]).url}" if other.address else ""
         message = f"the name is in use: {other.short_name} serves {other.model}{at}"
-        raise ConfigError(message, hint=f"appliance chat {other.short_name}, or a second one: --name OTHER")
+        raise ConfigError(
+            message, hint=f"use it: appliance chat {other.short_name}; or start a second one: --name OTHER"
+        )
     message = f"the name is in use by a container that this command did not start: {name} ({other.words})"
-    raise ConfigError(message, hint="another one: --name OTHER")
+    raise ConfigError(message, hint="choose another one: --name OTHER")
 
 
 def user(info: Mapping[str, Any], weights: Weights) -> str:
-    """The caller's, with group 0: files that only the caller may read are read. Root of a rootless daemon is the
-    caller. For a caller who is root it is compose's user, or the owner of weights that others may not read."""
+    """Return the user for the container: the caller with group 0, so that files which only the caller may read can be
+    read.
+
+    In a rootless daemon root is the caller. If the caller is root, it is compose's user, or the owner of weights that
+    others may not read.
+    """
     if any("rootless" in option for option in info.get("SecurityOptions") or ()):
         return "0:0"
     if uid := os.getuid():
@@ -162,13 +170,14 @@ def user(info: Mapping[str, Any], weights: Weights) -> str:
 
 
 def is_open_to_all(launch: Launch) -> bool:
-    """Reachable from other machines, without a key."""
+    """True if other machines can reach it without a key."""
     asks = launch.settings.get(f"{VARIABLE}AUTH", "on").lower() not in containers.AUTH_OFF
     return not asks and not (launch.bind.startswith("127.") or launch.bind == "::1")
 
 
 def _hub(environment: Mapping[str, str], weights: Weights) -> tuple[Bind, ...]:
-    """Of what is fetched by name, a copy that Hugging Face's own tools have here is read where it lies."""
+    """Return the bind of Hugging Face's cache on this machine, so that models fetched by name are read from there.
+    Empty if there is none, or if the model is a local file."""
     if weights.is_here:
         return ()
     home = Path(environment.get("HF_HOME") or Path(environment.get("HOME", "/root")) / ".cache/huggingface")

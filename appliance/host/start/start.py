@@ -1,4 +1,4 @@
-"""A container from its Launch: made, started, followed until it answers. What does not come up is removed again."""
+"""Creates a container from its Launch, starts it and follows it until it answers. A container that fails is removed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from appliance.host.docker.log_lines import read_last_words
 from appliance.host.start.follow import display_on, until_ready
 
 PORT_IN_USE = ("port is already allocated", "address already in use")
-# What Docker says without the toolkit, and what the toolkit says when it fails.
+# Docker's messages without the toolkit, and the toolkit's messages if it fails.
 NO_GPU = ("could not select device driver", "nvidia-container-cli", "CDI device", "libnvidia-ml")
 ATTEMPTS = 20
 
@@ -27,7 +27,8 @@ ATTEMPTS = 20
 def start(
     client: APIClient, launch: Launch, environment: Mapping[str, str], err: Console, *, fixed_port: bool
 ) -> Gateway:
-    """Returns where it answers. Raises FatalError, with the container's own code where it ended."""
+    """Start the container and return its gateway once it answers. Raises FatalError, with the container's exit code if
+    it ended."""
     id_ = begin(client, launch, environment, fixed_port=fixed_port)
     try:
         found = containers.by_name(client, launch.name)
@@ -43,7 +44,8 @@ def start(
 
 
 def begin(client: APIClient, launch: Launch, environment: Mapping[str, str], *, fixed_port: bool) -> str:
-    """Its id. A port that somebody took since it was chosen is replaced by the next, unless the user named it."""
+    """Start the container and return its id. If the port was taken meanwhile, use the next free one, unless the user
+    named it."""
     taken: dict[int, str] = {}
     for _ in range(ATTEMPTS):
         id_ = _create(client, launch, environment)
@@ -64,12 +66,12 @@ def begin(client: APIClient, launch: Launch, environment: Mapping[str, str], *, 
 
 def _create(client: APIClient, launch: Launch, environment: Mapping[str, str]) -> str:
     container, host = create_options(launch, environment)
-    host.pop("restart_policy", None)  # until it serves
+    host.pop("restart_policy", None)  # no restarts before it serves
     try:
         made = client.create_container(**container, host_config=client.create_host_config(**host))
     except ImageNotFound as error:
         message = f"no such image here: {launch.image}"
-        raise ConfigError(message, hint="appliance run gets it") from error
+        raise ConfigError(message, hint="`appliance run` gets it") from error
     except APIError as error:
         raise _refused(error, launch) from error
     return str(made["Id"])
@@ -86,26 +88,27 @@ def _refused(error: APIError, launch: Launch) -> FatalError:
         return GpuUnusableError(message, hint="install the NVIDIA Container Toolkit, or run on the CPU: --cpu")
     if error.status_code == 409:
         message = f"the name is in use: {launch.name}"
-        return ConfigError(message, hint="another one: --name OTHER")
-    return ConfigError(f"Docker refuses to start the container: {said}", hint="the line that it was: add --dry-run")
+        return ConfigError(message, hint="choose another one: --name OTHER")
+    return ConfigError(f"Docker refuses to start the container: {said}", hint="see the docker command with --dry-run")
 
 
 def forget_profiles(client: APIClient, launch: Launch, environment: Mapping[str, str], err: Console) -> None:
-    """Those of this model on the volume, through the image's own verbs, without a network. What is pinned stays."""
+    """Delete this model's profiles on the volume with the image's own verbs, without a network. Pinned profiles
+    stay."""
     rows = json.loads(_ask_image(client, launch, environment, "profiles", "list", "--json"))
     mine = [row for row in rows if is_of_model(row, launch)]
     pinned = [row["id"] for row in mine if row.get("pinned")]
     for row in mine:
         if row["id"] not in pinned:
             _ask_image(client, launch, environment, "profiles", "forget", row["id"])
-    kept = f"; kept, since they are pinned: {', '.join(pinned)}" if pinned else ""
+    kept = f"; kept because they are pinned: {', '.join(pinned)}" if pinned else ""
     words = f"forgotten: {len(mine) - len(pinned)} of {len(rows)} profiles on volume {launch.volume}{kept}"
     err.print(words, markup=False, soft_wrap=True)
 
 
 def is_of_model(row: Mapping[str, Any], launch: Launch) -> bool:
-    """By the name that the model is served under: its alias, else its file's. Of a recipe and of a repository, whose
-    file is not known here, all files that begin with its name."""
+    """True if the profile is of this model, by the name under which it is served: its alias, else its file's name. For
+    a recipe or a repository, whose file is not known here, every file name that begins with its name matches."""
     name = str(row.get("model", "")).casefold()
     alias = launch.settings.get("APPLIANCE_ALIAS")
     wanted = (alias or launch.model.rsplit("/", 1)[-1].partition(":")[0].removesuffix(".gguf")).casefold()
@@ -114,7 +117,8 @@ def is_of_model(row: Mapping[str, Any], launch: Launch) -> bool:
 
 
 def _ask_image(client: APIClient, launch: Launch, environment: Mapping[str, str], *words: str) -> str:
-    """Standard output of one verb of the image on the launch's volume. Raises ConfigError with its words."""
+    """Return the standard output of one verb of the image, run on the launch's volume. Raises ConfigError with its
+    error message."""
     container, host = create_options(replace(launch, gpus=None, restarts=False), environment)
     host.pop("port_bindings")
     config = {**container, "name": None, "labels": {}, "command": list(words)}

@@ -1,4 +1,4 @@
-"""Several things that would stop a start, told together: who mends one should not meet the next a minute later."""
+"""Reports several errors of a start together, so that a user does not meet the next one after repairing the first."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from appliance.errors import FatalError
 
 
-class SeveralErrors(FatalError):  # noqa: N818 - it is what it is called
-    """Errors in the order in which they were met; the exit code is the first one's."""
+class SeveralErrors(FatalError):  # noqa: N818 - the name says what it is
+    """Several errors in the order in which they were found; the exit code is the first one's."""
 
     def __init__(self, errors: Sequence[FatalError]) -> None:
         super().__init__("; ".join(each.message for each in errors))
@@ -17,7 +17,7 @@ class SeveralErrors(FatalError):  # noqa: N818 - it is what it is called
 
 
 def refuse_together(*looks: Callable[[], object]) -> None:
-    """Call every look. Raises the error of the only one that failed, and SeveralErrors if more did."""
+    """Call every check. Raises the error if one check failed, and SeveralErrors if more did."""
     errors: list[FatalError] = []
     for look in looks:
         try:

@@ -16,7 +16,7 @@ from appliance.host.docker.http import Gateway, NoAnswerError
 from appliance.settings import process_environment
 
 PROMPT = ">>> "
-HELP = "/exit ends, /clear forgets the conversation; Ctrl-C ends an answer, Ctrl-D the conversation"
+HELP = "/exit ends the chat, /clear starts a new conversation; Ctrl-C stops an answer, Ctrl-D ends the chat"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 Message = dict[str, str]
 
@@ -24,8 +24,8 @@ Message = dict[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     containers.add_name(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--max-tokens", metavar="N", type=int, help="of one answer")
-    parser.add_argument("--temperature", metavar="T", type=float, help="of sampling")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="most tokens of one answer")
+    parser.add_argument("--temperature", metavar="T", type=float, help="sampling temperature")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if is_terminal:
         print(f"{found.model.rsplit('/', 1)[-1] or found.short_name}: {HELP}", file=sys.stderr)
         if importlib.util.find_spec("readline"):
-            __import__("readline")  # editing and history of lines for input()
+            __import__("readline")  # line editing and history for input()
     system = [{"role": "system", "content": options.system}] if options.system else []
     knobs = {name: value for name in ("max_tokens", "temperature") if (value := getattr(options, name)) is not None}
     Conversation(gateway, system, knobs).hold(_questions(is_terminal))
@@ -73,14 +73,15 @@ class Conversation:
                 return
             if question == "/clear":
                 self._messages = list(self._system)
-                print("forgotten", file=sys.stderr)
+                print("conversation cleared", file=sys.stderr)
             elif question.startswith("/"):
                 print(HELP, file=sys.stderr)
             else:
                 self._ask(question)
 
     def _ask(self, question: str) -> None:
-        """An answer that failed is not kept, and neither is its question: it can be asked again."""
+        """Ask and print the answer. If the answer fails, neither it nor the question is kept, so that it can be asked
+        again."""
         asked = [*self._messages, {"role": "user", "content": question}]
         words: list[str] = []
         try:
@@ -99,7 +100,7 @@ class Conversation:
         self._messages = [*asked, {"role": "assistant", "content": "".join(words)}]
 
     def _pieces(self, messages: list[Message]) -> Iterator[str]:
-        """Of the answer. What a model thinks before it is shown, and not kept."""
+        """Yield pieces of the answer. Reasoning is shown, but not yielded or kept."""
         body = {"model": "any", "messages": messages, "stream": True, **self._knobs}
         thinks = False
         for delta in self._deltas(body):
@@ -119,7 +120,7 @@ class Conversation:
                     yield from (choice.get("delta") or {} for choice in event.get("choices") or ())
         except NoAnswerError as error:
             message = f"the answer broke off: {error}"
-            raise EngineDiedError(message, hint="`appliance status` says whether it still serves") from error
+            raise EngineDiedError(message, hint="`appliance status` shows whether it still serves") from error
 
 
 def _show_thought(words: str) -> None:

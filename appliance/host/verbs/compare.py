@@ -1,4 +1,4 @@
-"""What an upgrade changed: versions, the plan, and speeds that were measured before and after. Pure."""
+"""Compares before and after an upgrade: versions, the plan, and measured speeds. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from appliance.values import dataclass
 
 SLOWER = 0.05
-# Labels of an image, by what they are called here.
+# name in the output -> label of the image
 LABELS = {
     "version": "org.opencontainers.image.version",
     "cell": "io.appliance.cell",
@@ -22,7 +22,7 @@ LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedChange:
-    """Of one figure; `tolerance` is what both figures may be off by together, as a share."""
+    """Change of one figure. `tolerance` is the combined uncertainty of both figures, as a share."""
 
     what: str
     unit: str  # "tok/s" is better when higher, "s" when lower
@@ -32,7 +32,7 @@ class SpeedChange:
 
     @property
     def slower_by(self) -> float:
-        """As a share of what it was; negative when it is faster."""
+        """Slowdown as a share of the earlier figure; negative if it is faster."""
         ratio = self.after / self.before
         return 1 - ratio if self.unit == "tok/s" else ratio - 1
 
@@ -41,7 +41,7 @@ class SpeedChange:
         return self.slower_by > SLOWER + self.tolerance
 
     def describe(self) -> str:
-        """As in "decode at 2,048 tokens: 42.1 -> 38.0 tok/s, 10 % slower"."""
+        """Return the change in words, as in "decode at 2,048 tokens: 42.1 -> 38.0 tok/s, 10 % slower"."""
         share = abs(self.slower_by)
         words = f", {share:.0%} {'slower' if self.slower_by > 0 else 'faster'}" if share >= 0.005 else ""
         return f"{self.what}: {self.before:.1f} -> {self.after:.1f} {self.unit}{words}"
@@ -53,7 +53,7 @@ def labels_changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[
 
 
 def plan_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Of two status documents."""
+    """Return the changed fields of the plan from two status documents."""
     names = ("chosen", "context", "mode")
     return {
         name: (str(before.get(name)), str(after.get(name))) for name in names if before.get(name) != after.get(name)
@@ -61,8 +61,8 @@ def plan_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[st
 
 
 def speeds_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[SpeedChange, ...]:
-    """Of the measured speeds of two status documents: at depths and of jobs that both have. Empty where one was not
-    measured."""
+    """Return the changes of measured speeds, for the depths and jobs that both status documents have. Empty if one was
+    not measured."""
     old, new = ((status.get("speeds") or {}).get("measured") or {} for status in (before, after))
     at = {each["depth"]: each for each in old.get("at", ())}
     jobs = {each["workload"]: each for each in old.get("jobs", ())}
@@ -81,7 +81,7 @@ def _at(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[SpeedChange]
 
 
 def _of_job(jobs: Mapping[str, Mapping[str, Any]], new: Mapping[str, Any]) -> Iterator[SpeedChange]:
-    """A job that another context made longer or shorter is not the same one."""
+    """Yield the changes of one job, unless another context length changed the job itself."""
     old = jobs[new["workload"]]
     if (old["tokens_in"], old["tokens_out"]) != (new["tokens_in"], new["tokens_out"]):
         return

@@ -1,4 +1,4 @@
-"""`appliance list`: every appliance on this machine, whoever started it."""
+"""`appliance list`: all appliances on this machine, also those not started by this command."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from appliance.host.docker.daemon import connected
 from appliance.host.docker.http import READY, Gateway, NoAnswerError
 from appliance.settings import process_environment
 
-ASK_S = 0.25  # one that hangs is shown as that; all are asked at once
+ASK_S = 0.25  # time limit; an appliance that hangs is shown as such, and all are asked at the same time
 HEADS = ("NAME", "MODEL", "PHASE", "ENDPOINT", "SINCE", "IMAGE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _key(client: APIClient, found: Found) -> str | None:
-    """Return the key of one whose model only itself can tell; None if it is not asked."""
+    """Return the key of an appliance that must be asked for its model; None if it need not or cannot be asked."""
     if found.launch or not found.is_up or found.address is None:
         return None
     with suppress(VolumeError):
@@ -51,19 +51,20 @@ def _key(client: APIClient, found: Found) -> str | None:
 
 
 def _model(found: Found, key: str | None) -> str:
-    """Return the model that its start named. One that somebody else started is asked: weights may lie in its image."""
+    """Return the model named at the start. An appliance not started by this command is asked, since its weights may be
+    in its image."""
     if key is None or found.address is None:
         return found.model
     host, port = found.address
     try:
         status = Gateway(host=host, port=port, key=key).document("status", timeout_s=ASK_S)
         return str(status.get("model") or found.model)
-    except (NoAnswerError, FatalError):  # not ready yet, or it refuses the key
+    except (NoAnswerError, FatalError):  # not ready yet, or the key was refused
         return found.model
 
 
 def _phase(found: Found) -> str:
-    """Without the key: readiness is open."""
+    """Return the phase from the readiness route, which needs no key."""
     if not found.is_up or found.address is None:
         return found.state
     host, port = found.address

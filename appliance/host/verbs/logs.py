@@ -1,4 +1,4 @@
-"""`appliance logs`: the lines of the appliance, as sentences."""
+"""`appliance logs`: the log lines of an appliance, as sentences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from appliance.settings import process_environment
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     containers.add_name(parser)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until Ctrl-C, or until it ends")
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="follow the log until Ctrl-C or the container's end"
+    )
     parser.add_argument("--tail", metavar="N", type=_count, help="only the last N lines")
-    parser.add_argument("--json", action="store_true", help="as the appliance wrote them")
+    parser.add_argument("--json", action="store_true", help="print the lines as the appliance wrote them")
 
 
 def _count(text: str) -> int:

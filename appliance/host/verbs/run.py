@@ -1,4 +1,4 @@
-"""`appliance run`: from what the user calls a model to an endpoint that answers."""
+"""`appliance run`: starts a model by any of its names and returns an endpoint that answers."""
 
 from __future__ import annotations
 
@@ -35,32 +35,34 @@ WATCH_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "a recipe (qwen, qwen:8b-q4), a GGUF file here, org/repo[:quant] of Hugging Face, or an address"
+    about = "a recipe (qwen, qwen:8b-q4), a GGUF file, org/repo[:quant] on Hugging Face, or a URL"
     parser.add_argument("model", metavar="MODEL", help=about)
     parser.add_argument("--mode", metavar="MODE", help=SETTINGS["mode"].help)
     parser.add_argument("--ctx-size", metavar="N", help=SETTINGS["ctx_size"].help)
-    about = "another setting of the appliance, as in parallel=8; may be given several times"
+    about = "any other setting, as in parallel=8; may be given several times"
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=about)
-    parser.add_argument("--fast", action="store_true", help="measure nothing: serve what is known or predicted")
-    parser.add_argument("--reset", action="store_true", help="forget this model's profiles first: measure anew")
-    parser.add_argument("--port", type=int, metavar="N", help=f"on this machine (default: the first free from {PORT})")
-    about = "address to publish it at; 0.0.0.0 is reachable from the network, behind the key (default: 127.0.0.1)"
+    parser.add_argument("--fast", action="store_true", help="do not measure: serve the stored or the predicted plan")
+    parser.add_argument(
+        "--reset", action="store_true", help="delete this model's profiles first, so that it is measured again"
+    )
+    parser.add_argument(
+        "--port", type=int, metavar="N", help=f"port on this machine (default: the first free one from {PORT})"
+    )
+    about = "address to publish the port at; 0.0.0.0 allows the network, with the key (default: 127.0.0.1)"
     parser.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help=about)
-    about = "all, none, indices or UUIDs with commas, or CDI names as nvidia.com/gpu=0 (default: what is here)"
+    about = "all, none, indices or UUIDs separated by commas, or CDI names such as nvidia.com/gpu=0 (default: all)"
     parser.add_argument("--gpus", metavar="LIST", help=about)
-    parser.add_argument("--cpu", action="store_true", help="use no GPU, also where there is one")
+    parser.add_argument("--cpu", action="store_true", help="use no GPU, even if there is one")
     parser.add_argument(
-        "--detach", "-d", action="store_true", help="return once it serves; it goes on, also after a crash"
+        "--detach", "-d", action="store_true", help="return once it serves; it keeps running and restarts after a crash"
     )
-    parser.add_argument("--name", metavar="NAME", help="of the container (default: from the model)")
+    parser.add_argument("--name", metavar="NAME", help="name of the container (default: made from the model)")
     parser.add_argument(
-        "--volume", metavar="NAME", default=VOLUME, help=f"keeps weights, profiles and the key [{VOLUME}]"
+        "--volume", metavar="NAME", default=VOLUME, help=f"volume for weights, profiles and the key [{VOLUME}]"
     )
-    parser.add_argument("--image", metavar="IMAGE", help="this image instead of the one for this machine")
+    parser.add_argument("--image", metavar="IMAGE", help="use this image instead of the one chosen for this machine")
     parser.add_argument("--yes", "-y", action="store_true", help="build the image without asking")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the docker line that does the same, and do nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print the equivalent docker command and do nothing")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         if prepared.replaces:
             containers.remove(client, prepared.replaces)
         if is_open_to_all(launch):
-            err.print(f"warning: anybody who reaches {launch.bind}:{launch.port} may use it: no key is asked for")
+            err.print(f"warning: no key is required: everyone who reaches {launch.bind}:{launch.port} can use it")
         with _ending_by_signal():
             return _serve(client, launch, environment, err, options)
 
@@ -84,7 +86,9 @@ def _told(client: APIClient, launch: Launch, err: Console) -> int:
     print(shlex.join(command_line(launch)))
     if image.find(client, launch.image) is None:
         err.print(
-            f"the image is not here: {launch.image}; `run` without --dry-run gets it", markup=False, soft_wrap=True
+            f"the image is not on this machine: {launch.image}; `run` without --dry-run gets it",
+            markup=False,
+            soft_wrap=True,
         )
     for name in launch.passed:
         err.print(f"{name} is taken from this environment", markup=False)
@@ -103,7 +107,7 @@ def _serve(
         return 0 if options.detach else _watch(client, found, gateway, err)
     except KeyboardInterrupt:
         return _interrupted(client, launch, err)
-    except SystemExit:  # told to end by a signal other than Ctrl-C: nobody is there to be asked
+    except SystemExit:  # a signal other than Ctrl-C: there is no user to ask
         _stop(client, launch.name, err)
         raise
 
@@ -113,7 +117,7 @@ def _report(client: APIClient, found: Found, gateway: Gateway) -> str:
     name = found.short_name
     rows = {
         "endpoint": gateway.url,
-        "key": gateway.key or "none is asked for",
+        "key": gateway.key or "not required",
         "model": f"{status.model}, context {status.context or 0:,}, mode {status.mode}",
         "chosen": status.chosen or "",
         "speed": status.speed_words(),
@@ -123,8 +127,8 @@ def _report(client: APIClient, found: Found, gateway: Gateway) -> str:
 
 
 def _watch(client: APIClient, found: Found, gateway: Gateway, err: Console) -> int:
-    """In the foreground until Ctrl-C, or until the container ends: measuring and requests as they go."""
-    err.print("Ctrl-C ends it", markup=False)
+    """Stay in the foreground until Ctrl-C or the container's end; show measuring and requests."""
+    err.print("Ctrl-C stops it", markup=False)
     with display_on(err) as display:
         while True:
             if _is_stopped(client, found):
@@ -136,16 +140,16 @@ def _watch(client: APIClient, found: Found, gateway: Gateway, err: Console) -> i
                 done = len(gateway.document("tuning")["measurements"]) if status.tuning == "measuring" else 0
                 words = as_line(status, is_terminal=err.is_terminal, measurements=done)
                 display.show({"message": words})
-            except NoAnswerError as error:  # it says why when it has ended
+            except NoAnswerError as error:  # if the container has ended, the next turn reports why
                 display.show({"message": f"no answer: {error}"})
             except FatalError:
-                if not _is_stopped(client, found):  # since it was looked at
+                if not _is_stopped(client, found):  # the container was stopped since the last look
                     raise
             time.sleep(WATCH_S)
 
 
 def _is_stopped(client: APIClient, found: Found) -> bool:
-    """By somebody else, for an upgrade too: ended well, or gone."""
+    """True if the container exited with 0 or was removed by someone else, for an upgrade too."""
     try:
         state = containers.state(client, found.id)
     except ConfigError:
@@ -154,7 +158,7 @@ def _is_stopped(client: APIClient, found: Found) -> bool:
 
 
 def _interrupted(client: APIClient, launch: Launch, err: Console) -> int:
-    """In a terminal Ctrl-C asks, and a second one means yes; elsewhere it means to stop."""
+    """Handle Ctrl-C: on a terminal ask whether to stop, and a second Ctrl-C means yes; elsewhere stop."""
     try:
         goes_on = sys.stdin.isatty() and not agrees(f"\nstop {launch.short_name}?", default=True)
     except KeyboardInterrupt:
@@ -162,7 +166,7 @@ def _interrupted(client: APIClient, launch: Launch, err: Console) -> int:
     if goes_on:
         if found := containers.by_name(client, launch.name):
             containers.set_restarts(client, found.id, restarts=launch.restarts)
-        err.print(f"it goes on; appliance stop {launch.short_name} ends it", markup=False)
+        err.print(f"it keeps running; stop it with: appliance stop {launch.short_name}", markup=False)
         return 0
     _stop(client, launch.name, err)
     return 130
@@ -178,7 +182,7 @@ def _stop(client: APIClient, name: str, err: Console) -> None:
 
 @contextmanager
 def _ending_by_signal() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the program as Ctrl-C does, so that no container stays behind unseen."""
+    """Make SIGTERM and a closed terminal end the program as Ctrl-C does, so that no container stays unnoticed."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)

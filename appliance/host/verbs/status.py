@@ -1,4 +1,4 @@
-"""`appliance status`: what one appliance does now."""
+"""`appliance status`: shows what one appliance does now."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CLEAR = "\x1b[H\x1b[J"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     containers.add_name(parser)
-    parser.add_argument("--json", action="store_true", help="for scripts; with --watch one line each time")
-    parser.add_argument("--watch", "-w", action="store_true", help=f"again every {WATCH_S:g} s, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts; with --watch one line each time")
+    parser.add_argument("--watch", "-w", action="store_true", help=f"repeat every {WATCH_S:g} s until Ctrl-C")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """None is what is not known, or not known yet. `allocated_mib` is all that the engine allocated, VRAM included."""
+    """State of one appliance. A field is None if it is not known, or not yet. `allocated_mib` is all memory that the
+    engine allocated, VRAM included."""
 
     name: str
     container: str
@@ -62,7 +63,7 @@ class Status:
     chosen: str | None
     speed: str | None
     predicted_speed: str | None
-    stale: str | None  # why the speeds no longer hold, as far as is known
+    stale: str | None  # why the speeds are outdated, as far as is known
     tokens_per_s: float | None
     requests: int | None
     vram_mib: float | None
@@ -82,7 +83,7 @@ class Status:
 
 
 def query_status(client: APIClient, found: Found) -> Status:
-    """From Docker, and from the appliance where it answers."""
+    """Return the status, from Docker, and from the appliance if it answers."""
     state = containers.state(client, found.id)
     is_running = state["Status"] == "running"
     gateway = containers.gateway(client, found) if is_running and found.address else None
@@ -122,7 +123,8 @@ def query_status(client: APIClient, found: Found) -> Status:
 
 
 def _ask(gateway: Gateway) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The document of the status, and of readiness where there is none: before the key is made, or while stopping."""
+    """Return the status document, and the readiness document if there is no status: before the key exists, or while
+    stopping."""
     try:
         return gateway.document("status"), {}
     except NoAnswerError:
@@ -137,7 +139,7 @@ def _ask(gateway: Gateway) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _gauges(gateway: Gateway) -> dict[str, float]:
-    """None where it ended a moment ago: its status is known, and told."""
+    """Return the gauges; empty if the appliance no longer answers: it may have ended a moment ago."""
     try:
         return gateway.gauges()
     except NoAnswerError:
@@ -145,13 +147,14 @@ def _gauges(gateway: Gateway) -> dict[str, float]:
 
 
 def _seconds_since(time_in_words: str) -> float:
-    """Docker's times have nanoseconds, which datetime does not read."""
+    """Return the seconds since a time of Docker's. Docker writes nanoseconds, which datetime does not read."""
     whole = datetime.fromisoformat(time_in_words[:19]).replace(tzinfo=UTC)
     return max(0.0, time.time() - whole.timestamp())
 
 
 def as_text(status: Status) -> str:
-    from appliance.host.start.follow import duration, fetching  # here: --json starts without rich, which costs 50 ms
+    # imported here: --json does not need rich, which costs 50 ms
+    from appliance.host.start.follow import duration, fetching
 
     rows = {
         "name": status.name,
@@ -175,8 +178,8 @@ def as_text(status: Status) -> str:
 def _now(status: Status) -> str:
     if status.tokens_per_s is None:
         return ""
-    at_work = f", {status.requests} at work" if status.requests else ""
-    return f"{status.tokens_per_s:.1f} tok/s{at_work}"
+    requests = f", {status.requests} running" if status.requests else ""
+    return f"{status.tokens_per_s:.1f} tok/s{requests}"
 
 
 def _memory(status: Status) -> str:
@@ -187,10 +190,10 @@ def _memory(status: Status) -> str:
 
 
 def as_line(status: Status, *, is_terminal: bool, measurements: int = 0) -> str:
-    """For somebody who watches: into a log goes only what does not change all the time."""
+    """Return one line for a user who watches. A log gets only the parts that do not change all the time."""
     words = [status.message or status.phase or status.state]
     if status.tuning == "waiting":
-        words.append("measuring begins when nobody asks")
+        words.append("measuring starts when idle")
     elif status.tuning == "measuring":
         words.append(f"measuring: {measurements} measurements so far")
     elif status.speed:

@@ -1,4 +1,4 @@
-"""`appliance stop`: the container goes, after its running answers; the volume stays."""
+"""`appliance stop`: finishes running answers and removes the container; the volume stays."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from appliance.settings import process_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="*", metavar="NAME", help="of `appliance list`; the only one without it")
-    about = "the same as a flag, as every verb takes it; may be given several times"
+    parser.add_argument(
+        "name", nargs="*", metavar="NAME", help="name from `appliance list`; not needed if there is only one"
+    )
+    about = "the name as a flag, which every verb accepts; may be given several times"
     parser.add_argument("--name", dest="named", metavar="NAME", action="append", default=[], help=about)
-    parser.add_argument("--all", action="store_true", help="all that this command started")
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--all", action="store_true", help="all appliances started by this command")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 def run(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys([*options.name, *options.named]))
     if options.all and names:
         message = f"--all and a name exclude each other: {' '.join(names)}"
-        raise UsageError(message, hint="leave one of them away")
+        raise UsageError(message, hint="give only one of them")
     with connected(process_environment()) as client:
         found = containers.all_of_ours(client)
         if options.all:
             chosen = [each for each in found if each.launch]
         else:
             chosen = [containers.choose(found, name) for name in names or [None]]
-        for each in chosen:  # the first is gone before the second is told: each may take its grace
+        for each in chosen:  # one after the other: each may take its whole grace
             if not options.json:
                 print(f"stopping {each.short_name}", flush=True)
             stop(client, each)
@@ -48,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def stop(client: APIClient, found: Found) -> None:
-    """One that somebody else started is stopped and left: its maker may want to start it again."""
+    """Stop the container. One that this command did not start is stopped but not removed, since its owner may want to
+    start it again."""
     try:
         client.stop(found.id, timeout=GRACE_S)
     except NotFound:
@@ -61,7 +64,7 @@ def stop(client: APIClient, found: Found) -> None:
 
 
 def _volume(client: APIClient, found: Found) -> str | None:
-    """As its start named it: the container is gone."""
+    """Return the volume's name. For our own containers it comes from the launch, since the container is gone."""
     if found.launch:
         return found.launch.volume
     mounts = client.inspect_container(found.id)["Mounts"]

@@ -1,9 +1,8 @@
-"""Follow a container until it serves, ask it one question, and print what was chosen (`-m appliance.host.verbs.up`).
+"""Follow a container until it serves, ask it one question, and print the chosen plan (`-m appliance.host.verbs.up`).
 
-With `--wait tuned` measuring begins at once, and the question is asked when the best plan serves.
-
-Progress goes to stderr, the result to stdout. Where the container ends first, its own error and exit code are given,
-and Docker does not start it again: its policy of restarts holds once it serves.
+With `--wait tuned` measuring starts at once, and the question is asked when the best plan serves. Progress goes to
+stderr, the result to stdout. If the container ends first, its own error and exit code are passed on. Docker does not
+restart it then: the restart policy is set once it serves.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from appliance.values import dataclass
 
 QUESTION = "In one sentence: what is a lighthouse for?"
 POLL_S = 0.25
-TIMED_S = 0.02  # of an answer that took less no speed is said
+TIMED_S = 0.02  # no speed is shown for an answer that took less
 TUNING = "/appliance/v1/tuning"
 _STATUS = frozenset({"model", "context", "chosen", "speed", "predicted_speed", "tuning"})
 
@@ -56,16 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m appliance.host.verbs.up", description=__doc__)
     parser.add_argument("container", metavar="CONTAINER", help="name or id")
-    parser.add_argument("--question", metavar="TEXT", default=QUESTION, help="what to ask it once it serves")
-    parser.add_argument("--wait", choices=("tuned",), help="measure at once, and wait until the best plan serves")
+    parser.add_argument("--question", metavar="TEXT", default=QUESTION, help="question to ask once it serves")
+    parser.add_argument("--wait", choices=("tuned",), help="measure at once and wait until the best plan serves")
     return parser
 
 
 def _follow(client: APIClient, options: argparse.Namespace, err: Console) -> str:
-    """The report. Raises ContainerEndedError where it ends first."""
+    """Return the report. Raises ContainerEndedError if the container ends first."""
     found = containers.choose(containers.all_of_ours(client), options.container)
     with display_on(err) as display, _without_restarts(client, found):
-        if found.address is None:  # it ends at once, or publishes no port
+        if found.address is None:  # it ended at once, or publishes no port
             refuse_ended(client, found.id)
             found = containers.choose(containers.all_of_ours(client), found.id)
         until_ready(client, found.id, containers.unlocked(found), display)
@@ -82,19 +81,20 @@ def _without_restarts(client: APIClient, found: Found) -> Iterator[None]:
         yield
     except ContainerEndedError:
         raise
-    except BaseException:  # it goes on, as after Ctrl-C
+    except BaseException:  # the container keeps running, as after Ctrl-C
         containers.set_restarts(client, found.id, restarts=True)
         raise
     containers.set_restarts(client, found.id, restarts=True)
 
 
 def _until_tuned(client: APIClient, found: Found, gateway: Gateway, err: Console) -> None:
-    """Until the best plan serves. Raises ConfigError where nothing is measured, EngineNotReadyError where measuring
-    came to no plan, ContainerEndedError where the container ended."""
+    """Wait until the best plan serves. Raises ConfigError if measuring is off, EngineNotReadyError if measuring found
+    no plan, ContainerEndedError if the container ended."""
     with display_on(err) as display:
         while True:
             refuse_ended(client, found.id)
-            # Asked again each time: a container that was restarted meanwhile has forgotten it. 200 is measured.
+            # The request is repeated each time, because a restarted container has forgotten it. Status 200 means
+            # measured.
             answer = _document(gateway, TUNING, posts=True)
             if answer.get("state") == "measured":
                 return
@@ -108,7 +108,7 @@ def _raise_if_refused(answer: Mapping[str, Any], found: Found) -> None:
     error = answer.get("error")
     if not isinstance(error, dict):
         return
-    message = f"waiting for measuring has no end: {error.get('message')}"
+    message = f"measuring will not finish: {error.get('message')}"
     if error.get("code") == "tuning_off":
         raise ConfigError(message, hint="make up WAIT=tuned APPLIANCE_TUNE=idle, or make up without WAIT")
     raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`")
@@ -118,7 +118,7 @@ def _raise_if_refused(answer: Mapping[str, Any], found: Found) -> None:
 class _Answer:
     text: str
     tokens: int
-    tokens_per_s: float | None  # None: too short to tell
+    tokens_per_s: float | None  # None: the answer was too short
 
 
 def _report(gateway: Gateway, question: str, found: Found) -> str:
@@ -150,28 +150,28 @@ def _speed(status: Mapping[str, Any]) -> str:
 def _found(status: Mapping[str, Any]) -> str:
     goes_on = status["tuning"] in ("waiting", "measuring")
     if not status["speed"]:
-        later = "measuring goes on while nobody asks, and the best plan takes over; `make up WAIT=tuned` waits for it"
-        ends = "no plan that was measured fits now" if status["tuning"] == "measured" else "nothing is measured"
+        later = "measuring continues while idle, then the best plan takes over; `make up WAIT=tuned` waits for it"
+        ends = "no measured plan fits now" if status["tuning"] == "measured" else "nothing is measured"
         return f"by prediction; {later if goes_on else ends}"
     where = "by measuring, just now" if status.get("measured_since_start") else "in the profile on the volume"
-    return f"{where}; measured again while nobody asks" if goes_on else where
+    return f"{where}; measured again while idle" if goes_on else where
 
 
 def _status(gateway: Gateway, found: Found) -> dict[str, Any]:
     try:
         status = gateway.document("status")
     except NoAnswerError as error:
-        message = f"the container does not tell its state: {error}"
+        message = f"the container does not report its state: {error}"
         raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`") from error
     if missing := _STATUS - status.keys():
         why = said(status) or f"it lacks {', '.join(sorted(missing))}"
-        message = f"the container does not tell its state: {why}"
+        message = f"the container does not report its state: {why}"
         raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`")
     return status
 
 
 def _ask(gateway: Gateway, question: str, found: Found) -> _Answer:
-    """As a stream, timed by our own clock: what a user sees, of any engine."""
+    """Ask as a stream and time it with our own clock: the speed that a user sees, for any engine."""
     body = {
         "messages": [{"role": "user", "content": question}],
         "max_tokens": 64,
@@ -189,27 +189,27 @@ def _ask(gateway: Gateway, question: str, found: Found) -> _Answer:
                 tokens = int(usage["completion_tokens"]) if usage else tokens
                 if choices:
                     last = time.monotonic()
-                    first = first or last  # of whatever kind: a model may begin with tokens that are no text
+                    first = first or last  # any event counts: a model may begin with tokens that are no text
                 for delta in (choice.get("delta") or {} for choice in choices):
-                    # A model that thinks may come to no answer within so few tokens.
+                    # A reasoning model may not reach its answer within so few tokens.
                     words.append(delta.get("content") or delta.get("reasoning_content") or "")
     except NoAnswerError as error:
         message = f"the answer broke off after {len(words)} pieces: {error}"
         raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`") from error
-    except (ValueError, KeyError, TypeError, AttributeError):  # something else in place of an answer
+    except (ValueError, KeyError, TypeError, AttributeError):  # not an answer
         tokens = None
     if tokens is None:
-        message = f"the answer is not what was expected, after {len(words)} pieces"
+        message = f"the answer has an unexpected form, after {len(words)} pieces"
         raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`")
     seconds = last - first
-    # The first token comes of the prompt's reading: n tokens are n - 1 steps. Of pieces that came at once a clock tells
-    # nothing.
+    # The first token belongs to the prefill: n tokens are n - 1 decode steps. If all pieces came at once, there is no
+    # time to measure.
     tokens_per_s = (tokens - 1) / seconds if seconds >= TIMED_S else None
     return _Answer(text="".join(words), tokens=tokens, tokens_per_s=tokens_per_s)
 
 
 def _document(gateway: Gateway, path: str, *, posts: bool = False) -> dict[str, Any]:
-    """Empty while the port does not answer yet."""
+    """Return the document; empty while the port does not answer yet."""
     try:
         return gateway.ask("POST" if posts else "GET", path, {} if posts else None, timeout_s=ANSWER_S).document
     except NoAnswerError:

@@ -1,6 +1,7 @@
-"""`appliance upgrade`: the same container of a newer image, on the same volume, its speed compared; `--back` undoes it.
+"""`appliance upgrade`: replaces a container by one of a newer image on the same volume and compares the speed; `--back`
+undoes it.
 
-The container before is kept, stopped, and with it its image: going back builds and pulls nothing.
+The previous container is kept, stopped, and with it its image: going back builds and downloads nothing.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ from appliance.host.verbs.compare import SpeedChange, labels_changed, plan_chang
 from appliance.settings import process_environment
 from appliance.values import dataclass
 
-ASIDE = "-replaced"  # of a container while it is not known whether the next one comes up
+ASIDE = "-replaced"  # suffix of the previous container's name until the new one serves
 POLL_S = 0.5
 TUNING = "/appliance/v1/tuning"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     containers.add_name(parser)
-    parser.add_argument("--image", metavar="IMAGE", help="to this one (default: the newest of the name it runs)")
-    parser.add_argument("--back", action="store_true", help="to the container before; once more, and it is undone")
-    parser.add_argument("--no-measure", action="store_true", help="compare no speeds: measure when nobody asks")
+    parser.add_argument("--image", metavar="IMAGE", help="image to change to (default: the newest of the same name)")
+    parser.add_argument(
+        "--back", action="store_true", help="return to the previous container; a second time returns to the new one"
+    )
+    parser.add_argument("--no-measure", action="store_true", help="do not compare speeds; measure later, when idle")
     parser.add_argument("--yes", "-y", action="store_true", help="build the image without asking")
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`before` and `after`: status documents."""
+    """Result of an upgrade. `before` and `after` are status documents."""
 
     name: str
     labels: dict[str, tuple[str, str]]
@@ -62,7 +65,7 @@ class Outcome:
 def run(options: argparse.Namespace) -> int:
     if options.back and options.image:
         message = f"--back and --image exclude each other: {options.image}"
-        raise UsageError(message, hint="--back goes to the container before")
+        raise UsageError(message, hint="--back returns to the previous container")
     environment, err = process_environment(), Terminal(stderr=True, highlight=False)
     with connected(environment) as client:
         found = containers.choose(containers.all_of_ours(client), containers.name_in(options))
@@ -87,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _newer(client: APIClient, found: Found, launch: Launch, options: argparse.Namespace, err: Console) -> Image | None:
-    """None where there is none. What a clone holds is built after asking: nobody knows before whether it is newer."""
+    """Return the newer image, or None if there is none. An image of a clone is built after asking: only the build tells
+    whether it is newer."""
     reference = options.image or launch.image
     wish = image.of_running(reference, found.labels, is_named=bool(options.image))
     here = image.find(client, reference)
@@ -95,7 +99,7 @@ def _newer(client: APIClient, found: Found, launch: Launch, options: argparse.Na
         here = _brought(client, wish, options, err, is_here=here is not None) or here
     if here is None:
         message = f"no such image: {reference}"
-        raise ConfigError(message, hint="appliance run gets one, or --image IMAGE")
+        raise ConfigError(message, hint="`appliance run` gets one, or name one: --image IMAGE")
     return here if here.id != found.image_id else None
 
 
@@ -106,8 +110,8 @@ def _brought(
         return image.pull(client, wish.reference, err, may_fail=is_here)
     if not (wish.cell and image.has_builder()):
         return None
-    if not (options.yes or agrees(f"Build {wish.reference} of this clone? What did not change is reused")):
-        err.print("nothing is built; --yes builds it", markup=False)
+    if not (options.yes or agrees(f"Build {wish.reference} from this clone? Unchanged parts are reused")):
+        err.print("nothing is built; build it with --yes", markup=False)
         return None
     return image.build(client, wish, err, agrees=lambda _: True)
 
@@ -139,15 +143,15 @@ def _upgrade(
 
 def _set_aside(client: APIClient, found: Found, err: Console) -> None:
     err.print(f"stopping {found.short_name}: running answers get {GRACE_S} s", markup=False)
-    if left_behind := containers.by_name(client, found.name + ASIDE):  # by an upgrade that was killed
+    if left_behind := containers.by_name(client, found.name + ASIDE):  # left by a killed upgrade
         containers.remove(client, left_behind)
     client.stop(found.id, timeout=GRACE_S)
     client.rename(found.id, found.name + ASIDE)
 
 
 def _restore(client: APIClient, found: Found, err: Console) -> None:
-    """The one before serves again; why the next one did not is told by the error that goes on."""
-    err.print(f"the next one did not come up: {found.short_name} is started again as it was", markup=False)
+    """Start the previous container again. The error that continues says why the new one failed."""
+    err.print(f"the new container did not start: {found.short_name} is started again as before", markup=False)
     if failed := containers.by_name(client, found.name):
         containers.remove(client, failed)
     client.rename(found.id, found.name)
@@ -161,11 +165,11 @@ def _keep_as_before(client: APIClient, found: Found) -> None:
 
 
 def _go_back(client: APIClient, found: Found, err: Console) -> Outcome:
-    """The two change places."""
+    """Swap the current and the previous container."""
     other = containers.by_name(client, found.name + BEFORE)
     if other is None:
-        message = f"there is no container before {found.short_name}: it was not upgraded"
-        raise ConfigError(message, hint="appliance upgrade makes one")
+        message = f"{found.short_name} has no previous container: it was not upgraded"
+        raise ConfigError(message, hint="`appliance upgrade` creates one")
     before = _status(client, found)
     _set_aside(client, found, err)
     client.rename(other.id, found.name)
@@ -191,7 +195,7 @@ def _go_back(client: APIClient, found: Found, err: Console) -> Outcome:
 
 
 def _status(client: APIClient, found: Found) -> dict[str, Any]:
-    """Empty where it does not answer."""
+    """Return the status document; empty if the appliance does not answer."""
     try:
         return containers.gateway(client, found).document("status")
     except NoAnswerError:
@@ -199,7 +203,7 @@ def _status(client: APIClient, found: Found) -> dict[str, Any]:
 
 
 def _measured(client: APIClient, found: Found, gateway: Gateway, err: Console) -> str | None:
-    """Waits for measuring, which begins at once. Why there is nothing to compare, None once it is measured."""
+    """Start measuring and wait for its end. Returns None once it is measured, else why there is nothing to compare."""
     with display_on(err) as display:
         while True:
             refuse_ended(client, found.id)
@@ -232,7 +236,7 @@ def _why_not(outcome: Outcome) -> str | None:
         return None
     if not ((outcome.before.get("speeds") or {}).get("measured")):
         return "nothing was measured before the upgrade"
-    return outcome.why_not_compared or "no depth and no job was measured with both"
+    return outcome.why_not_compared or "no depth or job was measured with both"
 
 
 def _text(outcome: Outcome, *, is_back: bool) -> str:
@@ -240,11 +244,11 @@ def _text(outcome: Outcome, *, is_back: bool) -> str:
     changed = {**outcome.labels, **plan_changed(outcome.before, outcome.after)}
     lines += [f"  {name}: {old} -> {new}" for name, (old, new) in changed.items()]
     if not changed:
-        lines.append("  nothing that is told of an image changed")
+        lines.append("  no version and no plan changed")
     slower = [each for each in outcome.speeds if each.is_slower]
     lines += [f"  {each.describe()}" for each in outcome.speeds if not each.is_slower]
     lines += [f"slower by more than 5 %: {each.describe()}" for each in slower]
     if why := _why_not(outcome):
         lines.append(f"speeds were not compared: {why}")
-    again = "once more undoes it" if is_back else "takes the one before"
+    again = "undoes this" if is_back else "returns to the previous one"
     return "\n".join([*lines, f"appliance upgrade {outcome.name} --back {again}"])

@@ -1,4 +1,4 @@
-"""`appliance version` on the host: of this command, of Docker, and of each appliance that runs."""
+"""`appliance version` on the host: versions of this command, of Docker, and of each running appliance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENGINE, ENGINE_VERSION = "io.appliance.engine", "io.appliance.engine.version"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
         with connected(process_environment()) as client:
             docker = str(client.version()["Version"])
             running = [_of(each.labels) | {"name": each.short_name} for each in containers.all_of_ours(client)]
-    except ConfigError as error:  # its own version it knows without Docker
+    except ConfigError as error:  # our own version is known without Docker
         docker, running = f"none: {error.message}", []
     if options.json:
         print(json.dumps({**row, "docker": docker, "containers": running}))

@@ -1,8 +1,8 @@
 """Measure the bandwidths that plans are computed from, within seconds.
 
-Runs by `appliance probe --measure`, and once on a new machine while idle (serve/background/bandwidths.py). All threads that this
-container may run read the host memory. Each GPU is measured by its own child process with a time limit, so a driver
-that hangs or crashes loses only that GPU's figures.
+Runs by `appliance probe --measure`, and once on a new machine while idle (serve/background/bandwidths.py). All threads
+that this container may run read the host memory. Each GPU is measured by its own child process with a time limit, so a
+driver that hangs or crashes loses only that GPU's figures.
 """
 
 from __future__ import annotations

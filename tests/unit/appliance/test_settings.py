@@ -52,10 +52,10 @@ def test_file_is_read_from_the_volume(tmp_path: Path) -> None:
         ({"devices": "0,,1"}, {}, None, "devices names no GPU between its commas: '0,,1'"),
         ({"devices": "0, 0"}, {}, None, "devices names 0 twice: '0, 0'"),
         ({}, {"LWS_GROUP_SIZE": "two"}, None, "nodes is not a whole number: 'two' (variable LWS_GROUP_SIZE)"),
-        ({"leader": "http://a/b"}, {}, None, "leader is no host, or HOST:PORT: 'http://a/b' (flag --leader)"),
-        ({"leader": "a:70000"}, {}, None, "leader is no host, or HOST:PORT"),
-        ({"leader": "a..b"}, {}, None, "leader is no host, or HOST:PORT: 'a..b' (flag --leader)"),
-        ({"leader": "x" * 64}, {}, None, "leader is no host, or HOST:PORT"),
+        ({"leader": "http://a/b"}, {}, None, "leader is not a host or HOST:PORT: 'http://a/b' (flag --leader)"),
+        ({"leader": "a:70000"}, {}, None, "leader is not a host or HOST:PORT"),
+        ({"leader": "a..b"}, {}, None, "leader is not a host or HOST:PORT: 'a..b' (flag --leader)"),
+        ({"leader": "x" * 64}, {}, None, "leader is not a host or HOST:PORT"),
     ],
 )
 def test_every_mistake_is_named_with_its_value_and_source(
@@ -128,7 +128,7 @@ def test_an_address_is_not_taken_for_a_service_link() -> None:
 
 def test_a_pipe_in_the_place_of_the_settings_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "appliance.yaml")
-    with pytest.raises(ConfigError, match=r"settings file cannot be read: .*it is no file"):
+    with pytest.raises(ConfigError, match=r"settings file cannot be read: .*it is not a regular file"):
         load_settings({"data_dir": str(tmp_path)}, {})
 
 

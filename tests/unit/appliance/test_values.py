@@ -108,5 +108,5 @@ def test_the_message_names_what_is_wrong() -> None:
 
 
 def test_other_kinds_are_left_to_the_standard_library() -> None:
-    with pytest.raises(TypeError, match="take the standard library's"):
+    with pytest.raises(TypeError, match="use the standard library's"):
         dataclass(frozen=True, kw_only=False)

@@ -198,7 +198,7 @@ def test_a_key_that_is_no_text_or_cannot_be_kept_is_said(volume: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(VolumeError, match="API key is not text"):
         read_or_make_key(path)
-    with pytest.raises(VolumeError, match="API key cannot be kept on the volume") as caught:
+    with pytest.raises(VolumeError, match="API key cannot be stored on the volume") as caught:
         read_or_make_key(volume / "nowhere/api_key")
     assert "APPLIANCE_AUTH=off" in (caught.value.hint or "")
 
@@ -215,7 +215,7 @@ def test_an_empty_key_file_that_cannot_be_replaced_is_said_to_be_empty(volume: P
 def test_a_key_that_is_a_pipe_is_not_waited_for(volume: Path) -> None:
     os.mkfifo(volume / "api_key")
     for read in (read_key, read_or_make_key):
-        with pytest.raises(VolumeError, match="it is no file"):
+        with pytest.raises(VolumeError, match="it is not a regular file"):
             read(volume / "api_key")
 
 
@@ -268,7 +268,7 @@ def test_a_model_is_streamed_in_and_reported(volume: Path) -> None:
 
 def test_another_sha256_keeps_what_was_there(volume: Path) -> None:
     add_model(volume / "models", "a.gguf", io.BytesIO(GGUF), None)
-    with pytest.raises(DownloadError, match=r"model is not what was announced: a\.gguf") as caught:
+    with pytest.raises(DownloadError, match=r"model has another sha256 than expected: a\.gguf") as caught:
         add_model(volume / "models", "a.gguf", io.BytesIO(b"new"), "0" * 64)
     assert caught.value.exit_code == 32
     assert (volume / "models/a.gguf").read_bytes() == GGUF
@@ -278,7 +278,7 @@ def test_another_sha256_keeps_what_was_there(volume: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "model is unreadable: a.gguf: nothing came, the input was empty"),
+        (b"", "model is unreadable: a.gguf: the input was empty"),
         (PNG, "model is unreadable: a.gguf: at byte 0: expected the letters GGUF, found a PNG image"),
         (
             GGUF[:20],

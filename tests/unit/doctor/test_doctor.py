@@ -89,7 +89,7 @@ def test_kinds_of_cores_and_what_hides_them_are_shown(tmp_path: Path) -> None:
     unequal = host(root, replace(machine(), cpu=replace(cpu, groups=groups)))["cpu limit"]
     assert "(4 of 100%, 4 of 27% of the fastest's speed), no quota" in unequal.value
     unknown = host(root, replace(machine(), cpu=replace(cpu, groups_problem="cpu_capacity of CPU 1 is '0'")))
-    assert "taken as equal (cpu_capacity of CPU 1 is '0')" in unknown["cpu limit"].value
+    assert "assumed equal (cpu_capacity of CPU 1 is '0')" in unknown["cpu limit"].value
 
 
 def test_swapping_and_huge_pages_that_are_off_are_warned_of(tmp_path: Path) -> None:
@@ -133,14 +133,14 @@ def test_a_gpu_in_order_passes_and_shows_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "card", "remedy"),
     [
-        ("gpu 0 link", replace(CARD, pcie_generation=1), "a sleeping card steps down"),
+        ("gpu 0 link", replace(CARD, pcie_generation=1), "an idle card lowers its link speed"),
         ("gpu 0 link", replace(CARD, pcie_width=4), "another slot"),
         ("gpu 0 power", replace(CARD, power_limit_w=200.0), "-pl 350"),
-        ("gpu 0 display", replace(CARD, display=True), "free it"),
+        ("gpu 0 display", replace(CARD, display=True), "move the desktop"),
         (
             "gpu 0 in use",
             replace(CARD, holders=(GpuHolder(pid=7, name="game", used_mib=900),)),
-            "plans use what is free",
+            "plans use only free memory",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_where_the_drivers_library_was_found_is_said() -> None:
     none = gpu(replace(machine, gpus=replace(machine.gpus, libcuda=None)))["driver library"]
     assert none.status == "warn"
     assert "compute,utility" in (none.remedy or "")
-    assert "LD_LIBRARY_PATH has to name its folder" in (none.remedy or "")
+    assert "LD_LIBRARY_PATH must name its folder" in (none.remedy or "")
 
 
 def test_an_engine_that_sees_fewer_gpus_is_warned_of() -> None:
@@ -245,7 +245,7 @@ def test_a_port_that_another_program_has_fails_with_10(tmp_path: Path) -> None:
         settings = Settings(host="127.0.0.1", port=listener.getsockname()[1], runtime_dir=tmp_path)
         taken = port_check(settings)
         assert (taken.status, taken.exit_code) == ("fail", 10)
-        assert "another program has it" in (taken.remedy or "")
+        assert "another program uses it" in (taken.remedy or "")
     assert port_check(settings, tmp_path).status == "pass"
 
 
@@ -356,7 +356,7 @@ def load(time_s: float, *, busy_s: float = 0.0, own_s: float = 0.0) -> LoadSampl
     ("after", "status", "words"),
     [
         (load(10.0, busy_s=18.0, own_s=2.0), "warn", "other programs took 80% of 2 CPUs (1.6 cores)"),
-        (load(10.0, busy_s=18.0, own_s=18.0), "pass", "took 0% of 2 CPUs while this looked"),
+        (load(10.0, busy_s=18.0, own_s=18.0), "pass", "took 0% of 2 CPUs during this check"),
         (load(0.1, busy_s=0.2), "pass", "unknown"),  # too short a look
     ],
 )

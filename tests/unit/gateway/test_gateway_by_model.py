@@ -57,6 +57,6 @@ def test_all_are_as_far_as_the_one_that_is_furthest_from_serving(phases: list[Ph
 
 
 def test_two_models_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="several models have one name: a") as caught:
+    with pytest.raises(ConfigError, match="several models have the same name: a") as caught:
         create_app([backend("a"), backend("b"), backend("a")], keys=None)
     assert "alias" in (caught.value.hint or "")

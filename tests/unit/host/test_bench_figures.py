@@ -87,9 +87,9 @@ def test_line_ends_of_windows_are_read() -> None:
             "no token counts: usage lacks them: prompt_tokens",
         ),
         (text() + END + event(choices=[], usage=[7]), "no token counts: usage is [7]"),
-        (text() + event(error={"message": "engine died"}) + TAIL, "the server ended it: engine died"),
-        (text() + b"data: {what\n\n", "an event that is no JSON object: {what"),
-        (text() + b"data: 7\n\n", "an event that is no JSON object: 7"),
+        (text() + event(error={"message": "engine died"}) + TAIL, "the server ended the stream: engine died"),
+        (text() + b"data: {what\n\n", "an event is not a JSON object: {what"),
+        (text() + b"data: 7\n\n", "an event is not a JSON object: 7"),
     ],
 )
 def test_what_is_no_whole_answer_says_why(data: bytes, reason: str) -> None:

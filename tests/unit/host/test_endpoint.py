@@ -72,7 +72,7 @@ def test_a_key_is_of_the_file_then_of_the_variable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("", "is empty"), (" \n", "is empty"), ("a b", "something else than one"), ("ä", "something else than one")],
+    [("", "is empty"), (" \n", "is empty"), ("a b", "not contain exactly one"), ("ä", "not contain exactly one")],
 )
 def test_a_key_file_without_one_key_is_refused(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "key"
@@ -82,7 +82,7 @@ def test_a_key_file_without_one_key_is_refused(tmp_path: Path, text: str, what: 
 
 
 def test_a_variable_is_held_to_the_same() -> None:
-    with pytest.raises(ConfigError, match="the variable OPENAI_API_KEY holds something else"):
+    with pytest.raises(ConfigError, match="the variable OPENAI_API_KEY does not contain exactly one key"):
         given_endpoint(BASE, None, {"OPENAI_API_KEY": "sk-1\nX-Other: 1"})
 
 

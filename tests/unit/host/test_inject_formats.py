@@ -68,7 +68,7 @@ def test_comments_of_an_editor_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("[1]", "line 1: it is no object"),
+        ("[1]", "line 1: it is not an object"),
         ("{", "line 1: a } is missing"),
         ('{\n"a" 1}', "line 2: a colon is missing"),
         ('{\n"a": }', "line 2: a value is missing"),
@@ -76,8 +76,8 @@ def test_comments_of_an_editor_are_read() -> None:
         ('{"a": 1 "b": 2}', "line 1: a comma or a } is missing"),
         ("{'a': 1}", "line 1: a key in double quotes is missing"),
         ('{"a": 1}\n\nx', "line 3: something follows the end"),
-        ('{"a": 1,\n"a": 2}', "line 2: this key stands there twice: a"),
-        ('{"a": 01}', "line 1: this is no value: 01"),
+        ('{"a": 1,\n"a": 2}', "line 2: this key occurs twice: a"),
+        ('{"a": 01}', "line 1: this is not a value: 01"),
         ("/* {}", "line 1: a value is missing"),
         ("{" + '"a": {' * 200, "line 1: it is nested too deep"),
     ],
@@ -233,7 +233,7 @@ def test_text_stays_text(word: str) -> None:
     ("text", "what"),
     [
         ("a: [", "line 1: "),
-        ("- a\n", "it is no mapping"),
+        ("- a\n", "it is not a mapping"),
         ("a: 1\n b: 2\n", "line 2: "),
         ("a: 1\n---\nb: 2\n", "line 2: "),
     ],

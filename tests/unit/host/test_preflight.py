@@ -58,7 +58,7 @@ def told(found: Iterable[FatalError]) -> list[tuple[str, str | None]]:
         ({**INFO, "ServerVersion": "", "ServerErrors": ["EOF"]}, "", "Docker does not answer: EOF", "docker info"),
         (
             {"host": {}, "store": {}, "version": {}}, "Emulate Docker CLI using podman.",
-            "the docker command here is Podman's, which has neither the builder nor the store that is needed",
+            "the docker command here is Podman's, which lacks the builder and the image store that are needed",
             "install Docker",
         ),
         (
@@ -127,7 +127,7 @@ def test_a_port_that_docker_alone_knows_of_is_in_use() -> None:
 @pytest.mark.parametrize("port", ["", "0", "65536", "-1", "127.0.0.1:80", "8000-8010", "x"])
 def test_what_is_no_port(port: str) -> None:
     [(message, _)] = told(port_findings(port, "appliance", SOUND))
-    assert message == f"APPLIANCE_HOST_PORT is no port: {port}"
+    assert message == f"APPLIANCE_HOST_PORT is not a port: {port}"
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,15 @@ def test_what_is_no_port(port: str) -> None:
         ({"Labels": None}, (), ("cache", "lost+found", "mine"), None),
         ({"Labels": {"com.docker.compose.project": "appliance"}}, (OURS,), ("models",), None),
         ({"Labels": {"com.docker.compose.project": "other"}}, (OURS,), (), None),  # appliances share one by intent
-        ({"Labels": None}, (OURS, OTHERS), (), "container db uses it, which is no appliance"),
-        ({"Labels": {"com.docker.compose.project": "shop"}}, (), (), "the compose project shop made it"),
+        ({"Labels": None}, (OURS, OTHERS), (), "it is used by container db, which is not an appliance"),
+        ({"Labels": {"com.docker.compose.project": "shop"}}, (), (), "it was created by the compose project shop"),
         ({"Labels": {"com.docker.compose.project": "appliance-replicas"}}, (), ("models",), None),
         ({"Labels": {"com.docker.compose.project": "appliance"}}, (OTHERS,), (), None),  # a backup, or who looks at it
         (
             {"Labels": {"com.docker.compose.project": "shop"}},
             (OTHERS,),
             (),
-            "container db uses it, which is no appliance",
+            "it is used by container db, which is not an appliance",
         ),
         ({"Labels": None}, (), ("base", "pg_wal"), "it holds base, pg_wal"),
     ],
@@ -179,7 +179,7 @@ def test_the_projects_of_our_own_compose_files_are_known() -> None:
 def test_too_little_room_is_told_with_the_figures(tmp_path: Path) -> None:
     assert told(room_findings([(".venv", tmp_path, 1), ("images", tmp_path, 0)])) == []
     [error] = room_findings([(".venv", tmp_path, 1), ("images", tmp_path, 10**9)])
-    assert error.message.startswith("too little room: 1,000,000,001 MiB are needed and ")
+    assert error.message.startswith("too little disk space: 1,000,000,001 MiB are needed, ")
     assert f"1,000,000,000 MiB for images in {tmp_path}" in error.message
     assert error.exit_code == 60
 
@@ -225,17 +225,17 @@ def test_what_cannot_be_looked_at_is_no_traceback() -> None:
     """As a folder that is closed to this user; a name that is too long is refused to root as well."""
     closed = "/" + 300 * "a"
     [(message, _)] = told(path_findings([f"CA_BUNDLE={closed}"]))
-    assert message == f"CA_BUNDLE names what is not there: {closed}"
+    assert message == f"CA_BUNDLE names a path that does not exist: {closed}"
     docker = replace(SOUND, info={**INFO, "DockerRootDir": closed})
     assert closed not in [str(path) for _, path, _ in wanted_room(docker, "llama-cpu", INVENTORY)]
 
 
 def test_a_model_and_a_file_that_are_not_there(tmp_path: Path) -> None:
     [(message, hint)] = told(model_findings("Qwen3.6-27B", INVENTORY, None))
-    assert message == "MODEL is no recipe and no model of one: Qwen3.6-27B"
+    assert message == "MODEL is not a recipe or a model of one: Qwen3.6-27B"
     assert str(hint).startswith("make up MODEL=Qwen3.8-27B, or ")
     [(message, _)] = told(path_findings(["WHEELS=", f"CA_BUNDLE={tmp_path}/ca.pem", f"X={tmp_path}"]))
-    assert message == f"CA_BUNDLE names what is not there: {tmp_path}/ca.pem"
+    assert message == f"CA_BUNDLE names a path that does not exist: {tmp_path}/ca.pem"
 
 
 def test_a_python_that_can_make_an_environment_is_no_finding(tmp_path: Path) -> None:

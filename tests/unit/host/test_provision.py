@@ -60,7 +60,7 @@ def test_disabled_by_itself_is_enabled_and_by_hand_is_not() -> None:
 
 
 def test_two_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 channels of the name 'appliance': ids 7, 8"):
+    with pytest.raises(ConfigError, match="2 channels named 'appliance': ids 7, 8"):
         changed(WANTED, [as_listed(), as_listed(id=8)])
 
 
@@ -76,7 +76,7 @@ def test_the_key_is_in_no_representation_and_its_mark_is_short() -> None:
 
 @pytest.mark.parametrize("name", ["a,b", " a", ""])
 def test_names_that_a_list_cannot_hold(name: str) -> None:
-    with pytest.raises(ConfigError, match="a channel cannot hold"):
+    with pytest.raises(ConfigError, match="cannot be used in a channel"):
         check_models(["m", name])
 
 
@@ -98,11 +98,11 @@ def test_made_secrets_are_right_kept_and_closed_to_others(tmp_path: Path) -> Non
         ("access_token", " \n", 0o600, "is empty"),
         ("access_token", "0" * 32, 0o644, "is open to every user of the machine"),
         ("access_token", "0" * 32, 0o602, "is open to every user of the machine"),
-        ("access_token", "0" * 33, 0o600, "33 characters, wanted 32 hexadecimal digits"),
-        ("root_password", "1234567", 0o600, "7 characters, wanted 8 to 20 printable"),
-        ("root_password", "a b c d e f", 0o600, "wanted 8 to 20 printable"),
-        ("session_secret", "random_string", 0o600, "wanted 16 to 128"),
-        ("database_password", "pass:word@host/xxx", 0o600, "wanted 16 to 64 letters"),
+        ("access_token", "0" * 33, 0o600, "33 characters, required: 32 hexadecimal digits"),
+        ("root_password", "1234567", 0o600, "7 characters, required: 8 to 20 printable"),
+        ("root_password", "a b c d e f", 0o600, "required: 8 to 20 printable"),
+        ("session_secret", "random_string", 0o600, "required: 16 to 128"),
+        ("database_password", "pass:word@host/xxx", 0o600, "required: 16 to 64 letters"),
     ],
 )
 def test_a_secret_that_is_wrong_is_refused_without_being_shown(
@@ -123,7 +123,7 @@ def test_a_secret_that_is_wrong_is_refused_without_being_shown(
 def test_a_secret_that_is_not_there_and_a_folder_without_any(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
         read_secret(tmp_path / "access_token")
-    with pytest.raises(ConfigError, match="no secret is in the folder"):
+    with pytest.raises(ConfigError, match="the folder contains no secret"):
         check_folder(tmp_path)
     with pytest.raises(ConfigError, match="folder of secrets cannot be read"):
         check_folder(tmp_path / "none")
@@ -160,12 +160,12 @@ def program(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ((), 2, "nothing opens one-api's management"),
+        ((), 2, "no access token and no password for one-api's management was given"),
         (("secrets",), 2, "a folder is missing: secrets FOLDER"),
         (("secret", "x"), 2, "argument action: invalid choice: 'secret'"),
         (("check", "/nowhere"), 10, "the folder of secrets cannot be read: /nowhere"),
         (("--access-token-file", "/nowhere/access_token"), 10, "the secret file cannot be read: /nowhere/access_token"),
-        (("--one-api", "https://one-api"), 2, "not an address of the inner network: https://one-api (--one-api)"),
+        (("--one-api", "https://one-api"), 2, "not an http address: https://one-api (--one-api)"),
         (("--appliance", "appliance:11435"), 2, "not the URL of an endpoint: appliance:11435"),
     ],
 )

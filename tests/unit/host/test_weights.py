@@ -42,11 +42,11 @@ def test_what_is_not_a_file_here(called: str, name: str, setting: str | None, re
         ("qwen:8b", "qwen:8b", "qwen:8b", None),
         (
             "Qwen3-30B-A3B", "Qwen3-30B-A3B", "qwen:30b-a3b-q4_k_m",
-            "Qwen3-30B-A3B is qwen:30b-a3b-q4_k_m of the recipes",
+            "Qwen3-30B-A3B is read as the recipe qwen:30b-a3b-q4_k_m",
         ),
         (
             "qwen/qwen3-8b", "qwen3-8b", "qwen:8b",
-            "qwen/qwen3-8b is qwen:8b of the recipes; the repository of this name: hf.co/qwen/qwen3-8b",
+            "qwen/qwen3-8b is read as the recipe qwen:8b; the repository of this name is hf.co/qwen/qwen3-8b",
         ),
     ],
 )  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_recipe_goes_before_a_folder_of_its_name_and_says_so(
     Path(called).mkdir()
     found = understand(called)
     assert (found.recipe, found.is_here) == ("qwen", False)
-    assert found.note == f"{called} is the recipe; the file or folder of this name: ./{called}"
+    assert found.note == f"{called} is read as a recipe; the file or folder of this name is ./{called}"
     typed = understand(f"./{called}")
     assert (typed.recipe, typed.is_here, typed.note) == (None, True, None)
 
@@ -103,7 +103,7 @@ def test_a_path_that_exists_goes_before_a_repository_and_says_so(
     Path("org/repo").mkdir(parents=True)
     found = understand("org/repo")
     assert found.is_here
-    assert found.note == "org/repo is the path here; the repository of this name: hf.co/org/repo"
+    assert found.note == "org/repo is read as a path; the repository of this name is hf.co/org/repo"
     assert understand("hf.co/org/repo").setting == "hf.co/org/repo"
 
 

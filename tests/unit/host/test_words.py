@@ -33,7 +33,7 @@ def wrapped(error: OSError) -> DockerException:
         (FileNotFoundError(2, "No such file"), False, "Docker is missing"),
         (FileNotFoundError(2, "No such file"), True, "Docker is stopped"),
         (ConnectionRefusedError(111, "refused"), True, "Docker is stopped"),
-        (TimeoutError(110, "timed out"), True, "Docker does not answer as it should"),
+        (TimeoutError(110, "timed out"), True, "Docker returned an unexpected error"),
     ],
 )
 def test_why_docker_does_not_answer(error: OSError, has_command: bool, said: str) -> None:

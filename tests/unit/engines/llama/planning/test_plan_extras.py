@@ -137,8 +137,8 @@ def test_one_template_is_given_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--grammar 'a\nb'", "holds a line break or another character that no argument has: '--grammar 'a\\nb''"),
-        ("--grammar a\0", "holds a line break or another character that no argument has: '--grammar a\\x00'"),
+        ("--grammar 'a\nb'", "contains a line break or another unprintable character: '--grammar 'a\\nb''"),
+        ("--grammar a\0", "contains a line break or another unprintable character: '--grammar a\\x00'"),
         ("--grammar 'a", "has a quotation mark that is not closed"),
         ("20", "does not begin with a flag of the engine"),
         ("", "does not begin with a flag of the engine"),
