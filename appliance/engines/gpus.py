@@ -1,4 +1,4 @@
-"""Which GPUs a plan may use, for the planners of all engines: pure."""
+"""GPUs that a plan may use, for the planners of all engines. Pure: no input or output."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from appliance.settings import Settings
 
 
 def device_id(gpu: Gpu) -> str:
-    """What a `Device` and a plan's share are known by."""
+    """Return the id of a GPU in `Device` and in a plan's shares: its UUID, else its index."""
     return gpu.uuid or str(gpu.index)
 
 
 def judged(hardware: Hardware, image: ImageFacts) -> Iterator[tuple[Gpu, str | None]]:
-    """Each with why it cannot be used, in words; None: it can."""
+    """Yield each GPU with the reason why it cannot be used, or None if it can."""
     sliced = {gpu.mig_parent for gpu in hardware.gpus.gpus if gpu.mig_parent}
     for gpu in hardware.gpus.gpus:
         yield gpu, _why_not(gpu, image, sliced)
 
 
 def asked_for(settings: Settings, usable: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """By the setting `devices`. Raises ConfigError (10) for one that is not there."""
+    """Return the GPUs that the setting `devices` names. Raises ConfigError (10) if one is not usable."""
     if settings.devices == "auto":
         return tuple(usable)
     names = [name.strip() for name in settings.devices.split(",") if name.strip()]
