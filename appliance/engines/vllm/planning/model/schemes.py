@@ -109,8 +109,8 @@ def _args(found: object) -> _Args | None:
 
 
 def _scheme(weights: _Args, inputs: _Args | None, stored: str, *, has_output: bool) -> tuple[str | None, str | None]:
-    """Return the scheme's name, or None and why vLLM refuses it. Both are None if the scheme is not judged. The rules are
-    in vLLM's order."""
+    """Return the scheme's name, or None and why vLLM refuses it. Both are None if the scheme is not judged. The rules
+    are in vLLM's order."""
     if weights.is_nvfp4:
         if inputs is not None and not inputs.is_nvfp4:
             return None, "its weights are NVFP4 and its activations something else, which vLLM does not take"
