@@ -75,7 +75,7 @@ def find_cell(name: str) -> Cell:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, 1)
-    message = f"no cell of the build matrix is called that: {printable(name)} (flag --cell)"
+    message = f"the build matrix has no cell of this name: {printable(name)} (flag --cell)"
     raise ConfigError(message, hint=f"perhaps you meant {near[0]}" if near else f"there are {', '.join(known)}")
 
 

@@ -35,7 +35,7 @@ from appliance.errors import (
 )
 from appliance.values import dataclass
 
-LAST_LINES = "its last lines are above"
+LAST_LINES = "its last log lines are above"
 REBUILD = "the image is damaged or was changed; pull or build it again"
 MORE = "give the container more memory, or use a smaller --ctx-size or model"
 OTHER_GPU = "check `nvidia-smi` on the host and that the container was started with `--gpus`"
@@ -51,7 +51,7 @@ OF_THE_DEVICE = (GpuFaultError, GpuUnusableError, DriverTooOldError)
 
 _REMEDIES: dict[int, str] = {
     signal.SIGBUS: CUT,
-    signal.SIGTERM: f"somebody ended it; {LAST_LINES}",
+    signal.SIGTERM: f"another program ended it with SIGTERM; {LAST_LINES}",
     signal.SIGSEGV: f"the engine's own code failed: report it with the log; {LAST_LINES}",
     signal.SIGFPE: f"the engine's own code failed: report it with the log; {LAST_LINES}",
 }
@@ -199,10 +199,10 @@ def hint_of_unknown(ending: Ending, *, lost_a_process: bool = False) -> str:
         return _REMEDIES[ending.signal]
     if not (was_killed or lost_a_process):
         return LAST_LINES
-    who = "somebody killed it" if was_killed else "one of its processes ended without a word, as if it was killed"
+    who = "it was killed" if was_killed else "one of its processes disappeared without a message, as if it was killed"
     if ending.oom_kills is None:
-        return f"{who}; `dmesg` on the host tells whether the kernel did, for lack of memory"
-    return f"{who}, and memory was not the reason; {LAST_LINES}"
+        return f"{who}; `dmesg` on the host shows whether the kernel did, for lack of memory"
+    return f"{who}, and the kernel counted no kill for lack of memory; {LAST_LINES}"
 
 
 def hint_while_serving(kind: type[FatalError] | None, remedy: str) -> str:

@@ -106,7 +106,7 @@ class TuningSession:
         self._results.phase("starting")
         self._results.load()
         if words := self._results.kept.describe():
-            self._report.info("tune_goes_on", f"there are {words} of a tuning that was interrupted")
+            self._report.info("tune_goes_on", f"resuming an interrupted tuning with {words}")
         kv_checks = await self._check_kv_types(self._make_space(()))
         space = self._make_space(kv_checks)
         tuned = await self._choose_plan(space)
@@ -166,7 +166,7 @@ class TuningSession:
         self._results.measurements[:] = kept
         words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
         if kept:
-            words += f"; {len(kept)} measurements are there from a start that was interrupted"
+            words += f"; {len(kept)} measurements are kept from an interrupted start"
         self._report.info("tune_start", words)
         reserved = SHARE_FOR_SPECULATION * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
         budget_s = max(1.0, self._budget.left_s - reserved * settings.budget_s)

@@ -246,7 +246,7 @@ class _Run:
                 return
             if is_requested and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
                 message = f"engine drafts nothing with speculation '{kind}': {self._estimated(kind, tokens).describe()}"
-                raise ConfigError(message, hint="its log says why; use --speculation auto to do without")
+                raise ConfigError(message, hint="the engine's log says why; use --speculation auto to serve without it")
             before = len(rates)
             rates[:] = self._compared(kind)
             if len(rates) == before:
@@ -291,7 +291,7 @@ class _Run:
         if self._base is None:
             return None, "no time was left to measure what speculative decoding gains"
         if not self._base_ms:
-            return None, f"no answer could be used to measure with: {self.tried[0].describe()}"
+            return None, f"no answer could be used for measuring: {self.tried[0].describe()}"
         seen = [(kind, min(rates, key=lambda rate: rate.ms)) for kind, rates in self._results.items() if rates]
         figures = "; ".join(f"{kind} {rate.tokens}: {self._figures(rate)}" for kind, rate in seen)
         failed = "; ".join(t.describe() for t in self.tried if t.error)
@@ -305,7 +305,7 @@ class _Run:
         best = min(rates, key=lambda rate: rate.ms, default=None)
         if best is None:
             speculation = self._estimated(kind, UNMEASURED[kind])
-            return speculation, f"asked for, {speculation.describe()}; what it gains was not measured"
+            return speculation, f"asked for, {speculation.describe()}; its gain was not measured"
         speculation = self._estimated(kind, best.tokens)
         return speculation, f"asked for, {speculation.describe()}: {self._figures(best)}"
 

@@ -117,7 +117,7 @@ class Vllm(Engine):
         return compiled.compilations(install.cache_dir)
 
     def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
-        from appliance.engines.vllm.examine import examine  # imported here, since only doctor needs it
+        from appliance.engines.vllm.examine import examine  # imported here, since no start needs it
 
         return examine(install, plan)
 

@@ -90,7 +90,7 @@ def judge(
     if count < CHUNKS_MIN:
         return refused(kv_type, f"too little text was read: {count} chunks of at least {CHUNKS_MIN}", seconds=seconds)
     if not all(math.isfinite(d) for d in differences):
-        return refused(kv_type, "the model's probabilities of the text are no numbers", seconds=seconds)
+        return refused(kv_type, "the model's probabilities of the text are not finite numbers", seconds=seconds)
     difference, error = fmean(differences), stdev(differences) / math.sqrt(count)
     low, high = (difference + sign * t_975(count - 1) * error for sign in (-1, 1))
     tokens = count * chunk_spec.scored_in_chunk

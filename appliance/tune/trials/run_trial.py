@@ -255,7 +255,7 @@ def plain_point_of(found: Completion, depth: int, tokens: int) -> Point:
     """Return the point, like `point_of`. Also raises EngineNotReadyError if there were draft tokens, with which the
     time depends on the text."""
     if found.drafted:
-        message = f"engine made {found.drafted} draft tokens where plain steps were to be timed"
+        message = f"engine made {found.drafted} draft tokens while plain decode steps were measured"
         raise EngineNotReadyError(message)
     return point_of(found, depth, tokens)
 

@@ -26,7 +26,9 @@ def offers_of(facts: Facts) -> tuple[Offer, ...]:
     asked = settings.speculation
     if asked in ("mtp", "draft") and asked not in {offer.kind for offer in found}:
         why = (
-            "the model's files hold no draft layers" if asked == "mtp" else "no draft model of safetensors is taken yet"
+            "the model's files hold no draft layers"
+            if asked == "mtp"
+            else "draft models in safetensors are not supported yet"
         )
         message = f"speculative decoding cannot be done as asked: {asked} ({settings.sources['speculation']}): {why}"
         raise ConfigError(message, hint=f"use one of {', '.join(offer.kind for offer in found)}, auto or off")

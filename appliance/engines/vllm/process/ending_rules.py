@@ -62,14 +62,14 @@ RULES: tuple[Rule, ...] = (
     rule(
         "code of the model needs packages",
         ModelUnreadableError,
-        "the code in the model's folder needs packages that the image has not: use another upload of it",
+        "the code in the model's folder needs packages that the image lacks: use another upload of the model",
         r"This modeling file requires the following packages",
         source="transformers dynamic_module_utils.py check_imports",
     ),
     rule(
         "package missing",
         EngineLibraryError,
-        "the model or a setting needs a package that this image has not: use another model, quantization or setting",
+        "the model or a setting needs a package that this image lacks: use another model, quantization or setting",
         (
             r"^(?:ImportError|ModuleNotFoundError): ",
             r"pip install|[Pp]lease install|(?:is|are) required|to be installed",
@@ -346,7 +346,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "socket in use",
         EngineNotReadyError,
-        "its socket is taken, which is an error of the appliance: please report it with the lines above",
+        "the engine's socket is already in use, which is a bug of the appliance: please report it with the lines above",
         r"(?i)\baddress already in use\b|The server socket has failed to (?:listen|bind)|EADDRINUSE",
         source="entrypoints/launchers (bind of the socket); torch TCPStore (socket.cpp)",
     ),

@@ -47,11 +47,11 @@ def _ask(python: Path, answer: Path, library_path: str | None) -> None:
     try:
         done = run(argv, timeout_s=TIMEOUT_S, environment=_environment(answer.parent, library_path))
     except (OSError, RunTimeout) as error:
-        message = f"vLLM's Python cannot be asked: {python}: {error}"
+        message = f"vLLM's Python cannot be run: {python}: {error}"
         raise EngineLibraryError(message, hint="the image is damaged; build it again") from error
     if done.returncode != 0 or not answer.is_file():
         said = done.stderr.strip()[-500:]
-        message = f"vLLM does not say what it can do: {python}: exit code {done.returncode}: {said}"
+        message = f"vLLM's abilities cannot be read: {python}: exit code {done.returncode}: {said}"
         raise EngineLibraryError(message, hint="a library is missing, or vLLM has moved what introspect.py reads")
 
 

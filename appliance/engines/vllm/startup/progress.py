@@ -72,7 +72,7 @@ _KNOWN: tuple[tuple[Stage, str, str], ...] = (
         r"init engine \(profile, create kv cache, warmup model\) took (?P<seconds>[0-9.]+) s",
         "{seconds} s since the weights",
     ),
-    (Stage.FIRST_TOKEN, r"Application startup complete", "its first token is awaited"),
+    (Stage.FIRST_TOKEN, r"Application startup complete", "waiting for the first token"),
 )
 _ROWS = tuple((stage, re.compile(pattern), words) for stage, pattern, words in _KNOWN)
 _CACHE = re.compile(r"^cache (?P<cache>hit|miss)\b")  # matches the words of a row above, not the log

@@ -159,7 +159,7 @@ class _Reader:
         if there and other:
             shown = difflib.get_close_matches(other[0], there, 3) or there[:_SHOWN]
             more = f" and {len(there) - len(shown)} more" if len(there) > len(shown) else ""
-            self.refuse(f"a value that {flag} has not: '{other[0][:40]}'", f"one of {', '.join(shown)}{more}")
+            self.refuse(f"a value that {flag} does not accept: '{other[0][:40]}'", f"one of {', '.join(shown)}{more}")
 
     def check(self, flag: str, engine: EngineFacts) -> None:
         if flag in OWNED:
@@ -172,7 +172,7 @@ class _Reader:
         if engine.flags and flag not in (*engine.flags, *_OFF):
             near = difflib.get_close_matches(flag, engine.flags, 3)
             hint = f"perhaps you meant {' or '.join(near)}" if near else f"the engine is vLLM {engine.version}"
-            self.refuse(f"a flag that this engine has not: {flag}", hint)
+            self.refuse(f"a flag that this engine does not have: {flag}", hint)
 
     def pinned(self, flag: str, values: Sequence[str]) -> dict[str, Any]:
         """Return the fields of `Pins` that a flag sets; empty for a flag that the plan does not use."""

@@ -43,10 +43,10 @@ KEPT: Mapping[str, str] = MappingProxyType({
     "VLLM_RPC_BASE_PATH": "sockets lie in the runtime folder",
     "VLLM_HOST_IP": "127.0.0.1, and in a group the host's address towards its leader",
     "VLLM_CONFIGURE_LOGGING": LOG_IS_READ,
-    "VLLM_DO_NOT_TRACK": "nothing is sent to anybody",
-    "VLLM_NO_USAGE_STATS": "nothing is sent to anybody",
+    "VLLM_DO_NOT_TRACK": "no usage data is sent",
+    "VLLM_NO_USAGE_STATS": "no usage data is sent",
     "VLLM_PORT": "the engine listens on a private socket",
-    "VLLM_USE_RUST_FRONTEND": "what is known of routes, log and endings is of the other one",
+    "VLLM_USE_RUST_FRONTEND": "the appliance knows routes, log and endings of the Python frontend only",
 })  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _not_passed(settings: Settings, build_id: str) -> Iterator[Choice]:
     for name, value in sorted(_set(settings, (PREFIX, *LIBRARIES)).items()):
         why = _why_kept(name) or ("it is off without it" if name in REFUSED else None)
         if not name.startswith(PREFIX):
-            why = "of a library: the engine gets variables of vLLM and of its network alone"
+            why = "variable of a library: only variables of vLLM and of its network are passed on"
         if why and not value.startswith(caches):
             yield Choice(name=name.lower(), value="not passed on", reason=why, source=SOURCE, is_refusal=True)
 

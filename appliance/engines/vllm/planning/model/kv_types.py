@@ -84,7 +84,7 @@ def _why_not(asked: str, chip: Chip, dtype: str, weights: Quantization) -> str:
     if asked == _E5M2 and asked in chip.kv_types and weights.loads_kv_scales:
         return f": beside weights in {weights.name} vLLM refuses it"
     if chip.sm is None:
-        return f": it needs one of {', '.join(chip.fp8_isa)}, which this CPU has not" if chip.fp8_isa else ""
+        return f": it needs one of {', '.join(chip.fp8_isa)}, which this CPU lacks" if chip.fp8_isa else ""
     return (
         ": Triton reads fp8 from SM 89 on, and FlashInfer and FlashAttention begin with SM 80" if chip.sm < 80 else ""
     )

@@ -63,7 +63,7 @@ def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
     """Raise ModelUnreadableError (30) if the engine does not know the quantization of the weights or of the KV cache's
     scales."""
     if shape.quantization.kv_problem:
-        message = f"model cannot be used: {model.path / 'config.json'}: vLLM ends over its kv_cache_scheme: "
+        message = f"model cannot be used: {model.path / 'config.json'}: vLLM refuses its kv_cache_scheme: "
         message += shape.quantization.kv_problem
         raise ModelUnreadableError(message, hint="take another quantization of it, or one without kv_cache_scheme")
     known = [each.name for each in engine.quantizations]
@@ -74,7 +74,7 @@ def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
         _refuse_method(model, method, engine, known)
     problem = next((each.problem for each in _of_linear(shape) if each.problem), None)
     if problem is not None:
-        message = f"model cannot be used: {model.path / 'config.json'}: vLLM ends over its quantization: {problem}"
+        message = f"model cannot be used: {model.path / 'config.json'}: vLLM refuses its quantization: {problem}"
         raise ModelUnreadableError(message, hint="take another quantization of it, or the model in 16 bits")
 
 
@@ -97,7 +97,9 @@ def tokenizer_choice(model: Model) -> Choice | None:
     few tokenizers need none."""
     if set(model.tokenizer_files) != {"tokenizer_config.json"}:
         return None
-    why = "no vocabulary lies beside it, as tokenizer.json: vLLM ends at its start unless this tokenizer needs none"
+    why = (
+        "the folder has no vocabulary such as tokenizer.json: vLLM fails at its start unless this tokenizer needs none"
+    )
     return Choice(name="tokenizer", value="tokenizer_config.json", reason=why, source="model", is_refusal=True)
 
 
@@ -128,7 +130,7 @@ def quantization_choice(shape: Shape, chip: Chip, pins: Pins, sms: Sequence[int]
     rows, group = shape.quantization.rows, shape.quantization.group
     group_words = f", blocks of {rows} × {group}" if rows else f", groups of {group}" if group else ""
     if found is None or chip.sm is None:
-        why = f"nobody looked up which kernels vLLM has for it on {chip.name}: it says so at its start"
+        why = f"its kernels on {chip.name} are unknown to the planner: vLLM refuses at its start if it has none"
         return Choice(name="quantization", value=method, reason=why + group_words, source="model")
     if chip.sm < found.least_sm:
         message = (
@@ -158,7 +160,7 @@ def _check_scheme(shape: Shape, name: str, pins: Pins, sms: Sequence[int]) -> No
     )
     others = [each for each in methods_for(stranger) if each != shape.quantization.name]
     hint = f"take the model as one of {', '.join(others)}, or in 16 bits"
-    other_way = f'; --engine-arg "{known.unless}" takes other kernels, which nobody tried' if known.unless else ""
+    other_way = f'; --engine-arg "{known.unless}" uses other kernels, which are untested' if known.unless else ""
     raise NoKernelError(message, hint=hint + other_way)
 
 

@@ -81,7 +81,7 @@ def test_an_image_for_gpus_says_which_it_passed_over(flags: dict[str, str]) -> N
     two = cards("2x4090", {"vram_free_mib": None}, {"sm": "70", "name": "Tesla V100"})
     error = on_cuda_image(two, **flags)
     assert error.exit_code == 23
-    assert "GPU 0 (NVIDIA GeForce RTX 4090): nobody says how much of its memory is free" in error.message
+    assert "GPU 0 (NVIDIA GeForce RTX 4090): the driver does not report its free memory" in error.message
     assert "GPU 1 (Tesla V100): this image has kernels for SM 75" in error.message
 
 
@@ -593,7 +593,7 @@ def test_what_the_user_passes_through_moves_the_compile_key_and_is_named() -> No
 
 def test_quantized_weights_on_the_cpu_are_said_to_be_the_engines_business() -> None:
     found = reason(best(CPU, replace(folder_model("smollm2-135m"), config=AWQ)), "quantization")
-    assert found.startswith("nobody looked up which kernels vLLM has for it on the CPU")
+    assert found.startswith("its kernels on the CPU are unknown to the planner")
 
 
 @pytest.mark.parametrize(("peers", "said"), [(((1,), (0,)), "NVLink"), (((), ()), "PCIe")])
