@@ -35,7 +35,7 @@ from appliance.errors import (
 )
 from appliance.values import dataclass
 
-LAST_LINES = "its last log lines are above"
+LAST_LINES = "the last lines of its log are above"
 REBUILD = "the image is damaged or was changed; pull or build it again"
 MORE = "give the container more memory, or use a smaller --ctx-size or model"
 OTHER_GPU = "check `nvidia-smi` on the host and that the container was started with `--gpus`"
@@ -202,7 +202,7 @@ def hint_of_unknown(ending: Ending, *, lost_a_process: bool = False) -> str:
     who = "it was killed" if was_killed else "one of its processes disappeared without a message, as if it was killed"
     if ending.oom_kills is None:
         return f"{who}; `dmesg` on the host shows whether the kernel did, for lack of memory"
-    return f"{who}, and the kernel counted no kill for lack of memory; {LAST_LINES}"
+    return f"{who}, and memory was not the reason; {LAST_LINES}"
 
 
 def hint_while_serving(kind: type[FatalError] | None, remedy: str) -> str:

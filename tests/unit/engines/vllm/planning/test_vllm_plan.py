@@ -388,7 +388,7 @@ def test_values_of_the_users_own_win() -> None:
         ("--max-model-len 4096", "the setting ctx_size stands for"),
         ("--data-parallel-size 2", "cannot be given"),
         ("-O3", "cannot be given"),
-        ("--tensor-paralel-size 2", "this engine has not"),
+        ("--tensor-paralel-size 2", "this engine does not have"),
         ("--block-size 1k", "no whole number"),
         ("--gpu-memory-utilization 1.5", "no share above 0"),
         ("--compilation-config '{\"level\":3}'", "keys of --compilation-config that no plan takes over: level"),
@@ -431,9 +431,13 @@ def with_choices(words: str) -> Plan:
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        ("--scheduling-policy prioritie", "a value that --scheduling-policy has not: 'prioritie'", "one of priority"),
-        ("--dtype int3", "a value that --dtype has not: 'int3'", "one of auto, bfloat16"),
-        ("--mm-encoder-tp-mode weights x", "a value that --mm-encoder-tp-mode has not: 'x'", "one of"),
+        (
+            "--scheduling-policy prioritie",
+            "a value that --scheduling-policy does not accept: 'prioritie'",
+            "one of priority",
+        ),
+        ("--dtype int3", "a value that --dtype does not accept: 'int3'", "one of auto, bfloat16"),
+        ("--mm-encoder-tp-mode weights x", "a value that --mm-encoder-tp-mode does not accept: 'x'", "one of"),
     ],
 )
 def test_a_value_that_a_flag_does_not_list_is_10(words: str, said: str, hint: str) -> None:
@@ -516,7 +520,7 @@ def test_variables_of_the_network_reach_the_engine_on_one_host() -> None:
         ("VLLM_HOST_IP", "10.0.0.9", "127.0.0.1"),
         ("VLLM_LOGGING_PREFIX", "[n] ", "the log is read"),
         ("VLLM_LOGGING_LEVEL", "DEBUG", "the log is read"),
-        ("VLLM_USE_RUST_FRONTEND", "1", "of the other one"),
+        ("VLLM_USE_RUST_FRONTEND", "1", "the Python frontend only"),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "of a library"),
         ("TORCHINDUCTOR_CACHE_DIR", "/elsewhere", "of a library"),
     ],
