@@ -1,1 +1,1 @@
-"""One folder an engine; nothing else knows its program, flags or log."""
+"""Engines: one folder each. No code outside an engine's folder knows its program, flags or log lines."""

@@ -1,7 +1,7 @@
-"""What images would say of themselves, for a plan where no image is: package data, written by `python -m images`.
+"""Facts of images and their engines, for a plan made outside an image: package data, written by `python -m images`.
 
-In each engine's folder cells.json has the facts of its cells of the build matrix; each other file beside it is what the
-engine of one built cell says of itself.
+Each engine's folder has `cells/cells.json` with the facts of its cells of the build matrix. Every other file in
+`cells/` holds the engine facts of one built cell.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FOLDER, CELLS = "cells", "cells.json"  # in each engine's folder
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """`platforms`: for which it is built, as linux/amd64; `kv_pairs`: of KV types that its GPU code is compiled for."""
+    """One cell of the build matrix. `platforms` are such as linux/amd64; `kv_pairs` are the pairs of KV cache types
+    that its GPU code is compiled for."""
 
     image: ImageFacts
     platforms: tuple[str, ...]
@@ -41,20 +42,20 @@ class Cell:
 
     @property
     def pin(self) -> tuple[str, str, int]:
-        """The release of its engine; another release has other flags."""
+        """Engine, version and build. Flags differ between releases, so facts hold only for the same pin."""
         return self.image.engine, self.image.engine_version, self.image.engine_build
 
 
 @cache
 def cells() -> Mapping[str, Cell]:
-    """Return every cell of the build matrix by its name."""
+    """Return every cell of the build matrix by name."""
     found = (_cell(row, folder / CELLS) for folder in _folders() for row in _load(folder / CELLS)["cells"])
     return {cell.name: cell for cell in found}
 
 
 @cache
 def built() -> tuple[Cell, ...]:
-    """Return the cells whose engine's facts are here."""
+    """Return the cells that have a file of engine facts."""
     known = cells()
     return tuple(known[name] for name in _facts() if name in known)
 
@@ -64,17 +65,17 @@ def _folders() -> list[Path]:
 
 
 def _facts() -> dict[str, Path]:
-    """The file of each built cell."""
+    """Return the file of engine facts of each built cell, by cell name."""
     return {path.stem: path for folder in _folders() for path in sorted(folder.glob("*.json")) if path.name != CELLS}
 
 
 def find_cell(name: str) -> Cell:
-    """Raises ConfigError (10) for a name that no cell has."""
+    """Return the cell with this name. Raises ConfigError (10) if there is none."""
     known = cells()
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, 1)
-    message = f"no cell of the build matrix is called that: {printable(name)} (flag --cell)"
+    message = f"the build matrix has no cell of this name: {printable(name)} (flag --cell)"
     raise ConfigError(message, hint=f"perhaps you meant {near[0]}" if near else f"there are {', '.join(known)}")
 
 
@@ -99,7 +100,7 @@ def _nearness(each: Cell, cell: Cell) -> tuple[bool, ...]:
 
 
 def engine_facts(built_cell: Cell) -> EngineFacts:
-    """Raises ConfigError (10) if the file is damaged."""
+    """Return the engine facts of a built cell. Raises ConfigError (10) if the file is damaged."""
     path = _facts()[built_cell.name]
     try:
         return parse_engine_facts(path.read_text(encoding="utf-8"))

@@ -1,4 +1,7 @@
-"""cuda_errors.yaml: what an error of the CUDA runtime or driver means for an engine that ended by it. Never memory."""
+"""Errors of the CUDA runtime and driver that end an engine, and their remedies. The table is cuda_errors.yaml.
+
+Running out of memory is not in the table: each engine's own rules read it.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,9 @@ GROUPS: dict[str, type[FatalError]] = {
     "kernel_bug": EngineNotReadyError,
 }
 
-# A text such as "unknown error" or "operation not permitted" means CUDA only where CUDA says it: "CUDA error: TEXT",
-# "cudaMalloc failed: TEXT", "Error 802: TEXT" after cudaGetDeviceCount(), "Cuda failure 802 'TEXT'", "[CUDA]: TEXT".
+# "unknown error" or "operation not permitted" may come from anything, so such a text counts only after a name of CUDA:
+# "CUDA error: TEXT", "cudaMalloc failed: TEXT", "Error 802: TEXT" after cudaGetDeviceCount(), "Cuda failure 802
+# 'TEXT'", "[CUDA]: TEXT".
 _SPEAKER = r"\b(?:CUDA|cuda[A-Z]\w*|Cuda|CUDART|cu[A-Z]\w+|NCCL)\b"
 _NUMBER = re.compile(rf"{_SPEAKER}.*?(?:\b[Ee]rror (?:code )?|\bfailure )(\d{{1,3}})(?=[:)']|$)", re.DOTALL)
 _NAME = re.compile(r"\b(?:cudaError[A-Z]\w+|CUDA_ERROR_[A-Z_]+|CUBLAS_STATUS_[A-Z_]+)\b")
@@ -38,7 +42,7 @@ _NAME = re.compile(r"\b(?:cudaError[A-Z]\w+|CUDA_ERROR_[A-Z_]+|CUBLAS_STATUS_[A-
 
 @dataclass(frozen=True, kw_only=True)
 class CudaError:
-    number: int | None  # None for cuBLAS, whose numbers are others
+    number: int | None  # None for cuBLAS: its numbers would clash with those of CUDA
     name: str
     driver_name: str  # empty if only the runtime has this error
     text: str
@@ -47,8 +51,8 @@ class CudaError:
 
 
 def find_cuda_error(words: str) -> CudaError | None:
-    """The first error of the table that CUDA names in `words`, which may be several lines: by its text, else by its
-    name, else by its number. None for memory that ran out."""
+    """Return the first error of the table that CUDA reports in `words` (one or more lines): by text, else by name, else
+    by number. None if there is none, and None for "out of memory"."""
     if "out of memory" in words:
         return None
     if found := _texts().search(words):
@@ -81,6 +85,6 @@ def _by(field: str) -> dict[str, CudaError]:
 
 @cache
 def _texts() -> re.Pattern[str]:
-    """A longer text first: one may begin like another."""
+    """Return the pattern of all error texts. Longer texts come first, since one may begin like another."""
     texts = sorted((error.text for error in load_cuda_errors()), key=len, reverse=True)
     return re.compile(rf"{_SPEAKER}[^\n]*?[:'(\]] ?((?i:{'|'.join(map(re.escape, texts))}))(?=$|[\s.,;'\")(])")

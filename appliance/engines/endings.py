@@ -1,16 +1,16 @@
-"""What the ending of any engine means, and the rules that hold for all of them.
+"""Rules that turn the end of an engine process into an exit code and a hint; those here hold for every engine.
 
-What decides, in this order:
+The exit code is decided in this order:
 
-1. the stall timer: 43, whatever the log says;
-2. SIGILL: 22, and SIGKILL: 42 if the kernel counted a kill for lack of memory, else 43;
-3. the first line of the log that a rule understands. Lines of what the engine mended by itself are passed over. If that
-   line says that memory ran out, the last refused allocation counts, and a later line that a rule understands as
-   something else counts more;
-4. the first line that a vague rule understands: its words often follow from something that was not said;
-5. how the process ended: some signals and lost processes have a remedy, too. All else is 43 with the log.
+1. The stall timer: 43, whatever the log says.
+2. SIGILL: 22. SIGKILL: 42 if the kernel counted an out-of-memory kill, else 43.
+3. The first line of the log that matches a rule. Lines about problems that the engine recovered from are skipped. If
+   this line says that memory ran out, the last refused allocation counts instead, and a later line that matches a rule
+   for another cause counts more.
+4. The first line that matches a vague rule: such a line is often the consequence of a cause that was not logged.
+5. How the process ended: some signals and lost processes have a hint. Everything else is 43 with the log.
 
-On one line an error of CUDA counts before the engine's rules, and these count from the top.
+Within one line a CUDA error counts before the engine's rules, and the rules are tried from the top.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from appliance.errors import (
 )
 from appliance.values import dataclass
 
-LAST_LINES = "its last lines are above"
+LAST_LINES = "the last lines of its log are above"
 REBUILD = "the image is damaged or was changed; pull or build it again"
 MORE = "give the container more memory, or use a smaller --ctx-size or model"
 OTHER_GPU = "check `nvidia-smi` on the host and that the container was started with `--gpus`"
@@ -47,25 +47,25 @@ CUT = (
 )
 MEMORY = (EngineGpuMemoryError, EngineHostMemoryError)
 OF_THE_DEVICE = (GpuFaultError, GpuUnusableError, DriverTooOldError)
-"""What is at fault then is no part of the engine or the model; the remedy is the same while it serves."""
+"""Errors of the GPU or its driver. Their hint is the same at a start and while the engine serves."""
 
 _REMEDIES: dict[int, str] = {
     signal.SIGBUS: CUT,
-    signal.SIGTERM: f"somebody ended it; {LAST_LINES}",
+    signal.SIGTERM: f"another program ended it with SIGTERM; {LAST_LINES}",
     signal.SIGSEGV: f"the engine's own code failed: report it with the log; {LAST_LINES}",
     signal.SIGFPE: f"the engine's own code failed: report it with the log; {LAST_LINES}",
 }
 DECISIVE = (signal.SIGILL, signal.SIGKILL)
-"""Whatever the log says of something else."""
+"""Signals that decide before the log is read."""
 
 Judged = tuple[type[FatalError], str, str | None]
-"""The class, its hint, and the line of the log that decided."""
+"""Error class, hint, and the log line that decided; None if no line did."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One meaning of a line. `words` are its wordings; of a wording with several patterns each must occur. `source`
-    names where they are printed. `is_vague`: decides only if no line has another meaning."""
+    """One meaning of a log line. `words` are the alternative wordings; all patterns of a wording must occur. `source`
+    names the code that prints them. A rule with `is_vague` decides only if no other rule matches any line."""
 
     name: str
     kind: type[FatalError]
@@ -92,7 +92,8 @@ def rule(
 
 
 def meaning(text: str, rules: Iterable[Rule], *, more: str = "", vague: bool = False) -> Rule | None:
-    """What a line says. `more` are the lines that belong to it, which may name an error of CUDA."""
+    """Return the rule that matches `text`, or None. `more` are further lines of the same message; they are searched for
+    CUDA errors only."""
     if not vague and (error := find_cuda_error(f"{text}\n{more}")):
         return Rule(name=error.name, kind=error.kind, remedy=error.remedy, words=(), source="cuda_errors.yaml")
     return next((each for each in rules if each.is_vague == vague and each.understands(text)), None)
@@ -103,7 +104,7 @@ LINKER_RULES: tuple[Rule, ...] = (
         "too many open files",
         EngineNotReadyError,
         "the container may open too few files: start it with --ulimit nofile=65536:65536",
-        # By its number where the linker has no words yet.
+        # The linker prints "Error 23" or "Error 24" if it has not loaded the texts of errors yet.
         r"Too many open files|cannot open shared object file: Error 2[34]\b",
         source="glibc strerror(EMFILE), strerror(ENFILE); elf/dl-load.c",
     ),
@@ -182,14 +183,15 @@ HOST_RULES: tuple[Rule, ...] = (
 
 
 def judge_signal(ending: Ending) -> Judged | None:
-    """Of an ending by a decisive signal; None where the kernel did not kill for lack of memory."""
+    """Return the judgement for a signal of DECISIVE. None for SIGKILL if the kernel counted no out-of-memory kill."""
     if ending.signal == signal.SIGILL:
         return CpuUnsupportedError, OLDER_CPU, None
     return (EngineHostMemoryError, MORE, None) if ending.oom_kills else None
 
 
 def hint_of_unknown(ending: Ending, *, lost_a_process: bool = False) -> str:
-    """`lost_a_process` where the log says that one of several was killed, or is gone without a word."""
+    """Return the hint for an ending that no rule matched. `lost_a_process` is True if the log says that one of several
+    processes was killed or disappeared."""
     was_killed = ending.signal == signal.SIGKILL
     if ending.stalled:
         return f"a start that takes longer without a sign of work needs a larger --stall-timeout-s; {LAST_LINES}"
@@ -197,19 +199,20 @@ def hint_of_unknown(ending: Ending, *, lost_a_process: bool = False) -> str:
         return _REMEDIES[ending.signal]
     if not (was_killed or lost_a_process):
         return LAST_LINES
-    who = "somebody killed it" if was_killed else "one of its processes ended without a word, as if it was killed"
+    who = "it was killed" if was_killed else "one of its processes disappeared without a message, as if it was killed"
     if ending.oom_kills is None:
-        return f"{who}; `dmesg` on the host tells whether the kernel did, for lack of memory"
+        return f"{who}; `dmesg` on the host shows whether the kernel did, for lack of memory"
     return f"{who}, and memory was not the reason; {LAST_LINES}"
 
 
 def hint_while_serving(kind: type[FatalError] | None, remedy: str) -> str:
-    """What ended an engine that served: a remedy that holds for the start alone is left out."""
+    """Return the hint for an engine that ended while it served. Remedies other than for memory and GPUs are about
+    starting, so they are left out."""
     keeps = kind is not None and issubclass(kind, (*MEMORY, *OF_THE_DEVICE))
     return f"{remedy if keeps else LAST_LINES}; a restart policy starts the container again"
 
 
 def mib_of(number: str, unit: float = 1.0) -> float:
-    """A size as a log has it, with a point or a comma before its decimals, times MiB of its unit."""
+    """Return MiB of a size as logs print it: `,` or `.` may separate its decimals. `unit` is the MiB of one unit."""
     whole, *rest = re.split(r"[.,]", number.strip(".,"))
     return float("".join((whole, *rest[:-1])) + (f".{rest[-1]}" if rest else "")) * unit

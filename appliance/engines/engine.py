@@ -1,6 +1,6 @@
-"""The doors of an engine: all that the rest of the appliance asks of it. `load` is the only way in.
+"""The interface of an engine: everything that the rest of the appliance calls. `load` is the only way to get one.
 
-An engine is a folder beside this file with a module `engine.py`, whose ENGINE answers to `Engine`.
+An engine is a folder next to this file with a module `engine.py`, whose constant ENGINE implements `Engine`.
 """
 
 from __future__ import annotations
@@ -49,44 +49,44 @@ _NOT_OFFERED = "the engine's space offers nothing that needs it"
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """This host among those that serve one model together, for one start of all of them."""
+    """Place of this host in a group of hosts that serve one model together, for one start of the group."""
 
     nodes: int
-    rank: int  # 0 leads
-    address: str  # of this host, for the others
-    leader: str  # of the host that leads
-    port: int  # there, free for the engine
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # what the engine's network may be told
-    is_ready: Readiness | None = None  # of a follower, which nobody can ask: whether all of them answer
+    rank: int  # 0 is the leader
+    address: str  # of this host, as the others reach it
+    leader: str  # address of the leader
+    port: int  # on the leader, free for the engine
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables for the engine's network
+    is_ready: Readiness | None = None  # on followers, which have no server of their own: True once the group answers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Another host of the group as it describes itself."""
+    """Another host of the group, as that host describes itself."""
 
     name: str
-    gpus: tuple[Gpu, ...]  # that it may use, in the order of its ranks
+    gpus: tuple[Gpu, ...]  # GPUs that it may use, in the order of its ranks
     shm_mib: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Install:
-    """Where the engine is, and what every program of it is started with. Made once; `node` anew for each start of a
-    group."""
+    """Location of the engine and what each of its programs is started with. Made once; only `node` is new for each
+    start of a group."""
 
     engine_dir: Path
     facts: EngineFacts
     cache_dir: Path  # of this build, on the volume
-    driver_dir: Path | None = None  # of the GPU's driver, where the dynamic loader does not look
+    driver_dir: Path | None = None  # folder of the GPU driver's libraries, if the dynamic loader does not search it
     stall_timeout_s: float = 120.0
     oom_kills: Callable[[], int | None] | None = None
-    node: Node | None = None  # None: it serves alone
+    node: Node | None = None  # None: this host serves alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What plans are made from. Made once; only the kernels may change, when a variant is ruled out, and the other
-    hosts, when they have joined."""
+    """Everything that plans are made from. Made once; `kernels` changes when a CPU variant is ruled out, and `hosts`
+    when the other hosts have joined."""
 
     settings: Settings
     image: ImageFacts
@@ -94,11 +94,11 @@ class Inputs:
     hardware: Hardware
     model: Model
     kernels: Kernels
-    draft: Model | None = None  # of speculative decoding
-    hosts: tuple[Host, ...] = ()  # that serve with this one, by rank; empty before they joined: taken to be alike
-    dram_gb_s_max: float = math.inf  # of host memory that was not measured no more is assumed
-    host_mib_max: float = math.inf  # of host memory that plans may use: more was seen to be killed
-    memory_peaks: tuple[MemoryPeak, ...] = ()  # of GPUs, seen while earlier starts served
+    draft: Model | None = None  # the draft model of speculative decoding
+    hosts: tuple[Host, ...] = ()  # the other hosts by rank; empty before they join, which means: like this one
+    dram_gb_s_max: float = math.inf  # upper bound of the assumed host memory bandwidth, if it was not measured
+    host_mib_max: float = math.inf  # host memory that plans may use: the kernel killed an engine that used more
+    memory_peaks: tuple[MemoryPeak, ...] = ()  # GPU memory seen while earlier starts served
 
     @property
     def draft_path(self) -> str | None:
@@ -110,7 +110,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """`names` as the engine numbers them. `said` is its last word on why there is none."""
+    """GPUs that the engine sees. `names` are in the engine's order. `said` is its last message on why there is none."""
 
     names: tuple[str, ...] = ()
     said: str = ""
@@ -118,25 +118,26 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelResult:
-    """One set of kernels that was checked. Right where there is neither `problem` nor `error`."""
+    """Result of checking one set of kernels. It passed if both `problem` and `error` are empty."""
 
     name: str
     words: str = ""
-    problem: str = ""  # why it was not checked
-    error: FatalError | None = None  # what is wrong with it
-    hint: str = ""  # for the problem
+    problem: str = ""  # why the set was not checked
+    error: FatalError | None = None  # what is wrong with the set
+    hint: str = ""  # what to do about `problem`
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpec:
-    """How much text is read: pieces of the same number of tokens, each from an empty cache."""
+    """Amount of text for measuring quality: chunks of equal length, each read with an empty cache."""
 
     chunk_tokens: int
     chunks: int
 
     @property
     def scored_in_chunk(self) -> int:
-        """The first half of a piece only fills the cache, and its last token has no next."""
+        """Tokens whose prediction counts: the first half of a chunk only fills the cache, and the last has no
+        successor."""
         return self.chunk_tokens - self.chunk_tokens // 2 - 1
 
     @property
@@ -146,7 +147,7 @@ class ChunkSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadStep:
-    """How far an engine is that loads, by one line of its log. `facts` go into the document of the phase."""
+    """Progress of a load, read from one line of the engine's log. `facts` become fields of the phase's document."""
 
     stage: str
     words: str
@@ -154,7 +155,7 @@ class LoadStep:
 
 
 class Ending(Protocol):
-    """What a supervisor tells of a program that ended."""
+    """Report of the supervisor on a program that ended."""
 
     @property
     def signal(self) -> int | None: ...
@@ -172,86 +173,89 @@ class Ending(Protocol):
 
 
 class Space(Protocol):
-    """Every plan for one set of inputs. What has a body here an engine need not have."""
+    """All plans for one set of inputs. Methods with a body here are defaults; an engine need not define them."""
 
     @property
     def best(self) -> Plan:
-        """The best that is predicted, without speculative decoding."""
+        """Plan with the best estimate, without speculative decoding."""
 
     @property
     def predicted(self) -> Plan:
-        """What is served where nothing was measured. Raises ModelDoesNotFitError (31)."""
+        """Plan that is served if nothing was measured. Raises ModelDoesNotFitError (31)."""
         return self.best
 
     @property
     def native(self) -> int:
-        """The model's own context length, or the one that was asked for."""
+        """Native context length of the model, or the length that was asked for."""
 
     def all(self) -> list[Plan]:
-        """Every plan that fits, the best first."""
+        """Return every plan that fits, the best first."""
 
     def at_context(self, plan: Plan, context: int) -> Plan | None:
-        """The plan with another context length; None where it does not fit."""
+        """Return the plan with another context length, or None if it does not fit."""
 
     def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
-        """A plan of an earlier start in the memory that is free now, or what it lacks, in words. `allocated` is what
-        the engine then had."""
+        """Return a plan of an earlier start, adapted to the memory that is free now, or a sentence on what is missing.
+        `allocated` is what the engine allocated in that start."""
 
     def offers(self) -> tuple[Offer, ...]:
-        """Kinds of speculative decoding that model and engine can do, the likeliest first. Raises ConfigError (10) for
-        one that was asked for and cannot be done."""
+        """Return the kinds of speculative decoding that model and engine support, the most promising first. Raises
+        ConfigError (10) if the user asked for a kind that is not supported."""
         return ()
 
     def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
-        """Of a kind that is offered: what it adds to the plan."""
+        """Return the memory and settings that this kind of speculative decoding adds to the plan. `kind` is one of
+        `offers`."""
         raise ValueError(_NOT_OFFERED)
 
     def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
-        """Raises ModelDoesNotFitError (31) where there is no room."""
+        """Return the plan with this speculative decoding. Raises ModelDoesNotFitError (31) if it does not fit."""
         raise ValueError(_NOT_OFFERED)
 
     def speculating_as(self, plan: Plan, measured: Plan) -> Plan:
-        """As a plan that was measured, where that still holds."""
+        """Return `plan` with the speculative decoding of `measured`, or unchanged if that is no longer possible."""
         return plan
 
     def costs(self, plan: Plan) -> Costs:
-        """For the predictor."""
+        """Return the work per token and step, from which the predictor estimates speed."""
 
     @property
     def knob_effects(self) -> Mapping[str, KnobEffect]:
-        """For the predictor: by knob of `Plan.knobs`, what it does beyond the costs."""
+        """Effects on speed that `costs` does not contain, by knob of `Plan.knobs`."""
         return {}
 
     def kv_tokens(self, plan: Plan) -> int | None:
-        """That all requests together may have in its KV cache, to compare with `Allocated`. None: not predicted."""
+        """Return the predicted capacity of the KV cache in tokens, for all requests together, to compare with
+        `Allocated`. None if it is not predicted."""
         return None
 
     def kv_mib(self, plan: Plan, tokens: int) -> tuple[float, ...]:
-        """That a KV cache of so many tokens takes of each GPU of the plan. Empty: no plan counts on what was seen of an
-        engine's memory while it served, and nobody need look."""
+        """Return the size of a KV cache of `tokens` on each GPU of the plan, MiB. Empty if this engine's plans do not
+        use memory that was observed while it served."""
         return ()
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
-        """Places with the MiB that the plan needs there, and those that it may take."""
+        """Return for each place of memory its name, the MiB that the plan needs, and the MiB that it may use."""
         return ()
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
-        """With as much less room as the engine lacked when it loaded the plan. None where the plan takes nothing in
-        that place."""
+        """Return the space of plans with less room, by the amount that was missing when the plan was loaded. None if
+        the plan takes nothing in that place."""
         return None
 
     def kinds_to_check(self) -> tuple[str, ...]:
-        """KV cache types that would carry a much longer context, if they were shown to be harmless."""
+        """Return KV cache types that would allow a much longer context, if a check of quality passes them."""
         return ()
 
     def modelled(self, plan: Plan) -> str | None:
-        """A line for `--explain` on what was not built yet, or None."""
+        """Return a line for `--explain` about an ability that is only modelled so far, or None."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """The space of plans after an engine ran out of memory in one place, `where`. `taken_mib` is of a plan, there."""
+    """Space of plans after an engine ran out of memory in the place `where`. `taken_mib` returns what a plan takes
+    there."""
 
     space: Space
     missing_mib: float
@@ -259,34 +263,34 @@ class Reduced:
     taken_mib: Callable[[Plan], float]
 
     def is_smaller(self, after: Plan, before: Plan) -> bool:
-        """Whether it takes less there. Only then another attempt is worth a load."""
+        """True if `after` takes less memory in this place than `before`; otherwise another load would fail again."""
         return self.taken_mib(after) < self.taken_mib(before)
 
 
 class Guard(Protocol):
-    """The check of an engine's kernels before they serve on this machine for the first time."""
+    """Check of an engine's kernels before they first serve on this machine."""
 
     @property
     def is_checking(self) -> bool: ...
 
     @property
     def known(self) -> RuledOut:
-        """What is ruled out, and what was checked, by now."""
+        """Variants ruled out and variants checked so far."""
 
     def begin(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> None:
-        """Starts the check unless a start before did it. Inside the running loop."""
+        """Start the check, unless an earlier start completed it. Needs a running event loop."""
 
     async def finish(self) -> tuple[str, str] | None:
-        """The variant that failed, and what was seen of it; None where nothing is wrong."""
+        """Wait for the check; return the variant that failed and what was seen, or None if all passed."""
 
     def rule_out(self, variant: str, seen: str) -> RuledOut:
-        """For this and later starts. All that is ruled out."""
+        """Rule out a variant for this and later starts; return everything that is ruled out."""
 
     def give_up(self) -> None: ...
 
 
 class NoGuard:
-    """Of an engine whose kernels need no check."""
+    """Guard of an engine whose kernels need no check."""
 
     is_checking = False
     known = RuledOut()
@@ -304,25 +308,25 @@ class NoGuard:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What an engine did for one prompt, by its own clock. The first of the tokens comes out of the prompt's reading:
-    `made` tokens are `made - 1` steps."""
+    """Work and time of one completion, by the engine's own clock. Prefill yields the first token, so `made` tokens need
+    `made - 1` decode steps."""
 
-    read: int  # tokens of the prompt
-    cached: int  # tokens of it that were there already
-    made: int
-    tokens: tuple[int, ...]  # that were made
-    prefill_ms: float  # of those that were read
+    read: int  # prompt tokens that were computed
+    cached: int  # prompt tokens that were found in the cache
+    made: int  # generated tokens
+    tokens: tuple[int, ...]  # ids of the generated tokens
+    prefill_ms: float  # for the `read` tokens
     decode_ms: float
     drafted: int = 0  # draft tokens
     accepted: int = 0
-    slot: int | None = None  # where the prompt is kept, where an engine has such places
+    slot: int | None = None  # that keeps the prompt; None if the engine has no slots
 
 
 class Client(Protocol):
-    """Asks one engine that is up. EngineNotReadyError (43) when it refuses or breaks off."""
+    """Client of one running engine. Raises EngineNotReadyError (43) if the engine refuses or breaks off."""
 
     async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
-        """With `as_chat` as the model's template puts a user's message."""
+        """Return the tokens of a text; with `as_chat`, of a user message in the model's chat template."""
 
     async def complete(
         self,
@@ -333,31 +337,32 @@ class Client(Protocol):
         slot: int | None = None,
         seed: int | None = None,
     ) -> Completion:
-        """Greedy and exactly `tokens` long; with a seed sampled as the model wants it, and it may end before. What is
-        cached of the prompt is not read again with `uses_cache`. Without a slot the engine chooses."""
+        """Complete a prompt. Without `seed`: greedy and exactly `tokens` long. With `seed`: sampled with the model's
+        defaults, and it may end earlier. `uses_cache` lets the engine reuse cached prompt tokens. If `slot` is None,
+        the engine chooses one."""
 
 
 class TextReader(Protocol):
-    """One run of a program that says how well the model predicts a text, chunk by chunk. Its log is fed to `add`."""
+    """One run of a program that measures how well the model predicts a text, chunk by chunk. `add` gets its log."""
 
     @property
     def name(self) -> str:
-        """Of the program."""
+        """Name of the program."""
 
     @property
     def command(self) -> Command: ...
 
     @property
     def chunks(self) -> int | None:
-        """That it said it would read; None until then."""
+        """Number of chunks that the program announced; None before it did."""
 
     @property
     def rows(self) -> int:
-        """Pieces that were read so far."""
+        """Number of chunks read so far."""
 
     @property
     def nll(self) -> tuple[float, ...]:
-        """Nats for each scored token, the mean of each piece."""
+        """Negative log-likelihood in nats per scored token, one mean for each chunk."""
 
     def add(self, line: str) -> None: ...
 
@@ -365,169 +370,181 @@ class TextReader(Protocol):
 
 
 class Engine(Protocol):
-    """One engine. Methods that only read have no state; none keeps anything between calls but on the volume. What has a
-    body here an engine need not have."""
+    """One engine. It has no state between calls except files on the volume. Methods with a body here are defaults; an
+    engine need not define them."""
 
     @property
     def name(self) -> str:
-        """As in the image's facts."""
+        """Name of the engine, the same as in the image's facts."""
 
     @property
     def binary(self) -> str:
-        """File name of the program that serves."""
+        """Path of the server program below `Install.engine_dir`."""
 
     @property
     def model_format(self) -> Format:
-        """Of the models that it serves."""
+        """File format of the models that this engine serves."""
 
     @property
     def settings(self) -> frozenset[str]:
-        """Of `ENGINE_SETTINGS`, those that it does something with; and `nodes` where it can serve on several hosts."""
+        """Names from ENGINE_SETTINGS that this engine supports, and `nodes` if it can serve on several hosts."""
 
     @property
     def launch(self) -> type[Launch]:
-        """Of its plans."""
+        """Type of `Plan.launch` in plans of this engine."""
 
     @property
     def routes(self) -> tuple[EngineRoute, ...]: ...
 
     @property
     def errors(self) -> tuple[ErrorRule, ...]:
-        """Which of its own errors clients are told in our words."""
+        """Rules that replace some of the engine's error messages with messages for clients of the appliance."""
         return ()
 
     @property
     def checks_model_name(self) -> bool:
-        """True if it refuses requests that name the model otherwise than its plan does."""
+        """True if the engine refuses requests whose model name differs from the plan's alias."""
         return False
 
     @property
     def dropped_headers(self) -> frozenset[bytes]:
-        """Of a request, lower case: what the engine must not see."""
+        """Request headers, in lower case, that are not forwarded to the engine."""
         return frozenset()
 
     @property
     def load_gauges(self) -> LoadGauges:
-        """Under which names its load is told."""
+        """Names of the metrics that report the engine's load."""
         return LoadGauges()
 
     @property
     def kv_use_path(self) -> str | None:
-        """Of the engine's own server: what tells of its KV cache."""
+        """Path on the engine's server that reports KV cache usage; None if there is none."""
         return None
 
     def parse_kv_use(self, answer: bytes, plan: Plan) -> float:
-        """From its answer there: the share, 0 to 1, that running requests take. Raises ValueError."""
+        """Return the share of the KV cache that running requests use, 0 to 1, from the answer at `kv_use_path`. Raises
+        ValueError if the answer has no such figure."""
         raise ValueError(_NOT_OFFERED)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
-        """Runs it. Raises EngineLibraryError (44) or EngineArgumentsError (40), and OSError where it is not there."""
+        """Run the program and return its facts. Raises EngineLibraryError (44), EngineArgumentsError (40), or OSError
+        if the program does not exist."""
 
     def query_installed(self, install: Install, *, cpu_variant: str | None = None) -> EngineFacts:
-        """What it says on this machine. Raises likewise."""
+        """Return the facts that the installed engine reports on this machine. Raises the same errors as
+        `query_facts`."""
         return self.query_facts(install.engine_dir / self.binary, cpu_variant=cpu_variant)
 
     def facts_in_cell(
         self, facts: EngineFacts, image: ImageFacts, *, kv_pairs: tuple[tuple[str, str], ...], is_arm: bool
     ) -> EngineFacts:
-        """Return what the engine of an image would say that was not built, from the facts of one with the same engine.
+        """Return the engine facts of an image that was not built, derived from `facts` of a built image with the same
+        pin.
 
-        `kv_pairs` are those that its GPU code would be compiled for; `is_arm` if it is for Arm.
+        `kv_pairs` are the pairs of KV cache types that its GPU code would be compiled for. `is_arm` is True for an
+        image for Arm.
         """
         return facts
 
     def why_unasked(self, image: ImageFacts, gpus: GpuProbe) -> str | None:
-        """Why it cannot be asked on this machine, where that is no fault of the image."""
+        """Return why the engine cannot be run on this machine, if the image is not at fault; else None."""
         return None
 
     def query_devices(
         self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False
     ) -> Devices:
-        """GPUs that the engine itself sees. With `may_recall` a good answer of an earlier start is believed."""
+        """Return the GPUs that the engine itself sees. With `may_recall`, a good answer of an earlier start is
+        reused."""
         return Devices()
 
     def ruled_out(self, cache_dir: Path, image: ImageFacts, cpu: Cpu) -> RuledOut:
-        """What earlier starts saw of the kernels on this CPU. Writes nothing."""
+        """Return what earlier starts found out about the kernels on this CPU. Writes nothing."""
         return RuledOut()
 
     def choose_kernels(
         self, settings: Settings, facts: EngineFacts, cpu: Cpu, ruled_out: RuledOut | None = None
     ) -> Kernels:
-        """Raises ConfigError (10) for a variant that cannot be used, CpuUnsupportedError (22) where none is left."""
+        """Return the kernels to use on this CPU. Raises ConfigError (10) if the variant that was asked for cannot be
+        used, CpuUnsupportedError (22) if no variant is left."""
         return Kernels(variant=None, isa=cpu.isa)
 
     def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
         return NoGuard()
 
     def loaded(self, plan: Plan, lines: Iterable[str], install: Install, *, is_trial: bool = False) -> None:
-        """The plan serves, or is measured as a trial, and this is the log of its start: keeps on the volume what
-        `examine` and `compilations` tell later. Raises nothing."""
+        """Keep on the volume what `examine` and `compilations` later report, from the log of a start that became ready.
+        `is_trial`: the plan is only measured, not served. Raises nothing."""
         return
 
     def compilations(self, install: Install) -> Callable[[Plan], Compilation | None]:
-        """What the start of a plan has compiled first, by what is on the volume now. None: nothing."""
+        """Return a function that tells what a start of a plan compiles first, by the volume's present content. It
+        returns None for a plan that compiles nothing."""
         return lambda _: None
 
     def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
-        """For `appliance doctor`: what this engine does on this machine with the plan, and what earlier starts left.
-        Starts nothing."""
+        """Return lines for `appliance doctor`: the engine's choices for this plan, and what earlier starts left on the
+        volume. Starts no program."""
         return iter(())
 
     def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
-        """All that this machine can run, for the model's types. What fails is ruled out."""
+        """Check all kernels that this machine can run, for the tensor types of the model. Rules out those that fail."""
         return iter(())
 
     def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Space:
-        """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
+        """Return the space of plans. Raises ModelDoesNotFitError (31) with figures if no plan fits, ConfigError (10) if
+        the engine does not support a setting."""
 
     def shortage(self, error: FatalError, lines: Iterable[str]) -> Shortage | None:
-        """What it lacked that ended with this error and log while it loaded. None where they do not tell of memory."""
+        """Return the memory that was missing when the engine ended with this error and log while loading. None if the
+        cause was not memory."""
         return None
 
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
     ) -> Sequence[Plan]:
-        """In their order, with what the engine's own loader says that they need, without those that do not fit by it.
-        Blocks for `budget_s` at most, and ends once `is_wanted` says no, from whichever thread."""
+        """Return `plans` in the same order, with the memory that the engine's own loader reports, without plans that do
+        not fit by these figures. Blocks for at most `budget_s`, and ends early once `is_wanted` returns False. It may
+        be called from any thread."""
         return plans
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command: ...
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
-        """For an engine that `command` started; `doing` says in errors what it was for."""
+        """Return a client of the engine that `command` started. Error messages name the purpose `doing`."""
 
     def text_reader(self, plan: Plan, install: Install, chunk_spec: ChunkSpec, text: Path) -> TextReader:
-        """For the check of KV cache types that `Space.kinds_to_check` names."""
+        """Return a reader for checking one of the KV cache types that `Space.kinds_to_check` names."""
         raise ValueError(_NOT_OFFERED)
 
     def is_worth_showing(self, line: str) -> bool:
-        """Whether a line of its log belongs into ours."""
+        """True if this line of the engine's log is repeated in the appliance's log."""
 
     def step(self, line: str) -> LoadStep | None:
-        """What a line of its log says of how far it is as it loads. None for most."""
+        """Return the progress of a load that this log line reports, or None; most lines report none."""
         return None
 
     def allocated(self, lines: Iterable[str]) -> Allocated:
-        """From the log of one start, up to readiness."""
+        """Return what the engine allocated, from the log of one start up to readiness."""
 
     async def confirm_allocated(
         self, plan: Plan, allocated: Allocated, socket_path: Path
     ) -> tuple[Allocated, tuple[str, ...]]:
-        """What the log told, with what the server that is up tells of it; and where both, or the plan, do not agree, in
-        words. Raises nothing."""
+        """Return the log's figures, corrected by those of the running server, and a sentence for each disagreement
+        between log, server and plan. Raises nothing."""
         return allocated, ()
 
     async def has_peaked(self, plan: Plan, socket_path: Path) -> bool:
-        """Whether the server has done the work that takes most memory of a GPU. False where it does not tell. Raises
+        """True if the server has already done the work that takes most GPU memory. False if it does not tell. Raises
         nothing."""
         return False
 
     def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
-        """What it ended with, as one of the errors of DESIGN.md section 6."""
+        """Return the error of DESIGN.md section 6 for this ending. `served` is True if the engine was serving."""
 
 
 def load(name: str, *, said_by: str = "") -> Engine:
-    """The engine of that name. Raises ConfigError (10) for one that cannot be served."""
+    """Return the engine with this name. Raises ConfigError (10) if it cannot be served. `said_by` replaces the name in
+    the message: the source that named the engine."""
     if name not in (served := _folders_with("engine.py")):
         message = f"the engine of this image cannot be served yet: {said_by or name}"
         raise ConfigError(message, hint=f"use an image of {', '.join(served)}: python -m images select")
@@ -537,7 +554,8 @@ def load(name: str, *, said_by: str = "") -> Engine:
 
 
 def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
-    """Of the engine whose program this is, while an image is built. Raises ConfigError (10) for an unknown one."""
+    """Return the facts of the engine whose program this is, while an image is built. Raises ConfigError (10) if no
+    engine has a program of this name."""
     known = _folders_with("process/facts.py")
     for name in known:
         facts: Any = import_module(f"appliance.engines.{name}.process.facts")
@@ -549,6 +567,7 @@ def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
 
 
 def _folders_with(module: str) -> list[str]:
-    """Return the engines with this file, in every folder of the package's path: one may be installed elsewhere."""
+    """Return the engines that have this file. Every folder of the package's path is searched, since an engine may be
+    installed elsewhere."""
     found = ((folder, path) for folder in engines.__path__ for path in Path(folder).glob(f"*/{module}"))
     return sorted(path.relative_to(folder).parts[0] for folder, path in found)

@@ -1,14 +1,15 @@
-"""Whether GPUs compute, for an engine whose processes are not seen to work: a kernel may run for minutes by itself."""
+"""Check whether GPUs compute. One kernel may run for minutes without CPU time, and the engine then looks stalled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-TIMEOUT_S = 4.5  # less than the supervisor waits for an answer
+TIMEOUT_S = 4.5  # below the time that the supervisor waits for an answer
 
 
 def gpu_work_of(uuids: Iterable[str]) -> Callable[[], bool] | None:
-    """Return a function that says whether one of these computes now; None without any: processes show a CPU's work."""
+    """Return a function that is True if one of these GPUs computes now. None without GPUs: CPU time of the processes
+    then shows the work."""
     ids = tuple(uuids)
     return (lambda: gpus_at_work(ids)) if ids else None
 
@@ -16,9 +17,9 @@ def gpu_work_of(uuids: Iterable[str]) -> Callable[[], bool] | None:
 def gpus_at_work(
     uuids: Sequence[str], environment: Mapping[str, str] | None = None, *, child: Sequence[str] | None = None
 ) -> bool:
-    """True if one of these computes for the whole of two looks of a second. A driver that hangs does no work. Blocks
-    for seconds; `environment` None is ours."""
-    # Here: no start that goes well needs NVML.
+    """True if one of these GPUs computes in all samples of one second each. False if the driver hangs or does not
+    answer. Blocks for seconds. If `environment` is None, the child inherits ours."""
+    # Imported here, since a start that goes well needs no NVML.
     from appliance.probe.load.gpu_load import REST_UTILIZATION
     from appliance.probe.load.load import parse_answer
     from appliance.probe.load.watch import CHILD

@@ -1,4 +1,4 @@
-"""Which GPUs a plan may use, for the planners of all engines: pure."""
+"""GPUs that a plan may use, for the planners of all engines. Pure: no input or output."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from appliance.settings import Settings
 
 
 def device_id(gpu: Gpu) -> str:
-    """What a `Device` and a plan's share are known by."""
+    """Return the id of a GPU in `Device` and in a plan's shares: its UUID, else its index."""
     return gpu.uuid or str(gpu.index)
 
 
 def judged(hardware: Hardware, image: ImageFacts) -> Iterator[tuple[Gpu, str | None]]:
-    """Each with why it cannot be used, in words; None: it can."""
+    """Yield each GPU with the reason why it cannot be used, or None if it can."""
     sliced = {gpu.mig_parent for gpu in hardware.gpus.gpus if gpu.mig_parent}
     for gpu in hardware.gpus.gpus:
         yield gpu, _why_not(gpu, image, sliced)
 
 
 def asked_for(settings: Settings, usable: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """By the setting `devices`. Raises ConfigError (10) for one that is not there."""
+    """Return the GPUs that the setting `devices` names. Raises ConfigError (10) if one is not usable."""
     if settings.devices == "auto":
         return tuple(usable)
     names = [name.strip() for name in settings.devices.split(",") if name.strip()]
@@ -31,18 +31,20 @@ def asked_for(settings: Settings, usable: Sequence[Gpu]) -> tuple[Gpu, ...]:
     missing = [name for name in names if name not in by_name]
     if missing:
         there = ", ".join(f"{gpu.index} ({gpu.name}, {device_id(gpu)})" for gpu in usable) or "none"
-        message = f"setting devices names what cannot be used: {', '.join(missing)} ({settings.sources['devices']})"
+        message = (
+            f"setting devices names GPUs that cannot be used: {', '.join(missing)} ({settings.sources['devices']})"
+        )
         raise ConfigError(message, hint=f"usable GPUs here: {there}")
     return tuple({device_id(by_name[name]): by_name[name] for name in names}.values())
 
 
 def _why_not(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
     if gpu.uuid in sliced:
-        return "it is cut into slices (MIG), and those are used"
+        return "it is in MIG mode, and its slices are used"
     if image.sm and gpu.sm is not None and not any(runs_on(form, gpu.sm) for form in image.sm):
         return f"this image has kernels for SM {', '.join(image.sm)} and none for SM {gpu.sm}"
     if gpu.problem:
         return f"it {gpu.problem}"
     if not gpu.is_unified and gpu.vram_free_mib is None:
-        return "nobody says how much of its memory is free"
+        return "the driver does not report its free memory"
     return None

@@ -1,4 +1,4 @@
-"""JSON asked of an engine through its unix socket: what the clients of engines share."""
+"""JSON requests through an engine's unix socket, the common base of the engines' clients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from appliance.errors import EngineNotReadyError
 
 
 class JsonSocket:
-    """A context manager. `doing` says in errors what it was for."""
+    """HTTP session, to be used as a context manager. Error messages name the purpose `doing`."""
 
     def __init__(self, command: Command, *, doing: str) -> None:
         connector = aiohttp.UnixConnector(path=str(command.socket_path), limit=0)
-        # However long an answer takes: whether the engine works at all is for others to watch.
+        # No timeout: a slow answer is not an error here, and the supervisor finds an engine that hangs.
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         self._doing = doing
 
@@ -29,7 +29,8 @@ class JsonSocket:
         await self._session.close()
 
     async def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Raises EngineNotReadyError (43) when the engine refuses, breaks off, or answers with no object."""
+        """Post `body` and return the answer. Raises EngineNotReadyError (43) if the engine refuses or breaks off, or if
+        its answer is not a JSON object."""
         try:
             async with self._session.post(f"http://engine{route}", json=body) as reply:
                 data = await reply.json()

@@ -1,4 +1,4 @@
-"""What engines' tables of routes are made of."""
+"""Building blocks of the engines' route tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from appliance.engine_route import Dialect, EngineRoute, LoadGauges
 
 BARE = ("",)  # for clients whose base URL lacks /v1
-# Names of the Gateway API's inference extension: its endpoint picker looks for these where it is told no others.
+# Default metric names of the endpoint picker of the Gateway API's inference extension.
 LOAD_GAUGES = LoadGauges(
     waiting="vllm:num_requests_waiting", running="vllm:num_requests_running", kv_use="vllm:kv_cache_usage_perc"
 )
@@ -25,7 +25,7 @@ def post(
     needs_model: bool = True,
     crowded: bytes = b"",
 ) -> tuple[EngineRoute, ...]:
-    """`path`, and the same with another beginning in place of /v1."""
+    """Return the route `path`, and one route for each prefix in `also`, which replaces /v1."""
     spellings = (path, *(beginning + path.removeprefix("/v1") for beginning in also))
     return tuple(
         EngineRoute(

@@ -1,4 +1,4 @@
-"""Step 3: measure the few promising plans on the real engine and keep what was seen.
+"""Step 3 of a start: measure the most promising plans on the real engine and keep the results.
 
-Importing the package costs nothing: a start from a profile reads `search` and never needs the HTTP client of `measure`.
+Importing the package costs nothing. A start from a profile reads figures only and never imports the engine's client.
 """

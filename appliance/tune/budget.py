@@ -1,4 +1,4 @@
-"""The time that a tuning may take, and what is left of it."""
+"""Time budget of a tuning."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class Budget:
         return self.seconds - self.spent_s
 
     def at_most_s(self, share: float) -> float:
-        """That share of the whole, or what is left where that is less."""
+        """Return this share of the whole budget, or the time left if it is less."""
         return min(self.left_s, self.seconds * share)

@@ -1,6 +1,6 @@
-"""What a tuning that has not ended has found so far, and what of it is kept for one that goes on.
+"""Checkpoint of a tuning: results so far, kept so that an interrupted tuning can be resumed.
 
-Model, build, machine and settings are those of the tuning; beside that each part says of which plan it is.
+All parts belong to the tuning's model, build, machine and settings. Each part also names its plan.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from appliance.tune.trials.run_trial import Step
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTrial:
-    """One start of those that choose how far to draft for the plan of this key. All of one plan were asked the
-    same prompts, with answers as long as those of the first."""
+    """Result of one start for choosing the number of draft tokens of the plan `key`. All starts of a plan get the same
+    prompts, with answers as long as those of the first start."""
 
     key: str
     tried: Tried
@@ -31,8 +31,8 @@ class DraftTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotsTrial:
-    """One number of slots for the plan of this name, draft tokens and all. Only those with the same workload are
-    compared. Without `found` the engine ended, with `error`."""
+    """Result of one number of slots. `key` names the plan including its speculative decoding. Only results with the
+    same workload are compared. If `found` is None the engine failed with `error`."""
 
     key: str
     slots: int
@@ -42,24 +42,28 @@ class SlotsTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """In the order in which it was found. What was decided of types of the KV cache is not among it: that is computed
-    again from the chunks of text, so that a refusal for lack of time is never taken for one that was measured."""
+    """Results so far, in the order in which they were found.
+
+    Decisions on KV cache types are not kept. They are computed again from the chunks of text, so that a refusal for
+    lack of time never counts as a measured one.
+    """
 
     measurements: tuple[Measurement, ...] = ()
-    begun: tuple[Measurement, ...] = ()  # with the depths that they came to before they were interrupted
+    begun: tuple[Measurement, ...] = ()  # interrupted measurements, with the depths measured so far
     scored_chunks: tuple[ScoredChunk, ...] = ()
     drafts: tuple[DraftTrial, ...] = ()
     slots: tuple[SlotsTrial, ...] = ()
 
     @property
     def count(self) -> int:
-        """How much there is; it only grows as a tuning goes on."""
+        """Number of results. It only grows while a tuning runs."""
         points = sum(len(each.points) for each in (*self.measurements, *self.begun))
         chunks = sum(len(scored_chunk.nll) for scored_chunk in self.scored_chunks)
         return points + chunks + len(self.drafts) + len(self.slots)
 
     def describe(self) -> str:
-        """As in "3 measurements, 24 chunks of text, 2 trials of speculative decoding"; empty where there is nothing."""
+        """Return words such as "3 measurements, 24 chunks of text, 2 trials of speculative decoding"; empty without
+        results."""
         chunks = sum(len(scored_chunk.nll) for scored_chunk in self.scored_chunks)
         counts = {
             "measurement": len(self.measurements),
@@ -73,18 +77,18 @@ class Partial:
 
 
 class PartialStore(Protocol):
-    """Where a tuning keeps what it has found, for one that goes on later."""
+    """Storage for the checkpoint of a tuning."""
 
     def load(self) -> Partial:
-        """Empty where there is nothing, or nothing that can be read."""
+        """Return the checkpoint; an empty one if there is none or it cannot be read."""
 
     def save(self, partial: Partial) -> None:
-        """Raises VolumeError."""
+        """Save the checkpoint. Raises VolumeError if the volume refuses."""
 
 
 class PartialResults:
-    """What a tuning has found so far: reported and kept as it comes. `shows_phase` is False while something else
-    serves: clients are not told then that it is being measured."""
+    """Results of a running tuning; each is reported and saved at once. `shows_phase` is False while an engine serves,
+    so that clients are not told that the appliance is measuring."""
 
     def __init__(self, store: PartialStore, report: Report, *, shows_phase: bool) -> None:
         self._store = store
@@ -92,7 +96,7 @@ class PartialResults:
         self._shows_phase = shows_phase
         self.kept = Partial()
         self._begun_with = 0
-        self.measurements: list[Measurement] = []  # also those that the tuning began with
+        self.measurements: list[Measurement] = []  # including those of the checkpoint
 
     def load(self) -> None:
         self.kept = self._store.load()
@@ -100,7 +104,7 @@ class PartialResults:
 
     @property
     def gained(self) -> int:
-        """How much there is beyond what it began with."""
+        """Number of results beyond those of the checkpoint that the tuning began with."""
         return self.kept.count - self._begun_with
 
     def phase(self, words: str) -> None:
@@ -113,11 +117,11 @@ class PartialResults:
         self._report.info("tune_step", words)
 
     def begun(self, key: str, *, is_long: bool) -> Measurement | None:
-        """The depths that a measurement of this plan came to before it was interrupted."""
+        """Return the interrupted measurement of this plan with the depths measured so far, or None."""
         return next((each for each in self.kept.begun if (each.key, each.is_long) == (key, is_long)), None)
 
     def on_depth(self, measurement: Measurement) -> None:
-        """One more depth of a measurement that goes on."""
+        """Save a running measurement after one more depth."""
         self._save(replace(self.kept, begun=(*self._begun_but(measurement), measurement)))
 
     def _begun_but(self, measurement: Measurement) -> tuple[Measurement, ...]:
@@ -136,11 +140,11 @@ class PartialResults:
     def on_chunk(self, scored_chunk: ScoredChunk) -> None:
         try:
             self._save(replace(self.kept, scored_chunks=(*self.kept.scored_chunks, scored_chunk)))
-        except VolumeError as error:  # it may be told while everything is being stopped, and that is to go on
+        except VolumeError as error:  # this may be called during a stop, which must not fail
             self._report.warning("not_kept", error.message)
 
     def on_draft(self, key: str) -> Callable[[Tried], None]:
-        """For starts with the plan of this key."""
+        """Return a function that saves results of draft trials for the plan with this key."""
 
         def keep(tried: Tried) -> None:
             self._save(replace(self.kept, drafts=(*self.kept.drafts, DraftTrial(key=key, tried=tried))))
@@ -154,8 +158,8 @@ class PartialResults:
         return [look.tried for look in self.kept.drafts if look.key == key]
 
     def slots_of(self, key: str, count: int, workload: Workload | None) -> SlotsTrial | None:
-        """Of a tuning that was broken off: with this workload, if one was measured with already; a failure only when
-        it was one TRIES times."""
+        """Return the kept result for this number of slots, or None. If `workload` is given, the result must have it. A
+        failure counts only after TRIES failures."""
         looks = [look for look in self.kept.slots if (look.key, look.slots) == (key, count)]
         good = (look for look in looks if look.found and workload in (None, look.found.workload))
         failed = [look for look in looks if look.error]

@@ -1,5 +1,4 @@
-"""Whether the best plan is served with speculative decoding, and with how many draft tokens: measured, the best
-chosen."""
+"""Choice of speculative decoding for the best plan: on or off, and the number of draft tokens, by measuring."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from appliance.tune.tuner import Tuned
 
 
 class DraftTrials:
-    """For the plan that `tuned` chose."""
+    """Trials of speculative decoding for the plan that `tuned` chose."""
 
     def __init__(self, tuned: Tuned, space: Space, bench: Bench, *, results: PartialResults, report: Report) -> None:
         self._tuned, self._space, self._bench = tuned, space, bench
@@ -24,8 +23,11 @@ class DraftTrials:
         self._kept = results.drafts_of(tuned.plan.key)
 
     async def choose(self, *, requested: str, left_s: float) -> tuple[Plan, tuple[str, ...]]:
-        """The plan with draft tokens where these were seen to be faster, and what was tried. `requested` is the
-        setting; an engine that fails at one of SPECULATION_GOALS is served without."""
+        """Return the plan, with speculative decoding if it was measured to be faster, and notes on what was tried.
+
+        `requested` is the setting. If it is one of SPECULATION_GOALS and the engine fails, the plan stays without
+        speculative decoding; if it is a kind, the error is raised.
+        """
         plan = self._tuned.plan
         try:
             found, why, tried = await choose_speculation(
@@ -53,7 +55,8 @@ class DraftTrials:
 
     @property
     def _least_s(self) -> float:
-        """Of a start without draft tokens and one with: one of them alone says nothing."""
+        """Shortest time for a comparison: one start without draft tokens and one with, or only the latter if the former
+        is kept."""
         has_base = any(not tried.error for tried in self._kept)
         return least_s(self._tuned) * (1 if has_base else 2)
 

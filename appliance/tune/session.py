@@ -1,7 +1,7 @@
-"""One tuning from its beginning to a result: types of the KV cache, plans, speculative decoding, slots.
+"""One tuning from beginning to end: KV cache types, plans, speculative decoding, slots.
 
-Holds the order and each part's share of the time. Imported when something is to be measured, and not by a start from a
-profile.
+This file has the order of the parts and each part's share of the time. It is imported only if something is measured,
+not by a start from a profile.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from appliance.tune.trials.loader import refined
 from appliance.tune.trials.run_trial import FirstSampling, Sampling, is_long, measure
 from appliance.tune.tuner import Goal, Tuned, Tuner
 
-# Of the budget, each only where there is something to find out; what one leaves is there for the next.
+# Shares of the budget. A part without anything to measure leaves its time to the next parts.
 SHARE_FOR_KV = 0.25
 SHARE_FOR_SPECULATION = 0.25
 SHARE_FOR_SLOTS = 0.15
 SHARE_FOR_LOADER = 0.1
-MORE_PLANS = 2  # at most, that are measured for another mode than the first
+MORE_PLANS = 2  # at most so many further plans are measured for another mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """`plan` is the best of `tuned` with speculative decoding and slots; `notes` say what was tried of these."""
+    """Result of a tuning. `plan` is the best of `tuned` with speculative decoding and slots; `notes` say what was tried
+    for these."""
 
     plan: Plan
     tuned: Tuned
@@ -50,7 +51,7 @@ class TuningResult:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPlans:
-    """What was measured of plans, by an earlier session or by this one."""
+    """Plans with their measurements, of an earlier session or of this one."""
 
     plans: tuple[Plan, ...]
     measurements: tuple[Measurement, ...]
@@ -58,12 +59,12 @@ class MeasuredPlans:
 
 
 class TuningSession:
-    """`space` makes the space of plans, given what was found out of types of the KV cache. `beside` is the space in the
-    memory that an engine which serves meanwhile leaves free.
+    """One tuning. `space` makes the space of plans from the results on KV cache types. `beside` is the space in the
+    memory that a serving engine leaves free; None if no engine serves.
 
-    What is found out is kept as it comes: a session that was broken off, by a stop, a request or a kill, goes on from
-    there, with a budget of its own. Lost is at most what one start of an engine was for; of a text that it reads only
-    the piece at work, but for a kill -9.
+    Every result is kept at once. A session that was interrupted by a stop, a request or a kill is resumed with a new
+    budget. It loses at most the work of one engine start; while reading text for a KV cache type, it loses only the
+    current chunk, unless it was killed by SIGKILL.
     """
 
     def __init__(
@@ -91,21 +92,21 @@ class TuningSession:
 
     @property
     def measurements(self) -> Sequence[Measurement]:
-        """So far."""
+        """Measurements so far, including those of the checkpoint."""
         return self._results.measurements
 
     @property
     def gained(self) -> int:
-        """How much it has found beyond what was kept before it, down to a depth of one plan."""
+        """Number of results beyond those of the checkpoint. Each depth of a measurement counts."""
         return self._results.gained
 
     async def run(self) -> TuningResult:
-        """Raises what the engine ended with when nothing could be measured."""
+        """Run the tuning. Raises the engine's error if nothing could be measured."""
         self._budget.begin()
         self._results.phase("starting")
         self._results.load()
         if words := self._results.kept.describe():
-            self._report.info("tune_goes_on", f"there are {words} of a tuning that was interrupted")
+            self._report.info("tune_goes_on", f"resuming an interrupted tuning with {words}")
         kv_checks = await self._check_kv_types(self._make_space(()))
         space = self._make_space(kv_checks)
         tuned = await self._choose_plan(space)
@@ -121,7 +122,8 @@ class TuningSession:
         )
 
     async def widen(self, before: MeasuredPlans) -> MeasuredPlans:
-        """With what the mode that is set wants of contexts that no plan has which was measured before."""
+        """Return the measured plans with up to MORE_PLANS more, at context lengths that the present mode needs and that
+        no measured plan has."""
         self._budget.begin()
         self._results.load()
         kept = self._results.kept.measurements
@@ -134,7 +136,8 @@ class TuningSession:
         return replace(before, plans=tuner.measured, measurements=tuple(self.measurements))
 
     async def _check_kv_types(self, space: Space) -> tuple[KvCheck, ...]:
-        """Where memory carries less than is wanted at q8_0, and a smaller type would carry much more."""
+        """Check smaller KV cache types. Returns () unless the space names types: memory must be too small for the
+        wanted context at q8_0, and the smaller type must allow a much longer one."""
         types = space.kinds_to_check()
         if not types:
             return ()
@@ -163,14 +166,14 @@ class TuningSession:
         self._results.measurements[:] = kept
         words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
         if kept:
-            words += f"; {len(kept)} measurements are there from a start that was interrupted"
+            words += f"; {len(kept)} measurements are kept from an interrupted start"
         self._report.info("tune_start", words)
         reserved = SHARE_FOR_SPECULATION * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
         budget_s = max(1.0, self._budget.left_s - reserved * settings.budget_s)
         return await self._tuner(space, plans, budget_s).run()
 
     def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float) -> Tuner:
-        """That goes on from what was measured so far."""
+        """Return a tuner that resumes from the kept measurements."""
 
         async def take(plan: Plan, look: Sampling | FirstSampling) -> Measurement:
             results = self._results
@@ -196,7 +199,8 @@ class TuningSession:
         )
 
     def _possible(self, space: Space) -> list[Plan]:
-        """Every plan that fits; beside an engine that serves, only what memory holds as well, lest it be killed."""
+        """Return every plan that fits. While another engine serves, only plans that fit into the rest of the memory:
+        otherwise the kernel may kill the serving engine."""
         plans = space.all()
         if self._beside is None:
             return plans
@@ -211,7 +215,7 @@ class TuningSession:
 
     @property
     def _chooses_slots(self) -> bool:
-        """A number that was asked for is not in question."""
+        """True if the number of slots is to be measured: several users, and no number set by the user."""
         return self._settings.users > 1 and not self._settings.is_set("parallel")
 
     async def _choose_slots(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""With how many slots several users at once are served best: each count measured, the best chosen."""
+"""Choice of the number of slots for several concurrent users: each candidate is measured and the best is taken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.tune.trials.engine import Bench
 
 
 class SlotTrials:
-    """For one plan. `left_s` tells how long a trial may take now."""
+    """Trials of numbers of slots for one plan. `left_s` returns how long a trial may take now."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class SlotTrials:
         self._seen: list[Concurrency] = []
 
     async def choose(self) -> tuple[Plan, tuple[str, ...]]:
-        """The plan with the best count, and what to note of it. As it was planned where nothing was measured."""
+        """Return the plan with the best number of slots, and notes. Unchanged if nothing was measured."""
         wanted = counts(self._plan, self._users)
-        if len(wanted) == 1:  # one alone has nothing to be compared with
+        if len(wanted) == 1:  # nothing to compare with
             return self._plan, ()
         unmeasured = await self._measure_all(wanted)
         notes = [unmeasured] if unmeasured else []
@@ -51,15 +51,16 @@ class SlotTrials:
         return with_slots(self._plan, chosen), (f"{self._users} users: {chosen.why}", *notes)
 
     async def _measure_all(self, wanted: tuple[int, ...]) -> str:
-        """Which count was not measured, and why; empty where all were tried."""
+        """Measure all candidates. Returns which one was not measured and why; empty if all were tried."""
         for count in wanted:
             why_not = await self._measure(count)
-            if why_not:  # fewer slots take longer
+            if why_not:  # the rest have fewer slots and would take even longer
                 return f"{count} slots for {self._users} users were not measured: {why_not}"
         return ""
 
     async def _measure(self, count: int) -> str:
-        """Why there was no time for it. A failure of the engine is kept, and the next count measured."""
+        """Measure one number of slots. Returns why there was no time, else "". If the engine fails, the failure is kept
+        and "" is returned, so that the next candidate is measured."""
         kept = self._results.slots_of(self._key, count, self._job)
         if kept is not None:
             self._seen += [kept.found] if kept.found else []
@@ -89,5 +90,5 @@ class SlotTrials:
 
     @property
     def _job(self) -> Workload | None:
-        """Of the first count that was measured: all others get the same."""
+        """Workload of the first number of slots that was measured; the others get the same. None before."""
         return self._seen[0].workload if self._seen else None

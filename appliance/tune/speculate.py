@@ -1,9 +1,9 @@
-"""Whether speculative decoding pays on this machine with this model, and with how many tokens: by measuring.
+"""Measurement of speculative decoding: whether it pays on this machine with this model, and with how many draft tokens.
 
-Requests cannot change how many tokens are drafted (of the engines so far none lets them), so every number is a start
-of its own. Each start is asked the same prompts with the same seeds and the model's own sampling: draft tokens do not
-change what is sampled, so answers are the same, token for token, and times are compared in pairs. A start is asked
-each prompt once, since n-grams keep what they have seen, and a second time would know the answer.
+No engine so far lets a request change the number of draft tokens, so every number needs a start of its own. Each start
+gets the same prompts with the same seeds and the model's own sampling. Draft tokens do not change what is sampled, so
+the answers are identical, token for token, and times are compared in pairs. A start gets each prompt only once: n-grams
+keep what they have seen, so they would know a repeated answer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from appliance.tune.trials.run_trial import Step
 from appliance.tune.tuner import Tuned
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
-WARM = "Name three colours."  # in no prompt: its time counts nowhere
+WARM = "Name three colours."  # warm-up prompt, different from all others; its time is not used
 WARM_TOKENS = 8
-TOKENS_LEAST, TOKENS_MOST = 64, 128  # of one answer; n-grams draft nothing before 24 tokens in a row are known ones
-PROMPT_TOKENS = 150  # about, of a prompt
+TOKENS_LEAST, TOKENS_MOST = 64, 128  # length of an answer; n-grams draft only after 24 known tokens in a row
+PROMPT_TOKENS = 150  # approximate length of a prompt
 PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
-MADE_LEAST = 8  # of an answer that ended by itself, to count
-ROUNDS = 8.0  # of `left_s`, the share for the answers of one start: four or five starts, their loads and their prompts
-DOING = "speculative decoding was measured"  # in words of what went wrong meanwhile
+MADE_LEAST = 8  # an answer that ended by itself counts only from this length on
+ROUNDS = 8.0  # the answers of one start may take left_s / ROUNDS: there are four or five starts with loads and prompts
+DOING = "speculative decoding was measured"  # purpose, for error messages
 GAINS_NOTHING: Mapping[SpeculationGoal, str] = {
     "auto": "speculative decoding gains nothing",
     "stable": "speculative decoding gains nothing without making some kind of request slower",
@@ -40,7 +40,7 @@ GAINS_NOTHING: Mapping[SpeculationGoal, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`made` are the tokens after the first, which comes out of the prompt."""
+    """Answer to one prompt. `made` is the number of generated tokens after the first, which prefill yields."""
 
     name: str
     made: int
@@ -55,13 +55,13 @@ class Answer:
 
     @property
     def request(self) -> str:
-        """What kind of request it answers: "edit" of "edit: parser"."""
+        """Kind of the request, such as "edit" for "edit: parser"."""
         return self.name.partition(":")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One start: `kind` None is the plan without draft tokens. With `error` there are no answers."""
+    """Result of one start. `kind` is None for the plan without draft tokens. If `error` is set there are no answers."""
 
     kind: Kind | None
     tokens: int
@@ -71,7 +71,7 @@ class Tried:
     error: str | None = None
 
     def describe(self) -> str:
-        """As in "ngram 8: 41.2 ms a token, 31 of 40 draft tokens accepted, 12 answers"."""
+        """Return words such as "ngram 8: 41.2 ms a token, 31 of 40 draft tokens accepted, 12 answers"."""
         what = f"{self.kind} {self.tokens}" if self.kind else "no draft tokens"
         if self.error:
             return f"{what}: {self.error}"
@@ -87,8 +87,8 @@ def ms_per_token(answers: Sequence[Answer]) -> float:
 
 
 def compared(base: Tried, other: Tried) -> tuple[float, SpeculationResult] | None:
-    """Milliseconds a token without draft tokens, and what `other` did with the same prompts; None where none counts in
-    both."""
+    """Return the ms per token without draft tokens, and the result of `other`, over the same prompts. None if no prompt
+    has an answer that counts in both."""
     before = {answer.name: answer for answer in base.answers if answer.counts}
     after = [answer for answer in other.answers if answer.counts and answer.name in before]
     made = sum(answer.made for answer in after)
@@ -118,15 +118,17 @@ async def choose_speculation(
     kept: Sequence[Tried] = (),
     on_result: Callable[[Tried], None] = lambda _: None,
 ) -> tuple[Speculation | None, str, list[Tried]]:
-    """None when drafting nothing is as fast. What was asked for is served in any case, with the best number measured.
+    """Return the best speculative decoding, the reason, and the results. None if decoding without it is as fast. A kind
+    that the user asked for is returned in any case, with the best number of draft tokens that was measured.
 
-    `on_result` gets each start as it ends, failures too; `kept` are those of a choosing for the same plan that was
-    broken off: they take the place of their starts, also where no time is left. A failure does so when it is there
-    TRIES times; where a kind was asked for none is kept, since that ends the tuning.
+    `plan` has no speculative decoding; `space.speculating(plan, …)` is the plan to serve. `requested` is the setting.
+    `on_result` gets each start's result, failures included. `kept` are results of an interrupted choice for the same
+    plan. They replace starts, even if no time is left; a failure does so only if it is there TRIES times. If the user
+    asked for a kind, failures are not kept, since they end the tuning.
 
-    `requested` is the setting. `plan` drafts nothing; `space.speculating(plan, …)` is the one to serve. Raises
-    ConfigError when a kind that was asked for cannot be done, ModelDoesNotFitError when it has no room, and what the
-    engine ends with without draft tokens."""
+    Raises ConfigError if the kind that was asked for is impossible, ModelDoesNotFitError if it does not fit, and the
+    engine's error if the start without draft tokens fails.
+    """
     offers = space.offers()
     tried = [offer.kind for offer in offers if offer.is_tried]
     if not tried:
@@ -145,7 +147,7 @@ async def choose_speculation(
 
 
 def least_s(tuned: Tuned) -> float:
-    """What one start with the fewest prompts takes, going by how fast the plan was."""
+    """Return the expected seconds of one start with the fewest prompts, from the plan's measured speed."""
     curve = tuned.chosen.scored.curve
     load_s = max((m.load_s for m in tuned.measurements if m.points), default=0.0)
     depth = PROMPT_TOKENS + TOKENS_LEAST
@@ -153,7 +155,7 @@ def least_s(tuned: Tuned) -> float:
 
 
 class _Run:
-    """What was measured so far, and the time that is left."""
+    """State of one choice: results so far and the time that is left."""
 
     def __init__(
         self,
@@ -184,7 +186,7 @@ class _Run:
         return self._space.speculation(self._plan, kind, tokens)
 
     def _take(self, kind: Kind | None, tokens: int) -> Tried | None:
-        """What was kept of such a start, each once."""
+        """Remove and return the kept result of such a start, or None."""
         alike = [t for t in self._kept if (t.kind, t.tokens) == (kind, tokens)]
         found = next((t for t in alike if t.error is None), alike[-1] if len(alike) >= TRIES else None)
         if found is not None:
@@ -211,7 +213,8 @@ class _Run:
             raise
 
     async def measure_base_again(self) -> None:
-        """A machine that became quicker meanwhile looks like a gain: of each answer the shorter time counts."""
+        """Measure the plan without draft tokens again and use each answer's shorter time: a machine that became faster
+        meanwhile would look like a gain."""
         if self._base is None or self._fastest() is None:
             return
         again = await self._without(has_time=self._has_time())
@@ -225,7 +228,8 @@ class _Run:
         self._results = {kind: self._compared(kind) for kind in self._results}
 
     async def measure_kind(self, kind: Kind, *, is_requested: bool) -> None:
-        """One number after the other, as the law says. A start that fails ends its kind."""
+        """Measure numbers of draft tokens one after another, as `next_tokens` proposes. A failed start ends its
+        kind."""
         rates = self._results.setdefault(kind, [])
         while self._base is not None and self._base_ms:
             tokens = next_tokens(self._base_ms, rates, SIZES[kind])
@@ -242,7 +246,7 @@ class _Run:
                 return
             if is_requested and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
                 message = f"engine drafts nothing with speculation '{kind}': {self._estimated(kind, tokens).describe()}"
-                raise ConfigError(message, hint="its log says why; use --speculation auto to do without")
+                raise ConfigError(message, hint="the engine's log says why; use --speculation auto to serve without it")
             before = len(rates)
             rates[:] = self._compared(kind)
             if len(rates) == before:
@@ -259,7 +263,7 @@ class _Run:
             return failed
 
     async def _measured(self, plan: Plan, ask_s: float = 0.0) -> Tried | None:
-        """None when the time is up before it has ended."""
+        """Measure one start and report it. Returns None if the time was up before it ended."""
         work = measure_speculation(plan, self._bench, ask_s=ask_s, like=self._base, on_step=self._on_step)
         found = await in_time(self._deadline - time.monotonic(), work)
         if found is not None:
@@ -267,12 +271,13 @@ class _Run:
         return found
 
     def _compared(self, kind: Kind) -> list[SpeculationResult]:
-        """Times as parts of what the same prompts took without draft tokens, at the mean time without."""
+        """Return the results of a kind. Times are relative to the same prompts without draft tokens, multiplied by the
+        mean time without, so that they are comparable."""
         pairs = [compared(self._base, t) for t in self.tried if self._base is not None and t.kind == kind]
         return [replace(rate, ms=rate.ms / base_ms * self._base_ms) for base_ms, rate in filter(None, pairs)]
 
     def _fastest(self) -> tuple[Kind, SpeculationResult] | None:
-        """Of all kinds, if it is faster than drafting nothing in the way that is wanted."""
+        """Return the fastest kind and result, if it meets the goal; else None."""
         every = [(kind, rate) for kind, rates in self._results.items() for rate in rates]
         best = chosen(self._base_ms, [rate for _, rate in every], self._goal)
         return next((pair for pair in every if pair[1] is best), None)
@@ -286,7 +291,7 @@ class _Run:
         if self._base is None:
             return None, "no time was left to measure what speculative decoding gains"
         if not self._base_ms:
-            return None, f"no answer could be used to measure with: {self.tried[0].describe()}"
+            return None, f"no answer could be used for measuring: {self.tried[0].describe()}"
         seen = [(kind, min(rates, key=lambda rate: rate.ms)) for kind, rates in self._results.items() if rates]
         figures = "; ".join(f"{kind} {rate.tokens}: {self._figures(rate)}" for kind, rate in seen)
         failed = "; ".join(t.describe() for t in self.tried if t.error)
@@ -300,13 +305,13 @@ class _Run:
         best = min(rates, key=lambda rate: rate.ms, default=None)
         if best is None:
             speculation = self._estimated(kind, UNMEASURED[kind])
-            return speculation, f"asked for, {speculation.describe()}; what it gains was not measured"
+            return speculation, f"asked for, {speculation.describe()}; its gain was not measured"
         speculation = self._estimated(kind, best.tokens)
         return speculation, f"asked for, {speculation.describe()}: {self._figures(best)}"
 
     def _figures(self, rate: SpeculationResult) -> str:
-        """As in "31.0 ms a token, 41.2 without: 25% shorter (chat +1%, edit -44%); 78% of 0.52 draft tokens a
-        token were right"."""
+        """Return words such as "31.0 ms a token, 41.2 without: 25% shorter (chat +1%, edit -44%); 0.52 draft tokens per
+        token, 78% accepted"."""
         share = 1 - rate.ms / self._base_ms
         words = f"{rate.ms:.1f} ms a token, {self._base_ms:.1f} without: "
         words += f"{abs(share):.0%} {'shorter' if share > 0 else 'longer'}"
@@ -325,10 +330,8 @@ async def measure_speculation(
     like: Tried | None,
     on_step: Callable[[Step], None],
 ) -> Tried:
-    """One start, asked several prompts: those of `like`, with answers as long, or what fits into `ask_s`.
-
-    Raises the engine's error when it fails on the way.
-    """
+    """Start the engine once and ask several prompts: those of `like` with answers as long, else as many as fit into
+    `ask_s`. Raises the engine's error if it fails."""
     began = time.monotonic()
     drafts = f"up to {plan.speculation.tokens} draft tokens" if plan.speculation else "no draft tokens"
     on_step(Step(plan=plan, what=f"loading, {drafts}"))
@@ -351,8 +354,11 @@ async def measure_speculation(
 async def _ask(
     asker: _Asker, plan: Plan, ask_s: float, like: Tried | None, say: Callable[[str], None]
 ) -> tuple[int, list[Answer]]:
-    """The prompts of `like`, answers as long as those; or as many as `ask_s` holds, at least one of each kind, and
-    answers as long as lets it hold six. A prompt that the context does not hold is left out."""
+    """Ask the prompts of `like` with answers as long. Without `like`: as many prompts as fit into `ask_s`, at least one
+    of each kind, with answers short enough for six prompts.
+
+    Returns the length of answers and the answers. Prompts that do not fit into the context are left out.
+    """
     prompts = parse_prompts(PROMPTS.read_text(encoding="utf-8"))
     began = time.monotonic()
     warm = await asker.ask("warm", WARM, WARM_TOKENS, seed=0)
@@ -370,7 +376,7 @@ async def _ask(
 
 
 def parse_prompts(text: str) -> dict[str, str]:
-    """Name and prompt, in order: each begins with a line `### kind: name`."""
+    """Return prompts by name, in order. Each begins with a line `### kind: name`."""
     prompts: dict[str, str] = {}
     for part in text.split("### ")[1:]:
         name, _, prompt = part.partition("\n")
@@ -379,14 +385,14 @@ def parse_prompts(text: str) -> dict[str, str]:
 
 
 class _Asker:
-    """Asks as a chat does: the model's template, its own sampling."""
+    """Asks prompts as a chat does: with the model's chat template and its own sampling."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._read: dict[str, list[int]] = {}
 
     async def read(self, text: str) -> list[int]:
-        """The prompt's tokens, as the model's template puts it."""
+        """Return the tokens of a user message in the model's chat template."""
         if text not in self._read:
             self._read[text] = await self._client.tokenize(text, as_chat=True)
         return self._read[text]
@@ -397,7 +403,8 @@ class _Asker:
 
 
 def answer_of(name: str, found: Completion, depth: int) -> Answer:
-    """EngineNotReadyError when it is of another prompt, or nothing was made."""
+    """Return the answer. Raises EngineNotReadyError if prompt tokens do not add up to `depth` or nothing was
+    generated."""
     if found.read + found.cached != depth or found.made < 1:
         message = (
             f"engine did other work than asked: read {found.read} + cached {found.cached} of {depth}, made {found.made}"

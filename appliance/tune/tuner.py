@@ -1,4 +1,4 @@
-"""The loop: what to measure next, measured, until nothing promises more than it costs or the time is up."""
+"""Main loop of a tuning: choose the next measurement, make it, and stop if none is worth its time or time is up."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from appliance.tune.trials.context_search import ContextSearch
 from appliance.tune.trials.run_trial import DECODE_TOKENS, FirstSampling, Sampling
 from appliance.tune.trials.trials import Trials
 
-SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for contexts and for a closer look at the winner
-CLOSER_LOOKS = 3  # at the end
-FAILURES_MAX = 3  # of other causes than memory, before anything was measured
+SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for context lengths and for longer measurements of the winner
+CLOSER_LOOKS = 3  # at most so many longer measurements at the end
+FAILURES_MAX = 3  # for other causes than memory, before anything was measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What plans are measured for. `native` is the largest context that counts: the model's, or what was asked for."""
+    """Goal of a tuning. `native` is the largest context that counts: the model's native one, or the user's."""
 
     mix: Mix
     mode: Mode
@@ -35,13 +35,13 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The winner and everything that was seen on the way. `plans` hold every measured one."""
+    """The winner `plan` and everything that was measured. `plans` are all measured plans."""
 
     plan: Plan
     chosen: Chosen
     plans: tuple[Plan, ...]
     measurements: tuple[Measurement, ...]
-    mix: Mix  # as scaled to the contexts that were compared
+    mix: Mix  # scaled to the contexts that were compared
     seconds: float
     stopped_by: str
     allocated: Allocated | None  # by the winner
@@ -53,7 +53,7 @@ class Tuned:
 
 
 class Tuner:
-    """One tuning. `take`, `on_result`, `kept` and `compilations` are those of `Trials`."""
+    """One search over plans. `take`, `on_result`, `kept` and `compilations` are passed to `Trials`."""
 
     def __init__(
         self,
@@ -86,17 +86,20 @@ class Tuner:
         self._stopped_by = ""
 
     async def run(self) -> Tuned:
-        """A plan that the engine fails on becomes a Measurement with its words. Raises the EngineError of the first
-        that failed when none could be measured, and at once when it is one that no other plan can mend."""
+        """Measure plans and return the winner. A plan on which the engine fails becomes a Measurement with `error`.
+
+        Raises the first failed plan's EngineError if no plan could be measured, and at once an error that every plan
+        would have.
+        """
         search = await self._search()
         await self._contexts(search).run()
         await self._look_closely()
         seconds = self._trials.spent_s
-        return await asyncio.to_thread(self._tuned, seconds)  # while something else may serve
+        return await asyncio.to_thread(self._tuned, seconds)  # in a thread, since the gateway may be serving
 
     async def widen(self, most: int) -> None:
-        """At most so many more plans, where this mode is another than the one that was measured for. Of what is kept at
-        least one was measured; what it took is not counted."""
+        """Measure at most `most` more plans for another mode. At least one plan must have been measured; the time of
+        kept measurements does not count."""
         self._trials.begin_anew()
         await self._contexts(self._new_search()).run(most)
 
@@ -110,7 +113,7 @@ class Tuner:
             plan = self._unlike_the_failed() or trials.plans[ask.candidate.key]
             await trials.measure(plan, is_long=ask.is_long)
             self._end_if_hopeless()
-            if search.effort != self._effort():  # the first look has shown how deep all are looked at
+            if search.effort != self._effort():  # the first measurement has decided the depths for all plans
                 search = self._new_search()
         if not trials.has_figures:
             raise trials.failures[0]
@@ -123,7 +126,8 @@ class Tuner:
 
     @property
     def _left_for_search_s(self) -> float:
-        """A share of what is left would leave the contexts one look's time. The mode `speed` looks for none."""
+        """Time left for the search: the time left in total minus the fixed part for context lengths. In mode `speed`
+        nothing is subtracted, since it searches no context length."""
         share = 1.0 if self._goal.mode == "speed" else SHARE_FOR_SEARCH
         return self._trials.left_s - self._budget_s * (1 - share)
 
@@ -139,14 +143,15 @@ class Tuner:
         return self._space.costs(plan).batch if plan.placement.copies_weights else 0
 
     def _end_if_hopeless(self) -> None:
-        """An engine that fails with every plan, and not of memory, fails with the next as well."""
+        """Raise the first failure if FAILURES_MAX plans failed for other causes than memory and none was measured: the
+        next plan would fail too."""
         others = [error for error in self._trials.failures if not error.was_memory]
         if len(others) >= FAILURES_MAX and not self._trials.has_figures:
             raise others[0]
 
     def _unlike_the_failed(self) -> Plan | None:
-        """While every plan has failed, and not of memory: the one that has the least in common with them. Its like
-        would fail in the same way, whatever is predicted of them."""
+        """Return the plan that differs most from the failed ones, as long as every plan has failed and not all for lack
+        of memory; else None. Similar plans would probably fail in the same way, whatever their prediction."""
         trials = self._trials
         if trials.has_figures or not any(not error.was_memory for error in trials.failures):
             return None
@@ -171,9 +176,11 @@ class Tuner:
         return choose(self._goal.mode, found, self._mix, native=self._goal.native)
 
     async def _look_closely(self) -> None:
-        """At the winner, longer and at every depth: it need not be one of the last few, as of plans as fast it is the
-        one with the larger context. That may make another the winner, so a few times. Ends where the winner was looked
-        at so, there is no time, or the engine failed."""
+        """Measure the winner longer and at every depth. That may make another plan the winner, so it is repeated up to
+        CLOSER_LOOKS times. Ends if the winner was measured so, time is up, or the engine failed.
+
+        The winner was not always measured long in the search: between equally fast plans the larger context wins.
+        """
         trials = self._trials
         for _ in range(CLOSER_LOOKS):
             plan = trials.plans[self._winner(trials.scored()).scored.key]
@@ -200,7 +207,7 @@ class Tuner:
 
 
 def _disturbance(looks: Sequence[Measurement]) -> str | None:
-    """What the winner's figures suffer from: nothing where one look was left alone."""
+    """Return what disturbed the winner's measurements; None if at least one was undisturbed."""
     seen = [m for m in looks if m.points]
     return None if any(m.disturbance is None for m in seen) else seen[-1].disturbance
 

@@ -142,7 +142,7 @@ class _Quiet(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def chunk(self, *chunks: bytes) -> None:
-        """Of a body that is sent in chunks; an empty one ends it."""
+        """Send chunks of a chunked body. An empty chunk ends the body."""
         for data in chunks:
             self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
 
@@ -365,7 +365,7 @@ class DockerHandler(_Quiet):
 
 
 def _framed(line: bytes) -> bytes:
-    """As Docker marks what came on standard output."""
+    """Return a log line with the header that Docker puts before lines of standard output."""
     return b"\x01\0\0\0" + (len(line) + 1).to_bytes(4, "big") + line + b"\n"
 
 
@@ -421,7 +421,7 @@ class UnixServer(ThreadingHTTPServer):
         self.server_name, self.server_port = "unix", 0
 
     def handle_error(self, *_: Any) -> None:
-        """A client that was killed: nobody waits for the answer."""
+        """Ignore a client that was killed before it read the answer."""
 
     def get_request(self) -> tuple[Any, Any]:
         request, _ = super().get_request()

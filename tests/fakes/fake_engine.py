@@ -31,7 +31,7 @@ MESSAGE_ROUTES = {"/v1/messages", "/responses", "/v1/responses"}
 
 
 def log(level: str, text: str) -> None:
-    """One line as llama-server writes it: minutes.seconds.milliseconds.microseconds, level, text."""
+    """Write a log line in llama-server's form: minutes.seconds.milliseconds.microseconds, level, text."""
     micros = int((time.monotonic() - STARTED) * 1e6)
     stamp = f"{micros // 60_000_000}.{micros // 1_000_000 % 60:02}.{micros // 1000 % 1000:03}.{micros % 1000:03}"
     write_line(f"{stamp} {level} {text}")
@@ -43,7 +43,7 @@ def write_line(text: str) -> None:
 
 
 class Ledger:
-    """What was received, kept under one lock."""
+    """Record of received requests, under one lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -154,7 +154,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.fail(404, "not_found_error", "File Not Found")
 
     def slots(self) -> list[dict[str, Any]]:
-        """One a stream that is open, with 1,024 tokens, and an idle one that still has its tokens."""
+        """Return one slot with 1,024 tokens for each open stream, and an idle slot that still has its tokens."""
         streams = self.server.ledger.snapshot().get("open_streams", 0)
         busy = [{"id": number, "is_processing": True, "n_prompt_tokens": 1024} for number in range(1, streams + 1)]
         if self.server.options.tells_work:
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.fail(404, "not_found_error", "File Not Found")
 
     def work(self) -> bool:
-        """Before the first byte of an answer; False when the client left meanwhile."""
+        """Wait before the first byte of an answer. Returns False if the client left meanwhile."""
         options = self.server.options
         until = time.monotonic() + options.works_s
         while (left_s := until - time.monotonic()) > 0:
@@ -232,7 +232,8 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, reply)
 
     def token_timings(self, request: dict[str, Any]) -> dict[str, Any]:
-        """As llama-server's: what the slot holds of the prompt is not read again, n tokens are n - 1 steps."""
+        """Return timings like llama-server's: tokens that the slot already holds are not read again, and n tokens take
+        n - 1 steps."""
         prompt, made = request["prompt"], request["n_predict"]
         with self.server.ledger.lock:
             held = self.server.slot if request.get("cache_prompt", True) else []
@@ -272,7 +273,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or not is_whole
 
     def send_events(self, path: str, text: str) -> bool:
-        """False when the client left before the end."""
+        """Stream an answer. Returns False if the client left before the end."""
         options = self.server.options
         words = itertools.cycle(text.split() or ["nothing"])
         for index, word in enumerate(words if options.until else itertools.islice(words, options.chunks)):
@@ -334,7 +335,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def prompt_of(request: dict[str, Any]) -> str:
-    """The last words of the request, whatever its shape: they are echoed."""
+    """Return the last words of a request of any shape, which the answer repeats."""
     messages = request.get("messages")
     content = messages[-1].get("content", "") if messages else request.get("prompt", request.get("input", ""))
     if isinstance(content, list):
@@ -383,7 +384,7 @@ def by_number(table: str, number: int) -> float:
 
 
 def die(code: int) -> None:
-    """Ends the whole process at once, from any thread."""
+    """End the whole process at once, from any thread."""
     os._exit(code)
 
 
@@ -448,7 +449,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def double_fork(pid_file: Path | None) -> None:
-    """A grandchild in its own session that ignores SIGTERM and sleeps; its parent is gone."""
+    """Start a grandchild in its own session that ignores SIGTERM and sleeps. Its parent has ended."""
     reads, writes = os.pipe()
     if os.fork():
         os.wait()

@@ -82,7 +82,7 @@ def write(text: str) -> None:
 
 
 def raised(head: str, error: str, where: str) -> None:
-    """As `logger.exception` writes it."""
+    """Log an exception in the form of `logger.exception`."""
     frame = '  File "/opt/vllm/lib/vllm/v1/engine/core.py", line 1173, in run_engine_core'
     log(
         f"{head}\nTraceback (most recent call last):\n{frame}\n    engine_core.run_busy_loop()\n{error}", "ERROR", where
@@ -98,8 +98,8 @@ def leave(code: int) -> NoReturn:
 
 
 def worker(pipe: socket.socket, rank: int, options: argparse.Namespace) -> NoReturn:
-    """A token of each request that runs every interval; those beyond `--max-num-seqs` wait. Like vLLM's it works on
-    when all above it are gone."""
+    """Generate one token for each running request every interval; requests beyond `--max-num-seqs` wait. Like vLLM's
+    worker it continues if EngineCore and the API server are gone."""
     name_process(f"Worker_TP{rank}" if options.tensor_parallel_size > 1 else "Worker")
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     if options.fake_worker_error == "load":
@@ -130,7 +130,7 @@ def worker(pipe: socket.socket, rank: int, options: argparse.Namespace) -> NoRet
 
 
 def take_orders(running: dict[int, list[int]], data: bytes) -> bytes:
-    """What is left of the bytes after the last whole line."""
+    """Apply the orders in whole lines and return the bytes after the last one."""
     *lines, rest = data.split(b"\n")
     for line in lines:
         order = json.loads(line)
@@ -142,7 +142,7 @@ def take_orders(running: dict[int, list[int]], data: bytes) -> bytes:
 
 
 def engine_core(pipe: socket.socket, options: argparse.Namespace, model: Path) -> NoReturn:
-    """Makes the workers, loads, then passes orders down and tokens up. It goes on when the API server is gone."""
+    """Start the workers, load, then pass orders down and tokens up. It continues if the API server is gone."""
     name_process("EngineCore")
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     segment = shared_memory(options)
@@ -182,7 +182,7 @@ def wait_aloud() -> NoReturn:
 
 
 def meet(options: argparse.Namespace) -> list[socket.socket]:
-    """Connections to the processes of the other hosts, as torch.distributed makes them."""
+    """Return connections to the processes of the other hosts, like those of torch.distributed."""
     if options.nnodes == 1:
         return []
     options.others = others = _met(options)
@@ -204,7 +204,7 @@ def _met(options: argparse.Namespace) -> list[socket.socket]:
 
 
 def headless(options: argparse.Namespace) -> NoReturn:
-    """A follower's launcher, which has workers and neither an EngineCore nor a server."""
+    """Run a follower's launcher: it has workers, but no EngineCore and no server."""
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     pause(options, "imports")
     above, below = socket.socketpair()
@@ -226,7 +226,7 @@ def headless(options: argparse.Namespace) -> NoReturn:
 
 
 def end_with_leader(leader: socket.socket) -> NoReturn:
-    """As NCCL and Gloo do at times, and the store of torch.distributed."""
+    """End once the leader closes its connection, as NCCL, Gloo and the store of torch.distributed sometimes do."""
     _received(leader)
     raised("WorkerProc hit an exception.", "RuntimeError: Connection closed by peer", "multiproc_executor.py:1189")
     leave(1)
@@ -374,7 +374,8 @@ def load(options: argparse.Namespace) -> None:
 
 
 def tokens_of(options: argparse.Namespace) -> int:
-    """That all requests together may have: as many contexts as all blocks carry."""
+    """Return the cache capacity in tokens for all requests together: the number of contexts in all blocks, times the
+    context."""
     blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
     return int(blocks / -(-options.max_model_len // options.block_size) * options.max_model_len)
 
@@ -513,7 +514,7 @@ class Api(ThreadingMixIn, UnixStreamServer):
             hold_gpu(self.options, self.core_pid, has_grown=max(self.prompts) >= LONG_PROMPT)
 
     def cached(self, prompt: list[int], salt: str) -> int:
-        """Of whole blocks, and never the last token."""
+        """Return the number of cached tokens of a prompt. Only whole blocks count, and never the last token."""
         with self.ledger.lock:
             held, self.kept[salt] = self.kept.get(salt, []), prompt
         same = next(

@@ -58,7 +58,7 @@ async def refused_without_a_word(_: asyncio.StreamReader, writer: asyncio.Stream
 
 
 async def refused(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As llama-server does, for clients of every API alike."""
+    """Refuse with 400 in llama-server's form, which is the same for all APIs."""
     error = {"code": 400, "message": "'messages' must not be empty", "type": "invalid_request_error"}
     body = json.dumps({"error": error}).encode()
     writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -153,7 +153,7 @@ async def flag_in_event(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 async def flag_in_text(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What the model wrote, which is nobody's error."""
+    """Answer with text of the model that looks like an error but is none."""
     writer.write(whole(b'{"content":"%s"}' % DEAD, b"Content-Type: application/json"))
 
 
@@ -161,7 +161,7 @@ CROWDED = b'{"error":{"code":500,"message":"Context size has been exceeded.","ty
 
 
 async def full(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As llama-server ends all that run when the context they share is full."""
+    """Answer as llama-server does to all running requests when their shared context is full."""
     LEDGER.crowding += 1
     end_crowded(writer)
 

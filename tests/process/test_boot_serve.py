@@ -366,7 +366,7 @@ def test_what_was_interrupted_goes_on_at_the_next_start(home: Home) -> None:
     assert kept
     home.set_engine()
     with home.serving(tune="first") as serving:
-        words = f"{len(kept)} measurements are there from a start that was interrupted"
+        words = f"{len(kept)} measurements are kept from an interrupted start"
         assert words in serving.event("tune_start")["message"]
         serving.event("tuned")
         serving.wait_ready()

@@ -198,7 +198,7 @@ async def test_a_tuning_that_was_broken_off_goes_on_after_each_kind_of_step(
     kept, begun = stage.kept, stage.count_starts()
     found = await stage.run_until(lambda kept: False)
     assert found is not None
-    assert stage.events("tune_goes_on") == [f"there are {kept.describe()} of a tuning that was interrupted"]
+    assert stage.events("tune_goes_on") == [f"resuming an interrupted tuning with {kept.describe()}"]
     again = stage.count_starts() - begun
     # What was at work when it was broken off is done again, and nothing else.
     for name in ("scored_chunks", "drafts", "slots"):

@@ -1,1 +1,1 @@
-"""What is known of vLLM so far: what an image of it takes."""
+"""vLLM as an engine: planning, process, startup, API and facts of its images."""

@@ -1,4 +1,4 @@
-"""vLLM behind the doors of an engine."""
+"""vLLM behind the engine interface."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Vllm(Engine):
     def query_devices(
         self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False
     ) -> Devices:
-        """By NVML and the driver's library: asking the engine itself is an import of PyTorch, seconds of every start,
-        and one that sees no GPU says so by itself (23)."""
+        """Return the GPUs that NVML and the driver's library report. vLLM itself is not asked, since it would import
+        PyTorch, which takes seconds; a vLLM that sees no GPU ends with 23 anyway."""
         if hardware.gpus.libcuda is None:
             return Devices(said="the driver's library libcuda.so.1 cannot be found: cannot open shared object file")
         usable = [gpu for gpu in hardware.gpus.gpus if not gpu.problem]
@@ -82,7 +82,7 @@ class Vllm(Engine):
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
         is_ready = install.node.is_ready if install.node else None
-        is_headless = is_ready is not None  # one of several hosts that has no server
+        is_headless = is_ready is not None  # a follower of a group of hosts: it runs no API server
         is_ready = is_ready or one_token(socket_path, plan.alias, is_embedding=plan.is_embedding)
         found = server.command(plan, install, socket_path, is_ready=is_ready, is_error=log.is_error)
         return replace(
@@ -97,7 +97,7 @@ class Vllm(Engine):
         )
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
-        from appliance.engines.vllm.api.client import VllmClient  # here: no start needs an HTTP library
+        from appliance.engines.vllm.api.client import VllmClient  # imported here, since starts need no HTTP library
 
         return VllmClient(command, doing=doing)
 
@@ -117,7 +117,7 @@ class Vllm(Engine):
         return compiled.compilations(install.cache_dir)
 
     def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
-        from appliance.engines.vllm.examine import examine  # here: no start needs it
+        from appliance.engines.vllm.examine import examine  # imported here, since no start needs it
 
         return examine(install, plan)
 

@@ -1,4 +1,4 @@
-"""What `appliance doctor` tells of vLLM: why it computes with what, and what of it is compiled already."""
+"""Report of `appliance doctor` on vLLM: the choices of the plan with their reasons, and the compile cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.engines.vllm.startup import last_start
 from appliance.engines.vllm.startup.caches import on_volume
 from appliance.plan import Plan
 
-# Choices of a plan, in the words of doctor.
+# Choices of a plan that doctor shows, with the names that it shows them by.
 _SHOWN = {
     "dtype": "dtype",
     "quantization": "quantization",
@@ -33,7 +33,7 @@ _SHOWN = {
 
 
 def examine(install: Install, plan: Plan) -> Iterator[KernelResult]:
-    """One line for each choice that a machine decides, and one for the compile cache."""
+    """Yield one line for each choice in `_SHOWN` or refused variable, and one for the compile cache."""
     for choice in plan.choices:
         if choice.source == VARIABLES and choice.is_refusal:
             words = f"variable {choice.name.upper()} is {choice.value}: {choice.reason}"

@@ -1,4 +1,4 @@
-"""What work the server has done, by its metrics: whether the kind that takes most memory of a GPU, and whether any."""
+"""Work that the server has done, read from its metrics: any work at all, and the work that takes most GPU memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from appliance.engines.vllm.cache_config import ask_metrics
 from appliance.engines.vllm.planning.arguments.launch import launch_of
 from appliance.plan import Plan
 
-# One prompt filled a step, and requests came in number, so that what is allocated at the first of a kind was.
+# Peak memory needs two things: one prompt that filled a step, and enough requests that buffers which are allocated at
+# the first request of a kind exist.
 REQUESTS_MIN = 20
 MOST_OF_A_STEP = 0.9
 # Histogram over requests: tokens of the prompt that were computed, in buckets of 1, 2, 5, 10, … (v1/metrics/loggers.py)
@@ -19,27 +20,26 @@ _BUCKET = re.compile(
 )
 
 
-# What any step changes: blocks that requests hold, tokens of prompts that were read, tokens that were made
-# (v1/metrics/loggers.py).
+# Figures that change with every step: KV blocks in use, prompt tokens, generated tokens (v1/metrics/loggers.py).
 _WORK = re.compile(rb"^vllm:(?:kv_cache_usage_perc|prompt_tokens_total|generation_tokens_total)\{.*$", re.M)
 
 
 async def query_work(socket_path: Path) -> tuple[bytes, ...] | None:
-    """Return what differs once it has worked on requests; None if it does not tell."""
+    """Return figures that differ once the server has worked on a request; None if its metrics have none."""
     return parse_work(await ask_metrics(socket_path)) or None
 
 
 def parse_work(answer: bytes) -> tuple[bytes, ...]:
-    """Return the figures that any step changes; empty if the metrics have none."""
+    """Return the figures that change with every step; empty if the metrics have none."""
     return tuple(_WORK.findall(answer))
 
 
 def has_filled_a_step(answer: bytes, plan: Plan) -> bool:
-    """After REQUESTS_MIN answers, one of which was to a prompt that needed MOST_OF_A_STEP of the tokens of a step. Of a
-    plan that reads images never: nothing tells whether one came. `answer` is that of the metrics."""
+    """True after REQUESTS_MIN requests including one prompt that filled MOST_OF_A_STEP of a step's tokens. Always False
+    for plans that read images, since the metrics do not count images. `answer` is the text of `/metrics`."""
     if launch_of(plan).sees:
         return False
-    below: dict[float, float] = {}  # by the largest number of tokens that a bucket counts; engines are added up
+    below: dict[float, float] = {}  # requests by the bucket's upper bound in tokens, added up over engines
     for edge, count in _BUCKET.findall(answer):
         below[float(edge)] = below.get(float(edge), 0.0) + float(count)
     requests = max(below.values(), default=0.0)

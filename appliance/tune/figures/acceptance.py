@@ -1,9 +1,9 @@
-"""How many tokens to draft, from a few measurements: pure.
+"""Number of draft tokens to use, computed from a few measurements. Pure.
 
-A step that checks g draft tokens takes 1 + b g times as long as one that checks none, and gives 1 + A1 + ... + Ag
-tokens, Ai being the chance that the first i draft tokens are all right: speedup(g) = (1 + sum A) / (1 + b g). Where a
-step drafts only now and then, as n-grams do, the same b counts for the tokens that were drafted: of n tokens, d
-drafted and c of those right, ms / base = 1 - c/n + b d/n.
+A step that checks g draft tokens takes 1 + b g times as long as one that checks none. It yields 1 + A1 + ... + Ag
+tokens, where Ai is the probability that the first i draft tokens are all accepted: speedup(g) = (1 + sum A) / (1 + b
+g). If only some steps draft, as with n-grams, the same b applies to the drafted tokens: for n tokens with d drafted and
+c accepted, ms / base = 1 - c/n + b d/n.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from appliance.plan import SpeculationGoal
 
-NOISE = 0.03  # a gain below it may be chance
-NOISE_OF_A_KIND = 0.06  # of one kind of request: a third of the answers
-RARELY = 0.02  # draft tokens a token: fewer cannot gain more than noise, and say nothing of b
+NOISE = 0.03  # a smaller gain may be chance
+NOISE_OF_A_KIND = 0.06  # the same for one kind of request, which has a third of the answers
+RARELY = 0.02  # draft tokens per token: with fewer no gain exceeds the noise, and b cannot be fitted
 _BISECTIONS = 40
 _WINDOWS = (48, 96, 192)
 _GRAM = 4
@@ -24,9 +24,9 @@ _GRAM = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationResult:
-    """What was measured with `tokens` drafted at most: milliseconds, draft tokens and right ones for each token made.
+    """Measurement with at most `tokens` draft tokens: ms, draft tokens and accepted ones for each generated token.
 
-    `by_kind` is, of each kind of request (chat, edit, summary), the time as a share of that without draft tokens.
+    `by_kind` is the time relative to that without draft tokens, for each kind of request (chat, edit, summary).
     """
 
     tokens: int
@@ -42,13 +42,13 @@ class SpeculationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedupModel:
-    """`acceptance` are A1, A2, ... as far as they were measured; beyond, each is the one before times the same."""
+    """Fitted law. `acceptance` is A1, A2, ... as far as measured; beyond, the sequence continues geometrically."""
 
     b: float
     acceptance: tuple[float, ...]
 
     def chance(self, first: int) -> float:
-        """That the first `first` draft tokens are all right."""
+        """Return the probability that the first `first` draft tokens are all accepted."""
         known = len(self.acceptance)
         if not known or not self.acceptance[-1]:
             return self.acceptance[first - 1] if first <= known else 0.0
@@ -61,7 +61,8 @@ class SpeedupModel:
 
 
 def fit_speedup(base_ms: float, seen: Sequence[SpeculationResult]) -> SpeedupModel:
-    """b by least squares over all that drafted, and the chances from the fewest draft tokens to the most."""
+    """Fit the law: b by least squares over all results with drafts, the probabilities from the fewest draft tokens to
+    the most."""
     told = sorted((rate for rate in seen if rate.drafted > 0), key=lambda rate: rate.tokens)
     squares = sum(rate.drafted**2 for rate in told)
     costs = sum(rate.drafted * (rate.ms / base_ms - 1 + rate.accepted) for rate in told)
@@ -72,8 +73,8 @@ def fit_speedup(base_ms: float, seen: Sequence[SpeculationResult]) -> SpeedupMod
 
 
 def _continued(chances: tuple[float, ...], tokens: int, right: float) -> tuple[float, ...]:
-    """On to A`tokens`, so that all add up to `right`, the draft tokens that were right in a step; each the one before
-    times the same, which lies between 0 and 1."""
+    """Continue the probabilities up to A`tokens` so that they add up to `right`, the accepted draft tokens per step.
+    The new ones form a geometric sequence with a ratio between 0 and 1."""
     more = tokens - len(chances)
     if more < 1:
         return chances
@@ -90,15 +91,16 @@ def _continued(chances: tuple[float, ...], tokens: int, right: float) -> tuple[f
 
 
 def best_tokens(speedup_model: SpeedupModel, sizes: Sequence[int]) -> int:
-    """The fastest of `sizes` by the law; 0 where none is faster than drafting nothing."""
+    """Return the fastest of `sizes` by the law; 0 if none is faster than without draft tokens."""
     best = max(sizes, key=lambda tokens: (speedup_model.speedup(tokens), -tokens))
     return best if speedup_model.speedup(best) > 1 else 0
 
 
 def next_tokens(base_ms: float | None, seen: Sequence[SpeculationResult], sizes: Sequence[int]) -> int | None:
-    """What to measure next: without draft tokens, the smallest, the law's best, and those beside it; then None.
+    """Return the number of draft tokens to measure next: 0, then the smallest size, then the law's best and its
+    neighbours; then None.
 
-    `sizes` are in order. None also when draft tokens are too rare for anything to be won.
+    `sizes` are sorted. None also if draft tokens are too rare for any gain.
     """
     if base_ms is None:
         return 0
@@ -119,9 +121,11 @@ def next_tokens(base_ms: float | None, seen: Sequence[SpeculationResult], sizes:
 def chosen(
     base_ms: float, seen: Sequence[SpeculationResult], goal: SpeculationGoal = "auto"
 ) -> SpeculationResult | None:
-    """The fastest measured; None when it is not faster than without draft tokens by more than the noise, or hardly
-    drafted: then something else made it faster. `stable` leaves out what made any kind of request slower, and `fast`
-    goes by the kind that gains most."""
+    """Return the fastest result, or None if its gain is within the noise. Results with hardly any draft tokens do not
+    count, since their gain has another cause.
+
+    Goal `stable` excludes results that made any kind of request slower. Goal `fast` judges by the kind that gains most.
+    """
     able = [rate for rate in seen if rate.drafted >= RARELY]
     if goal == "stable":
         able = [rate for rate in able if all(share <= 1 + NOISE for _, share in rate.by_kind)]
@@ -134,8 +138,9 @@ def chosen(
 
 
 def is_looping(tokens: Sequence[int]) -> bool:
-    """Whether an answer goes round in circles: in some stretch of 48, 96 or 192 tokens less than half of all sequences
-    of four are new. What loops is drafted perfectly, and nobody wants it; text and code repeat far less."""
+    """True if an answer repeats itself: in some stretch of 48, 96 or 192 tokens less than half of all sequences of four
+    tokens are distinct. Text and code repeat far less. Loops are excluded since they are drafted perfectly, but are of
+    no use."""
     grams = list(zip(*(tokens[i:] for i in range(_GRAM)), strict=False))
     for context in _WINDOWS:
         size = context - _GRAM + 1

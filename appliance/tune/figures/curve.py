@@ -1,10 +1,10 @@
-"""Speed over depth from a few measurements: pure.
+"""Speed over depth, computed from a few measurements. Pure.
 
-Decode time is linear between measured depths. On a CPU it is no line (14.5, 17.7, 25.6, 55.5, 94 ms at 0, 512, 1,024,
-2,048, 4,096 were seen), so beyond the deepest measurement a figure carries its interval and says "extrapolated".
-Prefill of N tokens takes p1 N + p2 N^2: every token reads the weights' share of its batch, and every token before it.
-Where weights are copied to a GPU for each batch, it takes c for each batch that is begun, and p1 N: a prompt of 32
-tokens waits for nearly as many bytes as one of 512.
+Decode time is interpolated linearly between measured depths. On a CPU it is not linear (14.5, 17.7, 25.6, 55.5, 94 ms
+were seen at 0, 512, 1,024, 2,048, 4,096), so figures beyond the deepest measurement have an interval and say
+"extrapolated". Prefill of N tokens takes p1 N + p2 N^2: each token needs its share of reading the weights, and attends
+to every token before it. If weights are copied to a GPU for each batch, prefill takes c for each batch begun, and p1 N:
+a prompt of 32 tokens waits for nearly as many bytes as one of 512.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from functools import cached_property
 from appliance.plan import SpeedAt
 from appliance.values import dataclass
 
-LONGER = 3  # a long look decodes so many times the tokens of a short one, and counts as often
-NOISE = 0.07  # relative, of one time in a short look: 3 to 10 % is usual
-SPREAD = 1.5  # how much steeper or flatter than its last stretch a curve may go on
+LONGER = 3  # a long measurement decodes so many times the tokens of a short one, and has that weight
+NOISE = 0.07  # relative noise of one time in a short measurement; 3 to 10 % is usual
+SPREAD = 1.5  # factor by which a curve may continue steeper or flatter than its last stretch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Speed with `depth` tokens in the cache: milliseconds a token, decode at this depth and prefill up to it.
+    """Speed with `depth` tokens in the cache, ms per token: decode at this depth and prefill up to it.
 
-    `prefill_tokens` were read for this point, the rest of `depth` was in the cache: from depth - prefill_tokens on.
-    `noise_factor`: how many times the usual noise `decode_ms` has, where there was time for a few tokens only.
-    `copied_batch`: tokens that host weights are copied to a GPU for at once; 0: none are copied.
+    `prefill_tokens` is the number of tokens read for this point; the tokens before them were cached. `noise_factor` is
+    the noise of `decode_ms` relative to the usual one, above 1 if there was time for a few tokens only. `copied_batch`
+    is the number of tokens for which host weights are copied to a GPU at once; 0 if none are copied.
     """
 
     depth: int
@@ -42,7 +42,7 @@ class Point:
 
     @property
     def relative_error(self) -> float:
-        """The share that `decode_ms` may be off by; 0 where that is no more than usual, which nobody is told of."""
+        """Relative error of `decode_ms`; 0 if it is not above the usual noise, which is not reported."""
         return NOISE * self.noise_factor if self.noise_factor > 1 else 0.0
 
     @property
@@ -58,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Milliseconds a token, with the interval that it lies in if the curve goes on as curves do."""
+    """Time per token in ms, with its interval if the figure is extrapolated."""
 
     ms: float
     low_ms: float
@@ -66,7 +66,7 @@ class Figure:
     is_extrapolated: bool = False
 
     def describe(self) -> str:
-        """As in "116.0 tok/s", or "42.1 tok/s (extrapolated: 30.2 to 55.0)"."""
+        """Return words such as "116.0 tok/s" or "42.1 tok/s (extrapolated: 30.2 to 55.0)"."""
         speed = f"{1000 / self.ms:.1f} tok/s"
         if not self.is_extrapolated:
             return speed
@@ -75,7 +75,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """At least one point, in any order, of different depths."""
+    """Speed over depth. It needs at least one point; depths must differ, in any order."""
 
     points: tuple[Point, ...]
 
@@ -94,26 +94,26 @@ class Curve:
         return self.ordered[-1].depth
 
     def up_to(self, depth: float) -> Curve:
-        """As if nothing deeper had been measured; the shallowest point stays."""
+        """Return the curve without points deeper than this; at least the shallowest point stays."""
         points = tuple(point for point in self.ordered if point.depth <= depth)
         return replace(self, points=points or self.ordered[:1])
 
     @cached_property
     def _slopes(self) -> tuple[float, ...]:
-        """Milliseconds per token of depth, stretch by stretch."""
+        """Slope of each stretch, ms per token of depth."""
         return tuple((b.decode_ms - a.decode_ms) / (b.depth - a.depth) for a, b in itertools.pairwise(self.ordered))
 
     @cached_property
     def _ahead(self) -> tuple[float, float, float]:
-        """Slopes beyond the deepest: likely, lowest, highest. Nothing becomes faster by being deeper; what was measured
-        to do so was noise. One point alone says nothing of a slope: up to proportional to depth."""
+        """Slopes beyond the deepest point: likely, lowest, highest. Slopes are never negative: decode that got faster
+        with depth was noise. With a single point the slope may be anything up to proportional to depth."""
         last = self.ordered[-1]
         if not self._slopes:
             return 0.0, 0.0, last.decode_ms / max(1, last.depth)
         likely = max(0.0, self._slopes[-1])
         from_first = (last.decode_ms - self.ordered[0].decode_ms) / (last.depth - self.ordered[0].depth)
         lowest = min(likely / SPREAD, max(0.0, from_first))
-        # A knee that has begun goes on as it began; one that has not may begin at once.
+        # If the curve has begun to bend, it may bend further by as much; if not, it may begin to bend at once.
         before = max(0.0, self._slopes[-2]) if len(self._slopes) > 1 else likely
         return likely, lowest, max(SPREAD * likely, 2 * likely - before)
 
@@ -129,21 +129,21 @@ class Curve:
         return self.decode(depth).ms
 
     def decode_s(self, first: float, tokens: float) -> float:
-        """Seconds to decode `tokens` tokens from depth `first` on: the integral of the curve, exactly."""
+        """Return the seconds to decode `tokens` tokens from depth `first` on: the exact integral of the curve."""
         end = first + tokens
         corners = (first, *(p.depth for p in self.ordered if first < p.depth < end), end)
         areas = ((b - a) * (self.decode_ms(a) + self.decode_ms(b)) / 2 for a, b in itertools.pairwise(corners))
         return sum(areas) / 1000
 
     def relative_error(self, first: float, last: float) -> float:
-        """The most of the points that decoding from depth `first` to `last` is taken from: those between and the next
-        on either side; all of them beyond the deepest, where the slope counts as well."""
+        """Return the largest relative error of the points that decoding from depth `first` to `last` is computed from:
+        those between and the next on either side; beyond the deepest point, all of them."""
         depths = [point.depth for point in self.ordered]
         begin = max(0, bisect_right(depths, first) - 1) if last <= self.deepest else 0
         return max(point.relative_error for point in self.ordered[begin : bisect_left(depths, last) + 1])
 
     def prefill_s(self, first: float, last: float) -> float:
-        """Seconds to read the tokens from depth `first` to `last`, with those before in the cache."""
+        """Return the seconds to prefill the tokens from depth `first` to `last`, if those before are cached."""
         if batch := self._copied_batch:
             per_batch, per_token = self._copied
             return (per_batch * math.ceil((last - first) / batch) + per_token * (last - first)) / 1000
@@ -152,9 +152,9 @@ class Curve:
 
     @cached_property
     def prefill(self) -> tuple[float, float]:
-        """p1 in ms a token and p2 in ms a token squared: least squares over the stretches read, neither negative.
+        """p1 in ms per token and p2 in ms per token squared, by non-negative least squares over the stretches read.
 
-        Weighted by 1 / time: a prompt of a few tokens fills no batch, and says little of one that does.
+        The weight is 1 / time, since a short prompt does not fill a batch and says little about full ones.
         """
         rows = [
             (
@@ -172,7 +172,7 @@ class Curve:
 
     @cached_property
     def _copied(self) -> tuple[float, float]:
-        """Milliseconds a batch, and a token, where weights are copied: as `prefill`."""
+        """Time per batch and per token in ms if weights are copied; fitted like `prefill`."""
         batch = self._copied_batch
         return _fit_two(
             [
@@ -183,11 +183,12 @@ class Curve:
 
     @cached_property
     def _read(self) -> tuple[Point, ...]:
-        """Those that something was read for."""
+        """Points with prefilled tokens, by depth."""
         return tuple(p for p in self.ordered if p.prefill_tokens > 0 and p.prefill_ms > 0)
 
     def _between(self, depth: float) -> float:
-        """The measured ends are as good as level: less than the first depth is as fast as the first."""
+        """Return the decode time at a depth within the measured range, ms. Below the first depth it is that of the
+        first."""
         if depth <= self.ordered[0].depth:
             return self.ordered[0].decode_ms
         for (low, high), slope in zip(itertools.pairwise(self.ordered), self._slopes, strict=True):
@@ -197,7 +198,7 @@ class Curve:
 
 
 def _fit_two(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Non-negative a, b that minimise the sum of (a x + b y - t)^2 / t over rows (x, y, t)."""
+    """Return the non-negative a, b that minimise the sum of (a x + b y - t)^2 / t over rows (x, y, t)."""
     xx, xy, yy, xt, yt = (
         sum(row)
         for row in zip(*((x * x / t, x * y / t, y * y / t, x, y) for x, y, t in rows), strict=True)

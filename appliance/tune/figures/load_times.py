@@ -1,4 +1,4 @@
-"""What starts of the engine take, by those that were seen: the load, and compiling where nothing is kept yet. Pure."""
+"""Expected duration of engine starts, from starts that were seen: loading, and compiling if nothing is cached. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from appliance.plan import Compilation, Plan
 
-Compilations = Callable[[Plan], Compilation | None]  # of an engine, by what is on the volume
+Compilations = Callable[[Plan], Compilation | None]  # what a plan's start compiles, by the volume's present content
 
 
 def compiles_nothing(_: Plan) -> Compilation | None:
@@ -17,7 +17,7 @@ def compiles_nothing(_: Plan) -> Compilation | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One that was seen. `load_s` is 0 where it is not known; what was compiled is kept if it `served`."""
+    """One start that was seen. `load_s` is 0 if unknown. If `served` is True, its compilation is in the cache now."""
 
     compilation: Compilation | None
     load_s: float
@@ -25,10 +25,11 @@ class Start:
 
 
 class Starts:
-    """`load_s` is of one that finds everything compiled; 0 until one was seen: the first trial is made at any price."""
+    """Expectation for the next start. `load_s` is for a start that finds everything compiled; 0 until one was seen, so
+    that the first trial is made at any price."""
 
     def __init__(self, seen: Iterable[Start]) -> None:
-        """In the order in which they were."""
+        """`seen` are the starts in chronological order."""
         self._kept: set[str] = set()
         cold: list[Start] = []
         warm: list[float] = []
@@ -42,11 +43,12 @@ class Starts:
         cold = [start for start in cold if start.load_s]
         loads = [start.load_s for start in cold]
         self._compile_s = max(0.0, _mean(loads) - _mean(warm)) if loads and warm else None
-        self._most_s = min(loads, default=math.inf)  # none of it took longer to compile than to start
+        self._most_s = min(loads, default=math.inf)  # compiling cannot take longer than the whole start
         self.load_s = _mean(warm or [_without_compiling(start) for start in cold] or [0.0])
 
     def compile_s(self, compilation: Compilation | None) -> float:
-        """Of the next start. What was seen of others replaces the engine's figure."""
+        """Return the expected seconds of compiling in the next start. Starts that were seen override the engine's own
+        figure."""
         if compilation is None or not self._is_cold(compilation):
             return 0.0
         return min(compilation.seconds, self._most_s) if self._compile_s is None else self._compile_s

@@ -1,6 +1,6 @@
-"""What was seen of one plan, and what several looks at it come to: pure.
+"""Measurements of a plan, and their combination into a curve. Pure.
 
-A start from a profile imports this: what only the search needs stays out.
+A start from a profile imports this file, so code that only the search needs is elsewhere.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from appliance.tune.figures.modes import Scored
 from appliance.values import dataclass
 
 EXACT = ("f32", "f16", "bf16")
-# What failed so often is not tried again by a tuning that goes on; once may have been of what was there then. That is
-# for what can be done without; a plan's failure counts at once, as others are there to take its place.
-MARGIN = 1.5  # times what the longest look so far took, before another is begun
+MARGIN = 1.5  # another measurement is begun only if so many times the longest one so far fits into the time left
+# A resumed tuning does not try again what failed so often; a single failure may have had a passing cause. This holds
+# for optional parts (speculative decoding, slots, KV cache types). A plan's failure counts at once, since other plans
+# can take its place.
 TRIES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One look at the plan of this key. With `error` there are no points: the engine ended, and these are its words.
+    """One measurement of the plan `key`. If the engine failed, `error` is its message and there are no points.
 
-    `is_long` is a look of LONGER times the tokens; `conditions` are what else the machine was doing.
+    `is_long` is True if it decoded LONGER times as many tokens. `conditions` describe other load on the machine.
     """
 
     key: str
@@ -42,11 +43,11 @@ class Measurement:
 
     @property
     def disturbance(self) -> str | None:
-        """What spoilt the figures; None where nothing did, or nobody can say."""
+        """Other load that disturbed the measurement; None if there was none or it is unknown."""
         return self.conditions.disturbance if self.conditions else None
 
     def describe(self) -> str:
-        """As in "context 40,960, kv_type f16, threads 2 …: 116.0 tok/s at 32, 42.1 at 2,048"."""
+        """Return words such as "context 40,960, kv_type f16, threads 2 …: 116.0 tok/s at 32, 42.1 at 2,048"."""
         if self.error:
             return f"{self.key}: {self.error}"
         speeds = ", ".join(f"{p.speed.describe()} at {p.depth:,}" for p in self.points)
@@ -54,8 +55,8 @@ class Measurement:
 
 
 def curve_of(measurements: Iterable[Measurement]) -> Curve:
-    """Of looks at one plan, at least one of them with points: at each depth their mean, a long one counted as often as
-    it decoded more; disturbed ones only where there is no other."""
+    """Return the curve of one plan: at each depth the mean of its measurements, weighted by decoded tokens. Disturbed
+    measurements count only if there are no others. At least one measurement must have points."""
     by_depth: dict[int, list[tuple[float, Point]]] = {}
     for measurement in _calm(measurements):
         for point in measurement.points:
@@ -64,7 +65,7 @@ def curve_of(measurements: Iterable[Measurement]) -> Curve:
 
 
 def _mean(looks: Sequence[tuple[float, Point]]) -> Point:
-    """Geometric, since noise is relative; prefill of those looks that read the most."""
+    """Return the geometric mean of points, since noise is relative. Prefill is from those that read the most tokens."""
     if len(looks) == 1:
         return looks[0][1]
     read = max(point.prefill_tokens for _, point in looks)
@@ -84,12 +85,13 @@ def _geometric(values: Iterable[tuple[float, float]]) -> float:
 
 
 def tie_break(plan: Plan) -> int:
-    """Beside speed: a cache that is not rounded, then what the engine says."""
+    """Return the preference between equally fast plans: an exact KV cache first, then the engine's own preference."""
     return 2 * (plan.kv_type in EXACT) + plan.launch.tie_break
 
 
 def scored(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[Scored]:
-    """Every plan that was measured, but for one that failed at the last look, unless all did."""
+    """Return the measured plans with their curves. Plans whose last measurement failed are left out, unless that holds
+    for all."""
     has_failed = {measurement.key: bool(measurement.error) for measurement in measurements}
     seen: dict[str, list[Measurement]] = {}
     for measurement in measurements:
@@ -106,7 +108,7 @@ def scored(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[S
 
 
 def noise_of(looks: Iterable[Measurement]) -> float:
-    """Relative, of the time that these looks come to."""
+    """Return the relative noise of the combined measurements of a plan."""
     return NOISE / math.sqrt(
         sum(_weight(look, max(point.noise_factor for point in look.points)) for look in _calm(looks))
     )

@@ -1,7 +1,6 @@
-"""Which of the measured plans serves: speed, balanced or context, and which context a mode wants measured beside them.
-Pure.
+"""Choice between measured plans by mode (speed, balanced, context), and the context length to measure next. Pure.
 
-Plans are compared at the same depth and by the same job, never one plan at two depths.
+Plans are always compared at the same depths and by the same job.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from appliance.tune.figures.workload import Mix, cost_s, scaled_mix
 from appliance.values import dataclass
 
 Mode = Literal["speed", "balanced", "context"]
-NOISE = 0.03  # two plans nearer than this are as fast as each other
-NOTICED = 0.1  # of the speed: what some more context may cost
-ROOM = 64  # tokens that are still to be decoded when a context is called full
+NOISE = 0.03  # plans whose times differ by less than this share are equally fast
+NOTICED = 0.1  # share of the speed that a somewhat larger context may cost
+ROOM = 64  # tokens left to decode when a context counts as full
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `tie_break` is taken.
+    """A plan with its curve. `key` is the caller's. Between equally fast plans the higher `tie_break` wins.
 
-    `noise` is the relative deviation of its times. Plans are compared by the time that is a deviation longer: of many
-    short looks the fastest is the luckiest.
+    `noise` is the relative standard deviation of its times. Plans are compared by a time one deviation longer: of many
+    short measurements the fastest was probably lucky.
     """
 
     key: str
@@ -51,7 +50,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """`at` is the depth that the figure is quoted for, `why` one sentence."""
+    """The chosen plan. `at` is the depth that `speed` is quoted for; `why` is the reason in one sentence."""
 
     scored: Scored
     at: int
@@ -60,7 +59,8 @@ class Chosen:
 
 
 def choose(mode: Mode, scored: Sequence[Scored], mix: Mix, *, native: int) -> Chosen:
-    """`scored` holds at least one plan. The mix is scaled to the smallest context compared, so that all do the same."""
+    """Return the best plan for the mode. `scored` has at least one plan. The mix is scaled to the smallest context, so
+    that all plans do the same job."""
     usable, floor = _usable(scored, native), _least(native)
     below = "" if usable[0].context >= floor else f"; memory forbids a context of {floor:,}"
     job = scaled_mix(mix, min(plan.context for plan in usable))
@@ -81,13 +81,15 @@ def _least(native: int) -> int:
 
 
 def _usable(scored: Sequence[Scored], native: int) -> list[Scored]:
-    """Those with a context that clients work with; where memory holds none, those with the largest."""
+    """Return the plans with a context of at least SMALLEST_CONTEXT or the native one; if memory allows none, those with
+    the largest context."""
     largest = max(plan.context for plan in scored)
     return [plan for plan in scored if plan.context >= min(largest, _least(native))]
 
 
 def _fastest(usable: Sequence[Scored], job: Mix) -> Chosen:
-    """The shortest job; of those within the noise of it the largest context, then the tie break, then the shortest."""
+    """Return the plan with the shortest job. Within the noise of it, the largest context wins, then the higher tie
+    break, then the shorter job."""
     costs = [(plan.cautious(cost_s(plan.curve, job)), plan) for plan in usable]
     shortest = min(cost for cost, _ in costs)
     _, plan = max(
@@ -103,8 +105,12 @@ def _fastest(usable: Sequence[Scored], job: Mix) -> Chosen:
 
 
 def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
-    """By the rule of a planner, `speed_kept`, of a job's time where plans were measured. What a planner asks for half
-    full is left to it: few plans are followed so deep, and they are compared no deeper than all of them were."""
+    """Return the plan with the largest context that keeps enough speed, by the planners' rule `speed_kept` applied to
+    measured job times.
+
+    The planners' condition for a half-full context is not checked: few plans are measured so deep, and plans are only
+    compared at depths at which all were measured.
+    """
     best = _best_s(usable, job)
     kept = [plan for plan in usable if _is_kept(plan, best, job, native)]
     largest = _worth_its_price(kept, best, job, least=_before_speed(kept, native))
@@ -120,7 +126,7 @@ def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
 
 
 def _before_speed(plans: Sequence[Scored], native: int) -> int:
-    """The context that agents work with, if one of the plans has it and is quick; else 0."""
+    """Return the context length that agents work with if one of the plans has it and is quick, else 0."""
     wanted = min(native, AGENT_CONTEXT)
     return wanted if any(plan.context == wanted and _is_quick(plan, native) for plan in plans) else 0
 
@@ -132,8 +138,10 @@ def _is_quick(plan: Scored, native: int) -> bool:
 
 
 def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix, *, least: int) -> int:
-    """The largest context; but not for more than a tenth of the speed of one that is two thirds as large, and no
-    smaller than `least`."""
+    """Return the largest context that is worth its speed, at least `least`.
+
+    It must not cost more than NOTICED of the speed of a context that is less than CONTEXT_WORTH times smaller.
+    """
     fastest: dict[int, float] = {}
     for plan in kept:
         fastest[plan.context] = max(_kept(plan, best_s, job), fastest.get(plan.context, 0.0))
@@ -148,14 +156,14 @@ def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix, *, least: 
 
 
 def at_same_depths(plans: Sequence[Scored]) -> list[Scored]:
-    """With no point that lies deeper than all were looked at: where a workload goes on beyond, one that was followed to
-    its knee would lose against one that was not."""
+    """Return the plans without points deeper than all plans have. Otherwise a plan measured to the bend of its curve
+    would lose against one that was extrapolated without seeing its bend."""
     common = min(plan.curve.deepest for plan in plans)
     return [replace(plan, curve=plan.curve.up_to(common)) for plan in plans]
 
 
 def _kept(plan: Scored, best_s: float, job: Mix) -> float:
-    """Of the speed of the fastest in such jobs, as a share."""
+    """Return the plan's speed relative to the fastest plan in this job, 0 to 1."""
     return best_s / plan.cautious(cost_s(plan.curve, job))
 
 
@@ -164,17 +172,18 @@ def _is_kept(plan: Scored, best_s: float, job: Mix, native: int) -> bool:
 
 
 def _best_s(scored: Sequence[Scored], job: Mix) -> float:
-    """A job of the fastest."""
+    """Return the job time of the fastest plan, s."""
     return min(plan.cautious(cost_s(plan.curve, job)) for plan in scored)
 
 
 def is_readable(curve: Curve, context: int, *, spare: float = 0.0) -> bool:
-    """Whether a full context is read along with, and that with so much to spare, as a share."""
+    """True if decoding with a full context is at least READABLE_TOKENS_PER_S, by a margin of `spare` (a share)."""
     return 1000 / curve.decode_ms(context - ROOM) >= READABLE_TOKENS_PER_S * (1 + spare)
 
 
 def measured_deepest(plans: Sequence[Scored]) -> list[Scored]:
-    """Of each context: what a full one costs nobody tells from a curve that ends long before, where another goes on."""
+    """Return for each context length the plans measured deepest. The speed of a full context cannot be told from a
+    curve that ends long before if another one reaches further."""
     deepest: dict[int, int] = {}
     for plan in plans:
         deepest[plan.context] = max(plan.curve.deepest, deepest.get(plan.context, 0))
@@ -200,10 +209,12 @@ def wanted_context(
     native: int,
     failed: Collection[int] = (),
 ) -> int | None:
-    """Which context to measure next, so that the mode finds the largest that meets its condition; None where it knows.
+    """Return the context length to measure next, to find the largest that meets the mode's condition; None if it is
+    known.
 
-    `contexts` are those that there are plans for, `failed` those whose engine failed: as good as too slow. For the mode
-    `context` it may lie between them: as much of one that is too slow when full as is likely to be read along with.
+    `contexts` are those of the plans. `failed` are those on which the engine failed; they count as too slow. For the
+    mode `context` the result may be another length: the part of a context that is too slow when full, but probably fast
+    enough up to there.
     """
     if mode == "speed":
         return None
@@ -224,8 +235,8 @@ def wanted_context(
 def _part_of_a_context(
     contexts: Collection[int], deepest: Sequence[Scored], *, least: int, failed: Collection[int]
 ) -> int | None:
-    """Of the smallest that is too slow when full. None where less of it than of a readable one would be left, and for
-    one that is such a part itself."""
+    """Return a part of the smallest context that is too slow when full. None if it would be no larger than a context
+    that is fast enough, or if that context is itself such a part."""
     most = max((plan.context for plan in deepest if is_readable(plan.curve, plan.context)), default=0)
     slow = min((plan for plan in deepest if plan.context > most), key=slowness_when_full, default=None)
     if slow is None or slow.context not in contexts:
@@ -235,21 +246,23 @@ def _part_of_a_context(
 
 
 def slowness_when_full(plan: Scored) -> tuple[int, float]:
-    """The smallest context first, and of one context the fastest plan."""
+    """Return a sort key: the smallest context first, within a context the fastest plan."""
     return plan.context, plan.curve.decode_ms(plan.context - ROOM)
 
 
 def readable_context(curve: Curve, context: int, *, least: int) -> int | None:
-    """The largest smaller context that is read along with when it is full, with room for the noise of the look that is
-    to confirm it."""
+    """Return the largest smaller context that is fast enough when full, or None. A margin covers the noise of the
+    measurement that is to confirm it."""
     sizes = range((context - 1) // CONTEXT_STEP * CONTEXT_STEP, least - 1, -CONTEXT_STEP)
     return next((size for size in sizes if is_readable(curve, size, spare=NOISE_OF_A_LOOK)), None)
 
 
 def next_context(contexts: Collection[int], held: Sequence[tuple[int, bool]]) -> int | None:
-    """Which context to measure next for `balanced` or `context`: bisection over `contexts`, given those that were
-    measured and whether they met the mode's condition: of several plans with one it is enough that one did. None
-    when the largest that does is known."""
+    """Return the context to measure next for `balanced` or `context`, by bisection over `contexts`. None if the largest
+    one that meets the mode's condition is known.
+
+    `held` are measured contexts, each with True if it met the condition; one plan that met it suffices.
+    """
     low = max((context for context, is_met in held if is_met), default=0)
     high = min((context for context, is_met in held if not is_met and context > low), default=max(contexts) + 1)
     between = sorted(context for context in contexts if low < context < high)

@@ -1,14 +1,14 @@
-"""What a smaller type of the cache costs, from two runs over the same text, and whether that is harmless: pure.
+"""Loss of quality by a smaller KV cache type, from two runs over the same text, and the verdict. Pure.
 
-Both runs foretell the same tokens, so each token has a difference of its own, and what makes a text hard or easy falls
-out. Tokens of one piece share their context and are no independent draws; pieces start from an empty cache. So the
-standard error is that of the means of pieces (non-overlapping batch means: Schmeiser, Operations Research 30, 1982):
+Both runs predict the same tokens, so they are compared token by token, and the difficulty of the text cancels out.
+Tokens of one chunk share their context, so they are not independent. Chunks start with an empty cache. So the standard
+error is that of the means of chunks (non-overlapping batch means: Schmeiser, Operations Research 30, 1982):
 
     d_i = nll_i(type) - nll_i(f16);  difference = mean(d);  standard error = sd(d) / sqrt(n), sd with n - 1;
     95 % interval: difference -+ t(0.975, n - 1) * standard error.
 
-"Within 1 %" is of the perplexity, exp(difference) - 1: it says by how much the probability of the next token falls, in
-the geometric mean. One per cent of the nats would be 2 to 4 % of perplexity, and more of it the harder the text is.
+"Within 1 %" refers to the perplexity, exp(difference) - 1: the geometric mean of how much the probability of the next
+token falls. One percent of the nats would be 2 to 4 % of perplexity, and more the harder the text is.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from statistics import fmean, stdev
 from appliance.engines.engine import ChunkSpec
 from appliance.plan import KvCheck
 
-LIMIT = math.log(1.01)  # nats for each token
-CHUNKS_MIN = 12  # with fewer the interval is wide, and its own width a guess
-PIECES_GOOD = 24  # from here on longer pieces tell more than more of them: a long context is what the cache is for
+LIMIT = math.log(1.01)  # nats per token
+CHUNKS_MIN = 12  # with fewer chunks the interval is wide and its width uncertain
+PIECES_GOOD = 24  # from here on longer chunks are better than more of them, since the cache is for long contexts
 PIECE_TOKENS = (1024, 512, 256)
-BYTES_PER_TOKEN = 5.0  # of English, at most: so much text is surely there
-SLOWER = 1.5  # a quantized cache beside f16, in prefill on a CPU: 1.4 was seen
-BUDGET_SHARE = 0.8  # of the seconds, what is planned to be used: the rest is for a machine that is slower than it was
+BYTES_PER_TOKEN = 5.0  # upper bound for English, so that the text surely has enough tokens
+SLOWER = 1.5  # slowdown of prefill by a quantized cache against f16 on a CPU: 1.4 was seen
+BUDGET_SHARE = 0.8  # share of the seconds that is planned; the rest is a margin for a slower machine
 
 
 def extent_for(*, seconds: float, prefill_tokens_per_s: float, text_bytes: int, context: int) -> ChunkSpec | None:
-    """What two runs can read in so many seconds; None when that is too little for a verdict.
+    """Return the amount of text that two runs can read in so many seconds; None if it is too little for a verdict.
 
-    The longest pieces of which there are enough; the shortest where there are not.
+    Chunks are as long as possible with at least PIECES_GOOD of them, else of the shortest length.
     """
     each_s = seconds * BUDGET_SHARE / (1 + SLOWER)
     tokens = int(min(each_s * prefill_tokens_per_s, text_bytes / BYTES_PER_TOKEN))
@@ -46,10 +46,10 @@ def extent_for(*, seconds: float, prefill_tokens_per_s: float, text_bytes: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredChunk:
-    """What one run read: the mean nats of each piece, the first of them being piece `first` of the text.
+    """Result of one run: the mean nats of each chunk. The first of them is chunk number `first` of the text.
 
-    `key` is that of the plan it was read with, the cache's type among it. Passages are of the same tokens where they
-    begin at the same piece, and pieces are as long. With `error` nothing counts: the engine ended, in these words.
+    `key` is that of the plan, including the KV cache type. Two results cover the same tokens if they begin at the same
+    chunk and their chunks have the same length. If the engine failed, `error` is its message and nothing else counts.
     """
 
     key: str
@@ -61,8 +61,10 @@ class ScoredChunk:
 
 
 def perplexity(exact: Sequence[ScoredChunk], other: Sequence[ScoredChunk]) -> dict[int, tuple[float, float]]:
-    """Of each piece that both have read in a passage with the same beginning, by its number in the text: what f16 said
-    and what the other type did. All passages are of pieces as long."""
+    """Return the nats with f16 and with the other type for each chunk that both have read, by its number in the text.
+
+    Only results that begin at the same chunk are compared. All results must have chunks of the same length.
+    """
     found: dict[int, tuple[float, float]] = {}
     for one in other:
         for base in (scored_chunk for scored_chunk in exact if scored_chunk.first == one.first):
@@ -72,7 +74,7 @@ def perplexity(exact: Sequence[ScoredChunk], other: Sequence[ScoredChunk]) -> di
 
 
 def next_gap(there: Collection[int], chunks: int) -> range:
-    """The first pieces in a row that are missing of so many; empty where none is."""
+    """Return the first consecutive chunks out of `chunks` that are missing in `there`; empty if none is missing."""
     first = next((number for number in range(chunks) if number not in there), chunks)
     end = next((number for number in range(first, chunks) if number in there), chunks)
     return range(first, end)
@@ -81,14 +83,14 @@ def next_gap(there: Collection[int], chunks: int) -> range:
 def judge(
     kv_type: str, chunk_spec: ChunkSpec, pairs: Iterable[tuple[float, float]], *, seconds: float = 0.0
 ) -> KvCheck:
-    """Of pieces as long as the extent's, f16's figure first. Accepted only when all of the 95 % interval is below the
-    limit; what cannot be told is refused."""
+    """Return the verdict. `pairs` are the nats of each chunk, f16 first. The type is accepted only if the whole 95 %
+    interval is below the limit; an inconclusive result is a refusal."""
     differences = [other - exact for exact, other in pairs]
     count = len(differences)
     if count < CHUNKS_MIN:
         return refused(kv_type, f"too little text was read: {count} chunks of at least {CHUNKS_MIN}", seconds=seconds)
     if not all(math.isfinite(d) for d in differences):
-        return refused(kv_type, "the model's probabilities of the text are no numbers", seconds=seconds)
+        return refused(kv_type, "the model's probabilities of the text are not finite numbers", seconds=seconds)
     difference, error = fmean(differences), stdev(differences) / math.sqrt(count)
     low, high = (difference + sign * t_975(count - 1) * error for sign in (-1, 1))
     tokens = count * chunk_spec.scored_in_chunk
@@ -120,7 +122,8 @@ def percent(nats: float) -> str:
 
 
 def t_975(freedom: int) -> float:
-    """Student's t, two-sided 95 %, to 0.001 from 4 degrees of freedom on (Abramowitz and Stegun 26.7.5)."""
+    """Return Student's t for a two-sided 95 % interval, exact to 0.001 from 4 degrees of freedom on (Abramowitz and
+    Stegun 26.7.5)."""
     z = 1.959964
     terms = (
         z,

@@ -1,8 +1,8 @@
-"""How many slots for N users: which counts are worth measuring, and which of those measured is best. Pure.
+"""Number of slots for N users: candidates worth measuring, and the best measured one. Pure.
 
-More slots than users change no user's time: the one beside them is there for a side request. Fewer mean waiting, which
-pays where requests that run together slow one another more than a turn costs: N jobs of T after one another take
-T (N + 1) / 2 in the mean, and N T together if nothing is shared.
+Slots beyond the number of users change no user's time; one extra slot is there for side requests. With fewer slots
+requests wait. That pays if concurrent requests slow each other down more than waiting costs: N jobs of time T one after
+another take T (N + 1) / 2 on average; run together they take N T each if nothing is shared.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass, replace
 from appliance.plan import Plan
 from appliance.tune.figures.workload import EXCESS_WEIGHT, Workload
 
-COUNTS_MAX = 3  # each is a load, and a job of every user
-NOISE = 0.07  # of a time, as in the README
+COUNTS_MAX = 3  # each candidate costs a load and a job of every user
+NOISE = 0.07  # relative noise of a time, see README
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One user's, all begun at the same moment; `queued` ones have it in their first token."""
+    """Job of one user. All jobs begin at the same moment; `ttft_s` includes waiting for a slot."""
 
     seconds: float
     ttft_s: float
-    decode_ms: float  # a token, beside the others
+    decode_ms: float  # per token, while the others run too
     tokens_read: int
     tokens_cached: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Concurrency:
-    """What N users saw of one slot count, each with one job of the workload."""
+    """Result of one number of slots: one job of the workload for each of N users."""
 
     slots: int
     workload: Workload
@@ -43,7 +43,7 @@ class Concurrency:
 
     @property
     def worst_s(self) -> float:
-        """Until the last job is done, which is until all are."""
+        """Seconds until all jobs are done."""
         return max(job.seconds for job in self.jobs)
 
     @property
@@ -52,7 +52,7 @@ class Concurrency:
 
     @property
     def ttft_s(self) -> float:
-        """The mean wait for a first token."""
+        """Mean time to first token, s."""
         return sum(job.ttft_s for job in self.jobs) / self.users
 
     @property
@@ -61,18 +61,19 @@ class Concurrency:
 
     @property
     def decode_ms(self) -> float:
-        """The mean time of a user's token."""
+        """Mean decode time per token of a user, ms."""
         return sum(job.decode_ms for job in self.jobs) / self.users
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all users together, from the first token of any to the last."""
+        """Throughput of all users together, from the earliest first token to the last token."""
         began = min(job.ttft_s for job in self.jobs)
         return self.users * self.workload.tokens_out / max(1e-9, self.worst_s - began)
 
     @property
     def cost_s(self) -> float:
-        """What counts: the mean job, and what first tokens are later than their limit, weighed as for one user."""
+        """Cost by which numbers of slots are compared: the mean job, plus the same penalty for late first tokens as for
+        one user."""
         limit = self.workload.ttft_limit_s
         if limit is None:
             return self.mean_s
@@ -87,9 +88,12 @@ class Chosen:
 
 
 def counts(plan: Plan, users: int) -> tuple[int, ...]:
-    """The planned count first, then fewer than users by halves. As many slots as users is not among them: it is as fast
-    as the planned, and has none for a side request. Fewer are none either where the prompt cache does not take what
-    leaves its slot: users would evict one another, which a first job does not show."""
+    """Return the numbers of slots to measure: the planned one, then halves of the number of users.
+
+    The number of users itself is left out: it is as fast as the planned one and has no slot for side requests. Smaller
+    ones are left out if the engine's prompt cache does not keep prompts that leave their slot: users would evict each
+    other, which a first job does not show.
+    """
     found = [plan.parallel]
     fewer = (min(users, plan.parallel) + 1) // 2
     can_queue = users > 1 and plan.launch.may_queue
@@ -100,8 +104,8 @@ def counts(plan: Plan, users: int) -> tuple[int, ...]:
 
 
 def choose(measured: Sequence[Concurrency], *, noise: float = NOISE) -> Chosen:
-    """The least cost; of those that noise cannot tell from it, the fewest slots. Raises ValueError for none, and for
-    figures of different jobs or users."""
+    """Return the number of slots with the lowest cost; within the noise of it, the fewest slots. Raises ValueError if
+    nothing was measured or results are of different jobs or users."""
     if not measured:
         message = "no slot count was measured"
         raise ValueError(message)
@@ -136,7 +140,8 @@ def _beside(one: Concurrency, *, is_even: bool) -> str:
 
 
 def with_slots(plan: Plan, chosen: Chosen) -> Plan:
-    """The plan with the count that measuring chose. Its memory stays that of the planned count, which is no smaller."""
+    """Return the plan with the chosen number of slots. Its memory stays that of the planned number, which is not
+    smaller."""
     choices = tuple(
         replace(choice, value=str(chosen.slots), reason=chosen.why, source="measured")
         if choice.name == "parallel"

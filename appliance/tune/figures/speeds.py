@@ -1,4 +1,4 @@
-"""A plan's speeds as numbers: from what was measured of it, and from its prediction. Pure."""
+"""Speeds of a plan as numbers, from its measurements or from its prediction. Pure."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from appliance.tune.figures.curve import Curve
 from appliance.tune.figures.measurement import Measurement, curve_of
 from appliance.tune.figures.workload import CHAT, Mix, Workload, job_s, scaled_mix
 
-COVERED = 1.2  # a job that ends within so many times the deepest measured depth is not called extrapolated
+COVERED = 1.2  # a job up to so many times the deepest measured depth does not count as extrapolated
 
 
 def measured_speeds(plan: Plan, measurements: Iterable[Measurement], mix: Mix) -> Speeds | None:
-    """None where the plan was not measured."""
+    """Return the measured speeds of a plan, or None if it was not measured."""
     looks = [look for look in measurements if look.key in plan.keys and look.points]
     return speeds_on(curve_of(looks), plan, mix) if looks else None
 
 
 def speeds_on(curve: Curve, plan: Plan, mix: Mix) -> Speeds:
-    """The mix is scaled to the plan's context."""
+    """Return the speeds of a plan from its curve. The mix is scaled to the plan's context."""
     jobs = tuple(_job_on(curve, job) for job, _ in scaled_mix(mix, plan.context).parts)
     return Speeds(plan=plan.key, at=tuple(point.speed for point in curve.ordered), jobs=jobs)
 
 
 def predicted_speeds(plan: Plan) -> Speeds | None:
-    """Of the chat job with the prompt that the prediction was made for, whatever the workload."""
+    """Return the predicted speeds of a plan, or None if it has no prediction. They are for the chat job with the prompt
+    length of the prediction, whatever the workload."""
     speed = plan.speed
     if speed is None:
         return None

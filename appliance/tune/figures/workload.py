@@ -1,4 +1,4 @@
-"""What a user does with a model, as jobs: so many tokens in, so many out. Pure."""
+"""Workloads as jobs: prompt tokens, cached tokens, generated tokens, TTFT limit. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from appliance.settings import parse_jobs
 from appliance.tune.figures.curve import Curve
 from appliance.values import dataclass
 
-EXCESS_WEIGHT = 9.0  # a second of waiting for the first token beyond the limit counts as ten
+EXCESS_WEIGHT = 9.0  # in addition to the job's own time: a second beyond the TTFT limit counts as ten
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A job. Of `tokens_in`, the first `tokens_reused` are still in the cache from the turn before."""
+    """One job. The first `tokens_reused` of `tokens_in` are still cached from the previous turn."""
 
     name: str
     tokens_in: int
@@ -26,14 +26,14 @@ class Workload:
 
     @property
     def depth(self) -> int:
-        """Where its speed is quoted and plans are compared: halfway through its answer."""
+        """Depth for quoting speed and comparing plans: halfway through the answer."""
         return self.tokens_in + self.tokens_out // 2
 
 
-# How long somebody waits for a first token: ten seconds keep the attention on a dialogue (Nielsen 1993, Usability
-# Engineering, 5.5); of a tool that works by itself, and of a long document, more is expected.
+# TTFT limits: ten seconds keep a user's attention on a dialogue (Nielsen 1993, Usability Engineering, 5.5). For an
+# agent that works alone, and for a long document, users accept more.
 CHAT = Workload(name="chat", tokens_in=CHAT_TOKENS_IN, tokens_out=CHAT_TOKENS_OUT, ttft_limit_s=10.0)
-# An agent sends its whole history each turn and adds a file or a tool's answer: an eighth is new.
+# An agent sends its whole history with each turn and adds a file or a tool's answer; an eighth of the prompt is new.
 CODING_AGENT = Workload(name="coding agent", tokens_in=16384, tokens_out=512, tokens_reused=14336, ttft_limit_s=30.0)
 LONG_DOCUMENT = Workload(name="long document", tokens_in=65536, tokens_out=256, ttft_limit_s=300.0)
 WORKLOADS: Mapping[str, Workload] = dict(zip(NAMES, (CHAT, CODING_AGENT, LONG_DOCUMENT), strict=True))
@@ -41,7 +41,7 @@ WORKLOADS: Mapping[str, Workload] = dict(zip(NAMES, (CHAT, CODING_AGENT, LONG_DO
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Jobs by how often they come; `parts` of positive weights."""
+    """Mix of jobs. `parts` are jobs with positive weights, which say how often each one comes."""
 
     parts: tuple[tuple[Workload, float], ...]
 
@@ -53,13 +53,13 @@ class Mix:
 
     @property
     def depth(self) -> int:
-        """The mean over the jobs: where plans are compared."""
+        """Mean depth of the jobs, at which plans are compared."""
         whole = sum(weight for _, weight in self.parts)
         return round(sum(workload.depth * weight for workload, weight in self.parts) / whole)
 
 
 def parse_mix(text: str) -> Mix:
-    """ "chat", or "chat:3,agent:1". Raises ValueError that says what is wrong."""
+    """Parse "chat" or "chat:3,agent:1". Raises ValueError that says what is wrong."""
     return Mix(parts=tuple((WORKLOADS[name], weight) for name, weight in parse_jobs(text)))
 
 
@@ -68,7 +68,7 @@ def only(workload: Workload) -> Mix:
 
 
 def scaled(workload: Workload, context: int) -> Workload:
-    """The same proportions inside a smaller context, and its name says so."""
+    """Return the job scaled down proportionally to a smaller context, which its name then says."""
     whole = workload.tokens_in + workload.tokens_out
     if whole <= context:
         return workload
@@ -91,12 +91,12 @@ def ttft_s(curve: Curve, workload: Workload) -> float:
 
 
 def job_s(curve: Curve, workload: Workload) -> float:
-    """Seconds for one job: what is new is read, and every token decoded at its own depth."""
+    """Return the seconds of one job: prefill of the new tokens, and decode of each token at its own depth."""
     return ttft_s(curve, workload) + curve.decode_s(workload.tokens_in, workload.tokens_out)
 
 
 def cost_s(curve: Curve, mix: Mix) -> float:
-    """What plans are compared by: the mean job's seconds, and more for a first token that is later than its limit."""
+    """Return the cost by which plans are compared: seconds of the mean job plus a penalty for late first tokens."""
     whole = sum(weight for _, weight in mix.parts)
     return sum(weight * _limited(curve, workload) for workload, weight in mix.parts) / whole
 
@@ -106,6 +106,6 @@ def _limited(curve: Curve, workload: Workload) -> float:
 
 
 def excess_s(ttft_s: float, workload: Workload) -> float:
-    """What a first token that is later than its limit counts for, beside the job's own time."""
+    """Return the penalty for a first token later than its limit, s, in addition to the job's own time."""
     limit_s = workload.ttft_limit_s
     return 0.0 if limit_s is None else EXCESS_WEIGHT * max(0.0, ttft_s - limit_s)

@@ -1,4 +1,4 @@
-"""Plans and what was measured of them as the search sees both, and at which depths they are measured: pure."""
+"""Conversion of plans and measurements for the search, and the depths at which plans are measured. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from appliance.tune.figures.measurement import Measurement
 from appliance.tune.search.cost_terms import Candidate, Need
 from appliance.tune.search.search import OutOfMemory, Trial
 
-EMPTY = 32  # a prompt of nothing cannot be decoded from; this is close enough to an empty context
+EMPTY = 32  # decoding needs some prompt; a prompt of this length is close enough to an empty context
 SHARE_FOR_WORK = 0.05  # of the budget, for filling a context to the workload's depth, where every plan is measured
-# Where weights are copied for each batch of a prompt, more tokens of one use more of the experts: 1.6 times as many as
-# 32 tokens with 8 of 256 used (DeepSeek-V3), 1.1 times with 8 of 128.
+# If weights are copied for each batch of a prompt, a larger batch uses more experts: 1.6 times as many as 32 tokens
+# with 8 of 256 used (DeepSeek-V3), 1.1 times with 8 of 128.
 BATCH_AGAINST_EMPTY = 2.0
-SHARE_FOR_DEPTH = 0.05  # and from there on to the deepest, where the first plan and the last few are measured
+SHARE_FOR_DEPTH = 0.05  # of the budget, for filling further to the deepest point, for the first plan and the last few
 
 
 def candidates(space: Space, plans: Sequence[Plan], compilations: Compilations = compiles_nothing) -> list[Candidate]:
-    """In the order of the plans, whose keys are theirs."""
+    """Return one candidate for each plan, in the same order and with the same keys."""
     return [
         Candidate(
             key=plan.key,
@@ -39,7 +39,7 @@ def needs(space: Space, plan: Plan) -> tuple[Need, ...]:
 
 
 def trial_of(measurement: Measurement) -> Trial:
-    """As the search sees it."""
+    """Return a measurement in the form that the search uses."""
     lacking = None
     if measurement.lacking_device is not None:
         lacking = OutOfMemory(device=measurement.lacking_device, missing_mib=measurement.lacking_mib)
@@ -59,19 +59,25 @@ def empty_depth(context: int, tokens_each: int) -> int:
 def work_depth(
     context: int, tokens_each: int, *, wanted: int, prefill_ms: float, seconds: float, copied_batch: int = 0
 ) -> int | None:
-    """The workload's, or what `seconds` can prefill at `prefill_ms` a token, which is of the empty depth; None when
-    that is no deeper than empty: on a machine that slow one point has to do. `copied_batch` as for `reading_s`."""
+    """Return the depth at which plans are compared: the workload's, or what can be prefilled within `seconds`. None if
+    that is hardly deeper than the empty depth: on so slow a machine one point has to suffice.
+
+    `prefill_ms` is the time per token at the empty depth. `copied_batch` is as for `reading_s`.
+    """
     first = empty_depth(context, tokens_each)
     carried = _carried(prefill_ms, seconds)
-    if carried >= first:  # the first few tokens more take most of the copies, and the rest of a batch next to none
+    if carried >= first:  # the first few tokens of a batch cost most of the copies, the rest almost nothing
         carried = max(carried, copied_batch)
     depth = min(wanted, _room(context, tokens_each) // 2, first + carried)
     return depth if depth >= 2 * first else None
 
 
 def reading_s(tokens: int, prefill_ms: float, *, first: int, copied_batch: int) -> float:
-    """What so many tokens may take, where each of the `first` ones took `prefill_ms`. `copied_batch`: weights in host
-    memory are copied once for so many tokens, few or all of them; 0: none are."""
+    """Return the seconds that prefill of so many tokens may take, if each of the `first` tokens took `prefill_ms`.
+
+    `copied_batch` is the number of tokens for which weights in host memory are copied once, even for a part of a batch;
+    0 if no weights are copied.
+    """
     each_s = tokens * prefill_ms / 1000
     if not copied_batch:
         return each_s
@@ -79,13 +85,14 @@ def reading_s(tokens: int, prefill_ms: float, *, first: int, copied_batch: int) 
 
 
 def deep_depth(context: int, tokens_each: int, *, prefill_ms: float, seconds: float, work: int) -> int | None:
-    """The deepest that `seconds` can prefill beyond the workload's; None below half again as deep."""
+    """Return the deepest depth that can be prefilled within `seconds` beyond `work`; None if it is below 1.5 times
+    `work`."""
     depth = min(_room(context, tokens_each), work + _carried(prefill_ms, seconds))
     return depth if depth >= work * 1.5 else None
 
 
 def within(depths: Sequence[int], context: int, tokens_each: int) -> tuple[int, ...]:
-    """Those that a plan with a smaller context has room for."""
+    """Return the depths that fit into a plan's context."""
     return tuple(depth for depth in depths if depth <= _room(context, tokens_each))
 
 

@@ -1,8 +1,8 @@
-"""One candidate as the search sees it: knobs, memory, and what a planner predicts it to cost, part by part. Pure.
+"""Candidates of the search: knobs, memory, and predicted time in parts. Pure.
 
-Parts are those of a roofline (facts in README.md): weights read by GPUs, by the CPU, copies over PCIe, fixed time. Each
-has a correction of its own, and so has each step of a knob whose effect no bandwidth tells; which those are the engine
-says. A step's correction has a prior around "no effect beyond the predicted".
+The parts are those of a roofline (facts in README.md): weights read by GPUs, by the CPU, copies over PCIe, fixed time.
+Each part has a correction factor of its own. So has each step of a knob whose effect no bandwidth predicts; the engine
+names these knobs. The prior of a step's correction is centred on "no effect beyond the prediction".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRIORS: Mapping[str, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Of one device: what the candidate is predicted to take, and what there is."""
+    """Memory of one device: what the candidate is predicted to need, and the room there is."""
 
     device: str
     need_mib: float
@@ -44,14 +44,14 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """`knobs` by name: integers are ordered, words are not. `key` is the caller's; two candidates never share one."""
+    """One candidate. Knobs with integer values are ordered, others are not. `key` is given by the caller and unique."""
 
     key: str
     knobs: tuple[tuple[str, Value], ...]
     context: int
     work: Costs
     needs: tuple[Need, ...] = ()
-    compilation: Compilation | None = None  # of its start; None: nothing is compiled
+    compilation: Compilation | None = None  # what its start compiles; None: nothing
 
     @cached_property
     def by_knob(self) -> dict[str, Value]:
@@ -62,8 +62,8 @@ class Effects:
     """Names and priors of the corrections of each knob's value, over the values that the candidates have."""
 
     def __init__(self, candidates: Sequence[Candidate], anchor: Candidate, by_knob: Mapping[str, KnobEffect]) -> None:
-        """At `anchor`'s values there is nothing to correct; ordered knobs get away from it step by step. A knob that
-        `by_knob` does not name may scale everything."""
+        """Corrections are relative to `anchor`, whose values have none. An ordered knob has one correction for each
+        step away from the anchor's value. A knob that is not in `by_knob` scales all parts."""
         values: dict[str, set[Value]] = {}
         for candidate in candidates:
             for name, value in candidate.knobs:
@@ -83,14 +83,15 @@ class Effects:
                 for value in values.get(name, ()):
                     yield f"{name}={value} {phase}", effect.prior
                 for a, b in itertools.pairwise(self._ordered.get(name, ())):
-                    # The prior of a doubling: that from 6 to 14 are three steps makes them no more doubtful.
-                    # From 0, which is "none" or "auto" for some knobs, there is no doubling.
+                    # The prior is for a doubling, so a range cut into more steps is not more uncertain.
+                    # From 0, which means "none" or "auto" for some knobs, there is no doubling.
                     doublings = math.log2(b / a) if effect.is_of_doubling and a > 0 else 1.0
                     prior = effect.prior * math.sqrt(doublings)
                     yield from ((f"{name} {a}-{b}{way} {phase}", prior) for way in ("", " down"))
 
     def of(self, candidate: Candidate, phase: Phase) -> list[tuple[tuple[str, ...], list[str]]]:
-        """Of each knob, the parts that it scales, all where there are none, and its corrections."""
+        """Return for each knob with corrections the parts that it scales (empty: all) and the names of its
+        corrections."""
         found = []
         for name, effect in self._by_knob.items():
             if phase in effect.phases and (steps := self.steps(candidate, name)):
@@ -99,20 +100,20 @@ class Effects:
 
     def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
         value, anchor = candidate.by_knob.get(name), self._anchor.get(name)
-        # A knob that one of them has not, such as a split without a GPU, is no step: its effect is in the costs.
+        # If one of them lacks the knob (a split without a GPU) there is no step: the costs contain the effect.
         if value is None or anchor is None or value == anchor:
             return ()
         if not (isinstance(value, int) and isinstance(anchor, int) and name in self._ordered):
             return (f"{name}={value}",)
         low, high = min(value, anchor), max(value, anchor)
         between = [v for v in self._ordered[name] if low <= v <= high]
-        # Steps, not values: what a trial at 8 threads shows of 4-6 and 6-8 holds for 12 threads as well.
+        # Corrections belong to steps, not values: what a trial at 8 threads shows of 4-6 and 6-8 also holds for 12.
         steps = [f"{name} {a}-{b}" for a, b in itertools.pairwise(between)]
         return tuple(steps if value > anchor else [f"{step} down" for step in steps])
 
 
 def decode_terms(candidate: Candidate, effects: Effects, depth: float) -> tuple[Term, ...]:
-    """Of one token with `depth` in the cache."""
+    """Return the predicted time of decoding one token with `depth` tokens in the cache, by part."""
     work = candidate.work
     parts = (
         ("gpu", work.gpu_ms),
@@ -125,9 +126,9 @@ def decode_terms(candidate: Candidate, effects: Effects, depth: float) -> tuple[
 
 
 def prefill_terms(candidate: Candidate, effects: Effects, first: int, last: int) -> tuple[Term, ...]:
-    """Of reading the tokens from depth `first` to `last`."""
+    """Return the predicted time of prefilling the tokens from depth `first` to `last`, by part."""
     work = candidate.work
-    # A batch that is not full has all host weights copied, too.
+    # Host weights are copied completely even for a batch that is not full.
     batches, serial = -(-(last - first) // work.batch), work.serial(last - first)
     parts = (
         ("gpu_prefill", work.gpu_prefill_ms * (last - first) * serial),
@@ -143,7 +144,7 @@ def _with_effects(
     candidate: Candidate, effects: Effects, parts: Sequence[tuple[str, float]], phase: Phase
 ) -> tuple[Term, ...]:
     found = effects.of(candidate, phase)
-    # A part of no time is left out: its corrections could never be fitted, and would only make the matrices larger.
+    # Parts without time are left out: their corrections can never be fitted and would only enlarge the matrices.
     return tuple(Term(ms=ms, by=(part, *_scaling(part, found))) for part, ms in parts if ms > 0)
 
 
@@ -154,7 +155,8 @@ def _scaling(part: str, found: Sequence[tuple[tuple[str, ...], list[str]]]) -> I
 
 
 def mean_job(candidate: Candidate, effects: Effects, mix: Mix) -> Job:
-    """In milliseconds, with terms of the same corrections added up. A late first token counts as in `cost_s`."""
+    """Return the mean job of the mix in ms. Terms with the same corrections are added up. Late first tokens count as in
+    `cost_s`."""
     whole = sum(weight for _, weight in mix.parts)
     sums: dict[tuple[str, ...], float] = {}
     late = []
@@ -169,6 +171,6 @@ def mean_job(candidate: Candidate, effects: Effects, mix: Mix) -> Job:
 
 
 def _decoded(candidate: Candidate, effects: Effects, workload: Workload) -> Iterator[Term]:
-    """Decoding at its middle depth stands for all of it: predicted time is linear in depth."""
+    """Yield the decode terms of a workload, computed at its middle depth, since predicted time is linear in depth."""
     for term in decode_terms(candidate, effects, workload.depth):
         yield Term(ms=term.ms * workload.tokens_out, by=term.by)

@@ -1,13 +1,13 @@
-"""A predictor's few parameters, fitted again after each measurement: pure.
+"""Fit of the predictor's few parameters after each measurement. Pure.
 
-A predicted time is a sum of terms, and each term is off by a factor of its own: exp of the sum of the corrections that
-it names. With theta the corrections, minimise over theta
+A predicted time is a sum of terms. Each term is wrong by a factor of its own: exp of the sum of the corrections that it
+names. With theta the corrections, minimise over theta
 
     sum over observations  rho((ln t - ln sum_j ms_j exp(theta . x_j)) / s)  +  sum_k theta_k^2 / prior_k^2
 
-ridge regression in log space (Hoerl & Kennard 1970) by Gauss-Newton, which is the mode of a Bayesian posterior with
-normal priors; its covariance is the inverse of the last normal matrix (Bishop, PRML, section 4.4). rho is Student's t,
-as iteratively reweighted squares, so that one hiccup of the machine does not bend everything.
+This is ridge regression in log space (Hoerl & Kennard 1970) by Gauss-Newton. The result is the mode of a Bayesian
+posterior with normal priors; its covariance is the inverse of the last normal matrix (Bishop, PRML, section 4.4). rho
+is Student's t, computed by iteratively reweighted least squares, so that a single outlier has little influence.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 ROUNDS = 8
-# Of Student's t: a residual of five deviations weighs a sixth of what one of none does.
+# Degrees of freedom of Student's t: a residual of five deviations has a sixth of the weight of a zero residual.
 T_FREEDOM = 5.0
-STEP = 1.5  # no correction moves by more than this in one round
-MISFIT = 0.03  # how far a plan is from any model of so few parameters, before anything was measured
-BELIEF = 4.0  # the noise that is given, and MISFIT, count as so many observations of themselves
+STEP = 1.5  # maximum change of a correction in one round
+MISFIT = 0.03  # relative error that a model of so few parameters has for any plan, before anything was measured
+BELIEF = 4.0  # the given noise and MISFIT count as much as so many observations
 DEFAULT_PRIOR = 0.35
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A share of a time, as predicted, and the names of the corrections that it is multiplied by."""
+    """Predicted part of a time, and the names of the corrections that scale it."""
 
     ms: float
     by: tuple[str, ...]
@@ -35,7 +35,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Late:
-    """A part of a job that has a limit: what it takes beyond counts `weight` times more."""
+    """Part of a job with a time limit; time beyond the limit counts `weight` times in addition."""
 
     terms: tuple[Term, ...]
     limit_ms: float
@@ -44,20 +44,20 @@ class Late:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What plans are compared by: a sum of terms, and what its parts are late."""
+    """Job by which plans are compared: a sum of terms, and penalties for late parts."""
 
     terms: tuple[Term, ...]
     late: tuple[Late, ...] = ()
 
     def ms(self, summed: Callable[[tuple[Term, ...]], float]) -> float:
-        """`summed` corrects terms and adds them up."""
+        """Return the time of the job including penalties. `summed` corrects terms and adds them up."""
         excess = (part.weight * max(0.0, summed(part.terms) - part.limit_ms) for part in self.late)
         return summed(self.terms) + sum(excess)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """A time that was measured, its prediction, and the relative noise of measuring it."""
+    """Measured time, its predicted terms, and the relative noise of the measurement."""
 
     terms: tuple[Term, ...]
     ms: float
@@ -66,9 +66,11 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """`names` are in the order of `theta` and of the rows of `covariance`. `misfit` is the relative error that remains
-    for a plan which was not measured, besides that of the corrections; `noise_factor` how many times larger residuals
-    are than noise and MISFIT would have them."""
+    """Fitted corrections. `names` are in the order of `theta` and of the rows of `covariance`.
+
+    `misfit` is the relative error that remains for an unmeasured plan in addition to that of the corrections.
+    `noise_factor` is the ratio of the residuals to those expected from noise and MISFIT.
+    """
 
     names: tuple[str, ...]
     theta: tuple[float, ...]
@@ -88,18 +90,23 @@ class Fit:
         return job.ms(self.predict_ms)
 
     def leverage(self, job: Job) -> float:
-        """By how many percent the job becomes longer if all of its terms do by one: more than one where it is late."""
+        """Return by how many percent the job gets longer if all its terms get longer by one percent; above 1 if parts
+        of it are late."""
         by_name = self._by_name
         return sum(size for _, size in _sizes(job, by_name)) / _total(job, by_name)
 
     def std(self, job: Job, against: Job | None = None) -> float:
-        """Standard deviation of ln(time), or of ln(time / that of `against`), from the corrections alone; what was
-        never seen has its prior. A correction that scales both alike says nothing of which is faster."""
+        """Return the standard deviation of ln(time), or of ln(time / time of `against`), from the corrections alone.
+
+        Corrections that were never observed have their prior. A correction that scales both jobs equally cancels out.
+        """
         return self._along(self._difference(job, against))[0]
 
     def reach(self, job: Job, against: Job) -> float:
-        """The same for the luck that makes `job` the shorter: half of what two deviations of it are worth. A part
-        can shrink to nothing and the rest remains, which the slope that `std` is made of does not know."""
+        """Return a deviation like `std`, but only for corrections in favour of `job`: half the gain at two deviations.
+
+        `std` is linear and overestimates this: a part can only shrink to nothing while the rest of the job remains.
+        """
         std, slopes = self._along(self._difference(job, against))
         if not std:
             return 0.0
@@ -113,7 +120,7 @@ class Fit:
         return dict(zip(self.names, self.theta, strict=True))
 
     def _difference(self, job: Job, against: Job | None) -> dict[str, float]:
-        """d ln(time of one / time of the other) / d correction."""
+        """Return d ln(time of `job` / time of `against`) / d correction."""
         by_name = self._by_name
         shares = _shares(job, by_name)
         for name, share in (_shares(against, by_name) if against else {}).items():
@@ -121,7 +128,7 @@ class Fit:
         return shares
 
     def _along(self, shares: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """The deviation of sum(share * correction), and each correction's covariance with that sum."""
+        """Return the standard deviation of sum(share * correction), and each correction's covariance with that sum."""
         index = {name: at for at, name in enumerate(self.names)}
         known = [(index[name], share) for name, share in shares.items() if name in index]
         slopes = {
@@ -134,7 +141,8 @@ class Fit:
 
 
 def fit(observations: Sequence[Observation], priors: Mapping[str, float]) -> Fit:
-    """Of no observations: no corrections. Fitted twice, the second time with the noise that the first one shows."""
+    """Fit corrections to observations; without observations there are none. It fits twice, the second time with the
+    noise that the first fit shows."""
     first = _fit(observations, priors, 1.0)
     return _fit(observations, priors, first.noise_factor) if observations else first
 
@@ -144,7 +152,7 @@ def _fit(observations: Sequence[Observation], priors: Mapping[str, float], noise
     theta = [0.0] * len(names)
     weights = [1.0] * len(observations)
     ridge = [1.0 / prior(priors, name) ** 2 for name in names]
-    # With the noise alone, a plan measured twice would outvote all others about parameters that they share.
+    # MISFIT is included, since otherwise a plan measured twice would dominate the parameters that all plans share.
     sds = [noise_factor * math.hypot(seen.noise, MISFIT) for seen in observations]
     normal = [[ridge[i] if i == j else 0.0 for j in range(len(names))] for i in range(len(names))]
     residuals: list[float] = []
@@ -160,7 +168,7 @@ def _fit(observations: Sequence[Observation], priors: Mapping[str, float], noise
     covariance = inverse(normal)
     explained = sum(1 - r * covariance[i][i] for i, r in enumerate(ridge))  # effective parameters (PRML 3.91)
     excess = sum(w * (r / sd) ** 2 for r, sd, w in zip(residuals, sds, weights, strict=True))
-    # Few residuals say little of the noise: what was given counts as BELIEF of them.
+    # A few residuals say little about the noise, so the given noise counts as much as BELIEF of them.
     believed = (BELIEF + excess) / (BELIEF + max(0.0, len(residuals) - explained))
     return Fit(
         names=names,
@@ -183,7 +191,7 @@ def _normal(
     sds: list[float],
     ridge: list[float],
 ) -> tuple[list[list[float]], list[float], list[float]]:
-    """Normal matrix, right side and residuals at theta."""
+    """Return normal matrix, right-hand side and residuals at theta."""
     index = {name: at for at, name in enumerate(names)}
     by_name = dict(zip(names, theta, strict=True))
     normal = [[ridge[i] if i == j else 0.0 for j in range(len(names))] for i in range(len(names))]
@@ -211,7 +219,7 @@ def _total(job: Job, by_name: Mapping[str, float]) -> float:
 
 
 def _sizes(job: Job, by_name: Mapping[str, float]) -> list[tuple[Term, float]]:
-    """What each term adds to the job's time, as often as it counts."""
+    """Return each term with its corrected time, and late terms once more with their penalty."""
     sizes = [(term, _scaled(term, by_name)) for term in job.terms]
     for part in job.late:
         own = [(term, _scaled(term, by_name)) for term in part.terms]
@@ -221,7 +229,7 @@ def _sizes(job: Job, by_name: Mapping[str, float]) -> list[tuple[Term, float]]:
 
 
 def _shares(job: Job, by_name: Mapping[str, float]) -> dict[str, float]:
-    """d ln(time) / d correction: the share of the time that each correction scales."""
+    """Return d ln(time) / d correction, which is the share of the time that each correction scales."""
     shares: dict[str, float] = {}
     total = _total(job, by_name)
     for term, size in _sizes(job, by_name):
@@ -235,7 +243,7 @@ def _t_weight(z: float) -> float:
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Of a symmetric positive definite matrix, which a ridge always is."""
+    """Solve matrix x = right. The matrix must be symmetric and positive definite, as a ridge regression's always is."""
     lower = cholesky(matrix)
     size = len(lower)
     half = [0.0] * size

@@ -1,11 +1,12 @@
-"""Which candidate to measure next, and which is best so far: pure functions of what was measured.
+"""Choice of the next candidate to measure, and of the best so far, as pure functions of the measurements.
 
-Every candidate is predicted, the predictor's corrections are fitted to what was measured (refit.py), and the next
-measurement is the one that is worth most a second. Worth is the knowledge gradient (Frazier, Powell, Dayanik 2009,
-"The knowledge-gradient policy for correlated normal beliefs"): by how much the best is expected to become better
-through it. What was measured once and is still in the running is measured again, longer. Every measurement starts an
-engine, so a load is part of its price, and so is what that start has to compile: of candidates that are otherwise alike
-the one comes first for which everything is compiled.
+Every candidate has a prediction. The predictor's corrections are fitted to the measurements (refit.py). The next
+measurement is the one with the highest worth per second. Worth is the knowledge gradient (Frazier, Powell, Dayanik
+2009, "The knowledge-gradient policy for correlated normal beliefs"): the expected improvement of the best through this
+measurement. Candidates that were measured once and are still promising are measured again, longer.
+
+Every measurement starts an engine, so its price includes the load and what the start has to compile. Between otherwise
+equal candidates, one for which everything is compiled already comes first.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from appliance.tune.figures.workload import Mix, cost_s
 from appliance.tune.search.cost_terms import Candidate, Effects, decode_terms, mean_job, prefill_terms
 from appliance.tune.search.refit import Fit, Job, Observation, Term, fit
 
-POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
+POOL = 160  # out of thousands, so many candidates with the best prediction are evaluated
 NEED_STD = 0.02  # relative error of a predicted need
-WORTH_ANOTHER = 0.0005  # less of a job's time than this and a measurement is not worth its trouble
-WORTH_A_SECOND = 0.0001  # nor less than this for each second that it takes: a load of 100 s has to promise 1 %
-AS_CHEAP = 1.3  # what a longer look may cost, load included, to be taken at once
-PRICE = 0.5  # worth is divided by seconds to this power: 1 would never pay for a load, 0 never mind one
-SHORTEST_S = 0.1  # nothing is cheaper than its requests
+WORTH_ANOTHER = 0.0005  # minimum worth of a measurement, as a share of a job's time
+WORTH_A_SECOND = 0.0001  # additional minimum per second that it takes: a load of 100 s has to promise 1 %
+AS_CHEAP = 1.3  # a long measurement is made at once if it costs at most so many times a short one, load included
+PRICE = 0.5  # worth is divided by seconds to this power: with 1 no load would ever pay, with 0 its time would not count
+SHORTEST_S = 0.1  # lower bound of a measurement's time
 LIKELY_FIT = 0.9
-SMALLER_BUFFER = 0.5  # chance of a candidate that needs more than one which failed, but with a smaller batch
-WORTH_A_TRY = 0.02  # a chance to fit below which it is not tried
+SMALLER_BUFFER = 0.5  # chance to fit if the candidate needs more than a failed one but has a smaller batch
+WORTH_A_TRY = 0.02  # candidates with a lower chance to fit are not tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """`missing_mib` as the engine's log says it; None where it does not."""
+    """Lack of memory on one device. `missing_mib` is from the engine's log; None if the log does not say."""
 
     device: str
     missing_mib: float | None
@@ -46,7 +47,8 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of one candidate. Without points it failed: of memory with `lacking`, else for a reason of its own."""
+    """Result of measuring one candidate. Without points it failed: for lack of memory if `lacking` is set, else for
+    another reason."""
 
     key: str
     points: tuple[Point, ...] = ()
@@ -57,7 +59,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """`ms` is the mean job's time, `std` the standard deviation of its logarithm."""
+    """Estimated time of a candidate. `ms` is for the mean job, `std` the standard deviation of its logarithm."""
 
     candidate: Candidate
     ms: float
@@ -67,11 +69,11 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Measure this."""
+    """Next measurement to make."""
 
     candidate: Candidate
     is_long: bool
-    seconds: float  # as predicted, the load included
+    seconds: float  # predicted, including the load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +83,20 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How measuring is done, so that its time can be predicted."""
+    """Depths and tokens of a measurement, from which its time is predicted."""
 
     depths: tuple[int, ...] = (32, 512)
     tokens_each: int = 24
 
 
 def noise_of(*, is_long: bool) -> float:
-    """Of one time, before residuals say more."""
+    """Return the relative noise of one measured time, before residuals are known."""
     return NOISE / math.sqrt(LONGER) if is_long else NOISE
 
 
 class Search:
-    """`candidates` are at least one. Nothing in it changes: the same trials give the same answer, so tuning that was
-    interrupted goes on from what was kept."""
+    """Search over at least one candidate. It has no state: the same trials give the same answer, so an interrupted
+    tuning can be resumed from kept trials."""
 
     def __init__(
         self,
@@ -108,8 +110,8 @@ class Search:
         self.mix = mix
         self.effort = effort or Effort()
         self._by_key = {candidate.key: candidate for candidate in self.candidates}
-        # The anchor has no corrections of knobs: steps are counted from it. The best prediction is the likeliest to be
-        # measured first, so that the first trials fit rates and not steps.
+        # Steps of knobs are counted from the anchor, which has no corrections for them. The candidate with the best
+        # prediction will probably be measured first, so the first trials fit rates instead of steps.
         anchor = min(self.candidates, key=lambda c: mean_job(c, Effects([c], c, {}), mix).ms(_predicted_ms))
         self._effects = Effects(self.candidates, anchor, knob_effects)
         self.priors = self._effects.priors
@@ -117,9 +119,9 @@ class Search:
         self._twins = {c.key: hash(self._jobs[c.key]) for c in self.candidates}
 
     def ask(self, trials: Sequence[Trial], *, left_s: float) -> Ask | Stop:
-        """The next measurement, or why there is none: the time is up, or none is worth its while."""
+        """Return the next measurement, or why there is none: time is up, or none is worth its time."""
         state = State(self, trials)
-        # Whatever the time that is left, one trial has to succeed: without it there is nothing to choose by.
+        # One trial has to succeed even if no time is left: without it there is nothing to choose from.
         possible = [ask for ask in state.asks() if ask[1].seconds <= left_s or state.leader is None]
         if not possible:
             return Stop(why="budget" if state.asks() else "everything that may fit was measured")
@@ -129,13 +131,14 @@ class Search:
         return max(worthy, key=lambda pair: pair[0] / max(pair[1].seconds, SHORTEST_S) ** PRICE)[1]
 
     def rank(self, trials: Sequence[Trial]) -> list[Estimate]:
-        """Best first: what was measured; before that, what is predicted and likely to fit."""
+        """Return estimates, the best first: of the measured candidates, or of the predicted ones if none was
+        measured."""
         state = State(self, trials)
         return state.measured or state.predicted[:POOL]
 
     def best(self, trials: Sequence[Trial], context: int) -> Candidate | None:
-        """Of those with this context that were not tried and are likely to fit, the best prediction: also one that no
-        prediction can tell from one that was measured with another context."""
+        """Return the untried candidate with this context that has the best prediction and is likely to fit, or None.
+        Unlike `State.predicted`, this includes candidates with the same prediction as a measured one."""
         state = State(self, trials)
         tried = {trial.key for trial in trials}
         likely = (c for c in self.candidates if c.context == context and c.key not in tried and state.is_likely(c))
@@ -150,7 +153,7 @@ class Search:
         for p in trial.points:
             terms = decode_terms(candidate, self._effects, p.depth)
             seen.append(Observation(terms=terms, ms=p.decode_ms, noise=noise * p.noise_factor))
-            # A few tokens fill no batch, and no prediction is of them.
+            # The prediction holds for full batches only, which a few tokens do not fill.
             if p.prefill_tokens >= 128:
                 terms = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
                 seen.append(Observation(terms=terms, ms=p.prefill_ms * p.prefill_tokens, noise=noise))
@@ -160,8 +163,8 @@ class Search:
         return self._jobs[key]
 
     def twins(self, key: str) -> int:
-        """The same for candidates that no prediction can tell apart, as of threads when nothing is on the CPU: one of
-        them stands for all, the first that fits in the caller's order."""
+        """Return a value that is equal for candidates with identical predictions, such as numbers of threads if nothing
+        runs on the CPU. The first of them that fits, in the caller's order, stands for all."""
         return self._twins[key]
 
     def start_of(self, trial: Trial) -> Start:
@@ -172,8 +175,8 @@ class Search:
         return self._by_key[key]
 
     def seconds(self, candidate: Candidate, fitted: Fit, *, is_long: bool) -> float:
-        """Of measuring it, without the load: to warm up a text as long as the first depth is read, then the text itself
-        once, and decoded from at each depth."""
+        """Return the predicted seconds of measuring a candidate, without the load: warming up with a text as long as
+        the first depth, prefilling the text once, and decoding at each depth."""
         effort = self.effort
         tokens = effort.tokens_each * (LONGER if is_long else 1)
         depths = sorted(effort.depths)
@@ -184,7 +187,7 @@ class Search:
 
 
 class State:
-    """What follows from some trials."""
+    """Everything that follows from a set of trials."""
 
     def __init__(self, search: Search, trials: Sequence[Trial]) -> None:
         self._search = search
@@ -197,12 +200,14 @@ class State:
 
     @cached_property
     def predicted(self) -> list[Estimate]:
-        """Of all that may fit and were not measured, the best first. `std` is 0: only the measured are asked for it."""
+        """Estimates of unmeasured candidates that may fit, the best first. `std` is left at 0, since it is read only
+        for measured ones."""
         done = {self._search.twins(trial.key) for trial in self._trials if trial.points}
         factors: dict[tuple[str, ...], float] = {}
 
         def corrected(terms: tuple[Term, ...]) -> float:
-            """exp() of the same corrections again and again would be most of the time of a choice."""
+            """Return the corrected sum of terms. Factors are cached, since exp() would take most of the time of a
+            choice."""
             for term in terms:
                 if term.by not in factors:
                     factors[term.by] = self.fit.predict_ms((Term(ms=1.0, by=term.by),))
@@ -210,7 +215,7 @@ class State:
 
         found = []
         for candidate in sorted(self._search.candidates, key=self.compile_s):
-            # Thousands of candidates share a few dozen predictions: each is made once.
+            # Thousands of candidates share a few dozen predictions, so each prediction is made once.
             twins = self._search.twins(candidate.key)
             if twins in done or self.chance(candidate) < WORTH_A_TRY:
                 continue
@@ -221,7 +226,8 @@ class State:
 
     @cached_property
     def measured(self) -> list[Estimate]:
-        """What was measured, drawn towards what the model says of it as far as the noise wants, the best first."""
+        """Estimates of measured candidates, the best first: the mean of measurement and model, weighted by their
+        precision."""
         found = []
         for key in dict.fromkeys(trial.key for trial in self._trials if trial.points):
             trials = [trial for trial in self._trials if trial.key == key and trial.points]
@@ -240,8 +246,8 @@ class State:
         return self.chance(candidate) >= LIKELY_FIT
 
     def _seen(self, trials: Sequence[Trial]) -> tuple[float, float]:
-        """Of one candidate: ln of the job's time, and its variance."""
-        # Logarithms: noise is a share of the time, and a plan twice as slow is as far off as one twice as fast.
+        """Return ln of the measured job time of one candidate, and its variance."""
+        # Logarithms, since noise is relative and twice as slow is as far off as twice as fast.
         seen = [(math.log(self._job_ms(trial)), self._noise_of(trial) ** -2) for trial in trials]
         precision = sum(weight for _, weight in seen)
         return sum(ms * weight for ms, weight in seen) / precision, 1 / precision
@@ -251,19 +257,19 @@ class State:
         return self.measured[0] if self.measured else None
 
     def asks(self) -> list[tuple[float, Ask]]:
-        """What could be done next, each with its worth: the share of a job's time that it is expected to save."""
+        """Return possible next measurements with their worth: the expected saving as a share of a job's time."""
         if self.leader is None:
             return self._first()
         return [*self._new(self.leader), *self._again(self.leader)]
 
     def _first(self) -> list[tuple[float, Ask]]:
-        """Of the likely to fit, the first in the caller's order that is predicted as fast as the fastest: the final
-        choice goes by that order too. With none of that kind, the likeliest."""
+        """Return the first measurement: of the candidates likely to fit and predicted as fast as the fastest, the first
+        in the caller's order, which the final choice follows too. If none is likely to fit, the likeliest one."""
         if not self.predicted:
             return []
         likely = [e for e in self.predicted if self.chance(e.candidate) >= LIKELY_FIT]
         if likely:
-            # Not the fastest prediction itself: among equals the caller's order knows more, as of an exact cache.
+            # Not simply the fastest prediction: between equals the caller's order prefers, for example, an exact cache.
             as_fast = {e.candidate.key for e in likely if e.ms <= likely[0].ms * (1 + AS_FAST)}
             first = next(each for each in self._search.candidates if each.key in as_fast)
         else:
@@ -273,8 +279,8 @@ class State:
     def _new(self, leader: Estimate) -> list[tuple[float, Ask]]:
         pool = self.predicted[:POOL]
         inside = {estimate.candidate.key for estimate in pool}
-        # What is one knob from the leader stays in the running however bad its prediction: a step's correction may be
-        # what the model is wrong about.
+        # Candidates that differ from the leader in one knob are kept however bad their prediction is: the model may be
+        # wrong about exactly that step's correction.
         pool += [e for e in self.predicted[POOL:] if e.candidate.key not in inside and is_next_to(e, leader)]
         found = []
         for estimate in pool:
@@ -283,22 +289,23 @@ class State:
         return found
 
     def _worth(self, new: Estimate, best: Estimate, *, is_long: bool) -> float:
-        """The share of a job's time that measuring one more candidate is expected to save."""
+        """Return the expected saving from measuring one more candidate, as a share of a job's time."""
         job, against = (self._search.job(each.candidate.key) for each in (new, best))
         leverage = self.fit.leverage(job)
         variance = self.fit.reach(job, against) ** 2 + (leverage * self.fit.misfit) ** 2
-        # How far the belief is expected to move: all of its deviation if the trial had no noise, less with noise.
+        # Expected change of the belief: its whole deviation if the trial had no noise, less with noise.
         told = variance / math.sqrt(variance + (leverage * self._noise(is_long=is_long)) ** 2)
         return expected_improvement(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
 
     def _again(self, leader: Estimate) -> list[tuple[float, Ask]]:
-        """Longer, for those that are near the best; the best itself against the next."""
+        """Return long measurements of the measured candidates with their worth, compared with the leader; the leader is
+        compared with the second best."""
         if len(self.measured) < 2:
             return []
         noise = self._noise(is_long=True)
         found = []
         for estimate in self.measured:
-            # The leader's own luck shows only against the next best.
+            # Whether the leader was only lucky shows in comparison with the second best.
             other = self.measured[1] if estimate is leader else leader
             job, against = (self._search.job(each.candidate.key) for each in (estimate, other))
             variance = self.fit.std(job, against) ** 2 + estimate.std**2
@@ -308,7 +315,8 @@ class State:
         return found
 
     def _look(self, candidate: Candidate) -> Ask:
-        """The first at a candidate: short, unless the load makes a longer one as cheap."""
+        """Return the first measurement of a candidate: short, unless a long one costs nearly the same because of the
+        load."""
         short, long = (self._ask(candidate, is_long=is_long) for is_long in (False, True))
         return long if long.seconds <= AS_CHEAP * short.seconds else short
 
@@ -318,7 +326,7 @@ class State:
         return Ask(candidate=candidate, is_long=is_long, seconds=seconds)
 
     def compile_s(self, candidate: Candidate) -> float:
-        """Of its next start."""
+        """Return the seconds that the candidate's next start spends on compiling."""
         return self._starts.compile_s(candidate.compilation)
 
     def _noise(self, *, is_long: bool) -> float:
@@ -328,17 +336,18 @@ class State:
         return self._noise(is_long=trial.is_long) * max(point.noise_factor for point in trial.points)
 
     def _job_ms(self, trial: Trial) -> float:
-        """At the depths that all are looked at."""
+        """Return the job time of a trial in ms, from the depths at which every plan is measured."""
         curve = Curve(points=trial.points).up_to(max(self._search.effort.depths))
         return 1000 * cost_s(curve, self._search.mix)
 
     def chance(self, candidate: Candidate) -> float:
-        """That it fits: 1 below what was seen to fit, 0 from what was seen not to."""
+        """Return the probability that a candidate fits: 1 below a need that was seen to fit, 0 from a need that
+        failed."""
         if candidate.key in self._failed:
             return 0.0
         chance = 1.0
         for need in candidate.needs:
-            # A failure says where memory ends, whatever the prediction says is free.
+            # A failure shows the real limit of memory, whatever the prediction says is free.
             for limit, batch in self._limits.get(need.device, ()):
                 if need.need_mib >= limit:
                     if candidate.work.batch >= batch:
@@ -350,8 +359,12 @@ class State:
 
 
 def _limits(search: Search, trials: Sequence[Trial]) -> dict[str, list[tuple[float, int]]]:
-    """By device, from which predicted need on nothing of that batch or a larger one is tried: that of the failed less
-    what was missing. With a smaller one what a plan predicts worst, the compute buffer, is smaller too."""
+    """Return for each device the predicted need and batch from which on candidates are not tried: the need of a failed
+    candidate minus what was missing.
+
+    It holds for this batch and larger ones. With a smaller batch the compute buffer, the least certain prediction, is
+    smaller too.
+    """
     limits: dict[str, list[tuple[float, int]]] = {}
     for trial in trials:
         if trial.lacking is None:
@@ -377,13 +390,13 @@ def _predicted_ms(terms: tuple[Term, ...]) -> float:
 
 
 def is_next_to(one: Estimate, other: Estimate) -> bool:
-    """They differ in one knob only."""
+    """True if the two candidates differ in exactly one knob."""
     a, b = one.candidate.by_knob, other.candidate.by_knob
     return sum(a.get(name) != b.get(name) for name in a.keys() | b.keys()) == 1
 
 
 def expected_improvement(std: float, gap: float) -> float:
-    """E max(0, X) of a normal X with mean -gap and this standard deviation."""
+    """Return E max(0, X) for a normal X with mean -gap and this standard deviation."""
     if std <= 0:
         return max(0.0, -gap)
     z = -gap / std

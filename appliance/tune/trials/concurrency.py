@@ -1,4 +1,4 @@
-"""One slot count on the real engine: N users, each with a job of the workload, all begun at the same moment."""
+"""Measurement of one number of slots on the real engine: N users, each with one job, all begun at the same moment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from appliance.tune.figures.workload import Workload, scaled
 from appliance.tune.trials.engine import Bench, in_time, running, unless_stalled
 from appliance.tune.trials.run_trial import Probe, Step
 
-SYSTEM = 32  # tokens that all users share, as a system prompt
-TRIES = 64  # places at which a user's text may begin
-CHANCE = 8  # tokens that two texts may share behind it
-PILOT = 96  # tokens read to learn what a job will take
+SYSTEM = 32  # tokens at the beginning that all users share, like a system prompt
+TRIES = 64  # number of positions at which a user's text may begin
+CHANCE = 8  # tokens after the shared beginning that two texts may have in common by chance
+PILOT = 96  # prompt tokens of a first request, from which the time of a job is estimated
 PILOT_MADE = 8
-SHARE = 0.5  # of what is left, for the jobs: they are slower at depth, and together, than the pilot
-LEAST = 96  # tokens of a job: fewer say nothing
+SHARE = 0.5  # share of the time left that is planned for the jobs: together and at depth they are slower than the pilot
+LEAST = 96  # minimum tokens of a job for a meaningful result
 
 
 async def measure_slots(
@@ -35,10 +35,12 @@ async def measure_slots(
     on_step: Callable[[Step], None],
     is_exact: bool = False,
 ) -> Concurrency | str:
-    """Starts the plan with its `parallel` slots. The jobs are scaled to `left_s` and to each user's share of it,
-    unless `is_exact`: that is for the workload of a measurement before, since only the same job can be compared. After
-    `left_s` it is given up: why nothing was measured, in words. Raises the engine's error when it fails on the
-    way."""
+    """Start the plan with its `parallel` slots and measure. Returns the result, or why nothing was measured, also if it
+    takes longer than `left_s`. Raises the engine's error if it fails.
+
+    Jobs are scaled so that all users finish within `left_s`. With `is_exact` they are not scaled: the workload is that
+    of an earlier measurement, and only identical jobs can be compared.
+    """
 
     async def measured() -> Concurrency | str:
         began = time.monotonic()
@@ -74,7 +76,7 @@ async def drive(
     on_step: Callable[[Step], None],
     is_exact: bool = False,
 ) -> Concurrency | str:
-    """The same on an engine that is up: `plan` is what it was started with."""
+    """Measure on a running engine that was started with `plan`. Returns as `measure_slots` does."""
     async with engine.client(command) as client:
         probe = await Probe.of(client)
         await probe.warm()
@@ -95,7 +97,7 @@ async def drive(
 
 
 async def _together(probe: Probe, prompts: list[list[int]], job: Workload) -> tuple[Job, ...]:
-    """The first failure ends the others."""
+    """Run all jobs at once. The first failure cancels the others."""
     tasks = [asyncio.create_task(_job(probe, prompt, job)) for prompt in prompts]
     try:
         return tuple(await asyncio.gather(*tasks))
@@ -106,8 +108,8 @@ async def _together(probe: Probe, prompts: list[list[int]], job: Workload) -> tu
 
 
 async def _within(probe: Probe, workload: Workload, *, users: int, context: int, left_s: float) -> Workload | str:
-    """As much of the job as fits the context beside the others', and as the time lets all users do; where that is too
-    little to say anything, in words."""
+    """Return the job scaled to each user's part of the context and to the time left; a sentence if so little is
+    meaningless."""
     job = scaled(workload, context // users)
     point = await probe.run(min(PILOT, job.tokens_in), PILOT_MADE)
     each_s = (job.tokens_in * point.prefill_ms + job.tokens_out * point.decode_ms) / 1000
@@ -121,8 +123,8 @@ async def _within(probe: Probe, workload: Workload, *, users: int, context: int,
 
 
 def _prompts(probe: Probe, users: int, tokens: int) -> list[list[int]]:
-    """One beginning for all, then another part of the text for each: its first token is neither the pilot's nor that of
-    another user, as long as the text has others."""
+    """Return one prompt for each user: a shared beginning, then a different part of the text. Each part begins with a
+    token that neither the pilot nor another user has there, if the text allows, so that no cached prefix is reused."""
     text = probe.prompt(SYSTEM + (users + 1) * tokens + TRIES)
     found: list[list[int]] = []
     seen = {text[SYSTEM]}
@@ -141,9 +143,11 @@ async def _job(probe: Probe, prompt: list[int], workload: Workload) -> Job:
 
 
 def job_of(found: Completion, workload: Workload, seconds: float) -> Job:
-    """`seconds` by the caller's clock, the rest by the engine's. Raises EngineNotReadyError when it did other work than
-    asked: what was read and cached is not the prompt, what was made not the answer, or more was cached than any turn
-    before could have left."""
+    """Return the job's figures. `seconds` is from the caller's clock, the rest from the engine's.
+
+    Raises EngineNotReadyError if the engine did other work than asked: read and cached tokens do not add up to the
+    prompt, the answer has another length, or more was cached than earlier turns can have left.
+    """
     read, cached, made = found.read, found.cached, found.made
     most = max(workload.tokens_reused, SYSTEM) + CHANCE
     if read + cached != workload.tokens_in or made != workload.tokens_out or cached > most:
@@ -158,7 +162,7 @@ def job_of(found: Completion, workload: Workload, seconds: float) -> Job:
         raise EngineNotReadyError(message)
     return Job(
         seconds=seconds,
-        ttft_s=seconds - decode_s,  # waiting for a slot is in it
+        ttft_s=seconds - decode_s,  # includes waiting for a slot
         decode_ms=1000 * decode_s / max(1, made - 1),
         tokens_read=read,
         tokens_cached=cached,

@@ -1,4 +1,4 @@
-"""Which context length a mode may serve, where a larger one is paid for with speed: found by halving."""
+"""Search by bisection for the largest context length that meets a mode's condition on speed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from appliance.tune.trials.trials import Trials
 
 
 class ContextSearch:
-    """`best` names the plan that is likely to be the best with a context length, or None where none is likely to
-    fit."""
+    """Search for a mode's context length. `best` returns the key of the most promising plan with a context length, or
+    None if none is likely to fit."""
 
     def __init__(
         self,
@@ -36,9 +36,10 @@ class ContextSearch:
         self._failed: list[int] = []
 
     async def run(self, most: float = math.inf) -> None:
-        """Until it is known which still meets the mode's condition, or the time is up, with at most so many plans."""
+        """Measure at most `most` plans, until the largest context that meets the mode's condition is known or time is
+        up."""
         trials = self._trials
-        is_deep = self._mode == "context"  # whose condition is of a full context
+        is_deep = self._mode == "context"  # the condition of this mode is about a full context
         while most > 0 and (context := self._next()) is not None:
             plan = self._plan_with(context)
             if plan is None or trials.expected_s(plan, is_long=False, is_deep=is_deep) > trials.left_s:
@@ -52,7 +53,8 @@ class ContextSearch:
         return wanted_context(self._mode, self._contexts, scored, self._mix, native=self._native, failed=self._failed)
 
     def _plan_with(self, context: int) -> Plan | None:
-        """None where nothing with this context is likely to fit. Part of one is of the plan that has all of it."""
+        """Return the plan to measure with this context, or None if none is likely to fit. For a length that no plan
+        has, it is the plan with the next larger context, shortened."""
         plans = self._trials.plans
         if context in self._contexts:
             key = self._best(context)

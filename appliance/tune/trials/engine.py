@@ -1,4 +1,4 @@
-"""An engine that is up for as long as something is measured on it, and what is asked of it."""
+"""Engine that runs while something is measured on it, with supervision and time limits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from appliance.race import first_of
 from appliance.supervisor import Supervisor
 
 T = TypeVar("T")
-DEATH_S = 1.0  # a dying engine closes its connections a moment before its exit is seen
+DEATH_S = 1.0  # wait for an exit after a broken connection: a dying engine closes its connections first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What plans are measured with: the engine's server on a socket of its own, and the engine's other programs."""
+    """Tools for measuring plans: the engine's server on a socket of its own, and the engine's other programs."""
 
     engine: Engine
     install: Install
     socket_path: Path
 
     def start(self, plan: Plan) -> Command:
-        """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
+        """Return the command that starts the plan. At its end the engine is killed without a grace period: it has no
+        clients, and a user may be waiting."""
         return replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0)
 
     def reader(self, plan: Plan, chunk_spec: ChunkSpec, text: Path) -> TextReader:
@@ -40,8 +41,8 @@ class Bench:
 async def running(
     engine: Engine, command: Command, *, on_line: Callable[[str], None] | None = None
 ) -> AsyncIterator[Supervisor]:
-    """Ready inside of the block, and gone after it. Raises the engine's error when it fails on the way: a broken
-    connection is told as what the engine ended with."""
+    """Run an engine: it is ready inside the block and stopped after it. Raises the engine's error if it fails. If a
+    connection breaks, the error is that of the engine's end."""
     supervisor = Supervisor(on_line=on_line)
     try:
         supervisor.start(command)
@@ -63,8 +64,8 @@ async def unless_stalled(
     doing: str = "it was measured",
     most_s: float | None = None,
 ) -> T:
-    """Return what the work returns. A slow machine is no broken one: the engine has to work at all, and to end within
-    `most_s`, which a spinning one does not. Raises EngineNotReadyError."""
+    """Return the result of `work`. Raises EngineNotReadyError if the engine makes no progress for `timeout_s`, or if
+    the work takes longer than `most_s`, which an engine in an endless loop does. A slow engine is not an error."""
     working, stalled = await first_of(work, supervisor.wait_stalled(timeout_s), timeout_s=most_s)
     if working.cancelled():
         message = (
@@ -72,13 +73,13 @@ async def unless_stalled(
             if stalled.cancelled()
             else f"engine made no progress for {timeout_s:g} s while {doing}"
         )
-        raise EngineNotReadyError(message, hint="its last lines are above", log=supervisor.log_tail)
+        raise EngineNotReadyError(message, hint="the last lines of its log are above", log=supervisor.log_tail)
     result: T = working.result()
     return result
 
 
 async def in_time(seconds: float, work: Coroutine[Any, Any, T]) -> T | None:
-    """None when the time is up before it has ended; a TimeoutError of its own is raised."""
+    """Return the result of `work`, or None if the time was up first. A TimeoutError of the work itself is raised."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -90,7 +91,8 @@ async def in_time(seconds: float, work: Coroutine[Any, Any, T]) -> T | None:
 
 
 async def _cause(engine: Engine, supervisor: Supervisor, seen: FatalError) -> FatalError:
-    """Why the engine ended, if it did: a broken connection says nothing of it. Else what was seen."""
+    """Return the error of the engine's end if it ended, else `seen`: a broken connection alone does not tell the
+    cause."""
     try:
         async with asyncio.timeout(DEATH_S):
             return engine.as_error(await supervisor.wait_failed())

@@ -1,7 +1,8 @@
-"""Whether a smaller type of the KV cache is harmless for this model: the real engine reads one text with both.
+"""Check whether a smaller KV cache type is harmless for this model: the real engine reads one text with both types.
 
-Refused is whatever was not shown: a crash, a stall, too little time or text, a result that may be chance. Shown is what
-it costs up to 1,024 tokens deep, and nothing of deeper contexts: those would take minutes for each of a dozen pieces.
+A type is refused unless harmlessness was shown: after a crash, a stall, too little time or text, or an inconclusive
+result. The check covers depths up to 1,024 tokens. Deeper contexts are not checked, since each of a dozen chunks would
+take minutes.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from appliance.tune.trials.run_trial import Step
 
 TEXT = Path(__file__).with_name("addresses.txt")  # its source is in addresses.md
 EXACT = "f16"
-# The program does not wait for its log at its end, so that on a busy machine the last row is lost. With one piece more
-# the last that is wanted comes before the end, and the program is stopped then.
+# The program does not flush its log at its end, so the last row may be lost on a busy machine. With one chunk more, the
+# last wanted row comes before the end, and the program is stopped then.
 SPARE = 1
-# For the same reason a program that fails at once may not tell its error: 14 of 60 runs on a busy machine.
+# For the same reason a program that fails at once may not log its error: seen in 14 of 60 runs on a busy machine.
 SILENT_TRIES = 5
 Start = Callable[[Plan, ChunkSpec, Path], TextReader]
 
@@ -53,15 +54,17 @@ async def check(
     kept: Sequence[ScoredChunk] = (),
     on_result: Callable[[ScoredChunk], None] = lambda _: None,
 ) -> tuple[KvCheck, ...]:
-    """One verdict a kind, in this order, up to the first that is accepted: those after it carry less or are worse.
+    """Return one verdict for each KV cache type, in the given order, up to the first accepted one; the rest are smaller
+    or worse.
 
-    Nothing else may use the devices meanwhile. It takes `budget_s` at most, and a moment for the engine to end. An
-    ending that another type may mend is a refusal; raises FatalError for a model, a GPU or a CPU that will not do.
+    It takes at most `budget_s` plus the time to end the engine. Nothing else may use the devices meanwhile. An error
+    that another type may not have is a refusal; errors of the model, a GPU or the CPU are raised as FatalError.
 
-    `on_result` gets what each run has read, also when it is broken off; `kept` are those of checks before, and only
-    what is missing is read. So a row of broken-off checks gets to its end as long as each holds one load and one piece;
-    lost is at most the load, the piece at work, and those pieces of f16 that the other type was broken off before. A
-    verdict is always computed from what was read: one for lack of time is none the next time."""
+    `on_result` gets what each run has read, even if it was interrupted. `kept` are results of earlier checks; only
+    missing chunks are read. So a series of interrupted checks completes if each one has time for one load and one
+    chunk. An interruption loses the load, the current chunk, and f16 chunks that the other type has not read yet.
+    Verdicts are always computed from what was read, so a refusal for lack of time is not kept.
+    """
     if plan.is_embedding:
         return tuple(refused(kind, "the model gives vectors and generates no text") for kind in kinds)
     chunk_spec = extent_for(
@@ -83,7 +86,7 @@ async def check(
 
 
 class _Check:
-    """What was read so far with each type, and the time that is left."""
+    """Chunks read so far with each type, and the time that is left."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class _Check:
         kept: Sequence[ScoredChunk],
         on_result: Callable[[ScoredChunk], None],
     ) -> None:
-        # As the text is read: the context that is served follows the free memory, and is another at nearly each start.
+        # The key must not contain the served context: it follows the free memory and differs at nearly every start.
         self._plan = replace(plan, context=chunk_spec.chunk_tokens)
         self._extent = chunk_spec
         self._pieces = chunk_spec.chunks
@@ -138,7 +141,7 @@ class _Check:
         return perplexity(self._of(EXACT), self._of(kind))
 
     async def _read_on(self, kind: str, gap: range) -> None:
-        """First with f16, where it has not read from there on; then the same with the other type."""
+        """Read a gap with f16 if f16 has not read from its beginning, else with the other type."""
         exact = max(
             (len(scored_chunk.nll) for scored_chunk in self._of(EXACT) if scored_chunk.first == gap.start), default=0
         )
@@ -152,9 +155,11 @@ class _Check:
             raise EngineNotReadyError(message) from error
 
     async def _run(self, kind: str, first: int, chunks: int) -> None:
-        """One run, kept as far as it got when the time is up or somebody cancels it. Raises what `as_error` makes of an
-        ending by itself, EngineNotReadyError (43) where fewer pieces were read than announced: it ends with 0 all the
-        same."""
+        """Run the program once; what it read is kept even if time is up or it is cancelled.
+
+        Raises the program's error if it fails, and EngineNotReadyError (43) if it read fewer chunks than announced,
+        which it does with exit code 0.
+        """
         plan = replace(self._plan, kv_type=kind)
         if plan.key in self._failed:
             raise EngineNotReadyError(self._failed[plan.key])
@@ -168,10 +173,11 @@ class _Check:
         if crash is not None and reader is not None:
             self._pass_ending(plan, chunk_spec, crash, reader)
             self._keep(plan, chunk_spec, first, reader, began)
-            self._pieces = min(self._pieces, first + reader.rows)  # the text has no more
+            self._pieces = min(self._pieces, first + reader.rows)  # the text has no more chunks
 
     async def _read_once(self, plan: Plan, chunk_spec: ChunkSpec, first: int) -> tuple[Crash | None, TextReader | None]:
-        """How the program ended by itself; None where it was ended, and what it read is kept."""
+        """Run the program. Returns how it ended by itself, and its reader. If it was stopped, the ending is None and
+        what it read is kept here."""
         began = time.monotonic()
         is_enough = asyncio.Event()
         reader: TextReader | None = None
@@ -191,7 +197,7 @@ class _Check:
                 async with asyncio.timeout(max(0.0, self._left_s)):
                     crash = await _ending(supervisor, is_enough)
         except TimeoutError:
-            pass  # what was read until then is kept below, and no time is left to read on
+            pass  # time is up; what was read is kept below
         except EngineError as error:
             self._note_failure(plan, chunk_spec, error)
             raise
@@ -202,7 +208,7 @@ class _Check:
         return crash, reader
 
     def _pass_ending(self, plan: Plan, chunk_spec: ChunkSpec, crash: Crash, reader: TextReader) -> None:
-        """Returns for a run that has read all that there is. Raises what any other ended with."""
+        """Return if the program read all of the text. Raises its error for any other ending."""
         if crash.exit_code != 0 or crash.stalled:
             error = reader.as_error(crash)
         elif reader.chunks is not None and 0 < reader.chunks <= reader.rows:
@@ -210,7 +216,7 @@ class _Check:
         else:
             of = "an unknown number of" if reader.chunks is None else min(reader.chunks, chunk_spec.chunks)
             message = f"engine {reader.name} read {reader.rows} of {of} chunks of text and ended"
-            error = EngineNotReadyError(message, hint="its last lines are above", log=crash.log)
+            error = EngineNotReadyError(message, hint="the last lines of its log are above", log=crash.log)
         if isinstance(error, EngineError):
             self._note_failure(plan, chunk_spec, error)
         raise error
@@ -230,10 +236,10 @@ class _Check:
 
 
 async def _ending(supervisor: Supervisor, is_enough: asyncio.Event) -> Crash | None:
-    """None as soon as enough was read."""
+    """Wait for the end of the program and return it; None as soon as enough was read."""
 
     async def end() -> Crash:
-        return await supervisor.wait_ready() or await supervisor.wait_failed()  # it is never ready
+        return await supervisor.wait_ready() or await supervisor.wait_failed()  # this program never gets ready
 
     _, ending = await first_of(is_enough.wait(), end())
     return None if is_enough.is_set() else ending.result()
@@ -241,8 +247,8 @@ async def _ending(supervisor: Supervisor, is_enough: asyncio.Event) -> Crash | N
 
 @contextmanager
 def _text_from(at: int) -> Iterator[Path]:
-    """The text from the first word after this byte on, then its beginning: the program takes no text that is shorter
-    than two pieces. Raises EngineNotReadyError (43) where there is no room for it."""
+    """Provide the text from the first word after byte `at`, followed by its beginning: the program refuses a text
+    shorter than two chunks. Raises EngineNotReadyError (43) if /tmp has no room for it."""
     if not at:
         yield TEXT
         return

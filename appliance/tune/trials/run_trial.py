@@ -1,4 +1,4 @@
-"""One plan on the real engine: start it, fill its context step by step, read its own timings."""
+"""Trial of one plan on the real engine: start it, fill its context step by step, read its own timings."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from appliance.tune.trials.engine import Bench, running, unless_stalled
 
 TEXT = Path(__file__).with_name("text.txt")
 DECODE_TOKENS = 24
-# Of a first look at a machine so slow that these would take longer than there is time: at least so many, and where not
-# even they end in time, what warming up took is the figure. What takes a second at most is never cut.
+# If the first measurement of a slow machine would exceed the time, it decodes fewer tokens, at least FEWEST_TOKENS. If
+# these do not fit either, the warm-up's time is the result. A measurement of at most AT_LEAST_S is never shortened.
 FEWEST_TOKENS = 4
 WARM_TOKENS = 3
 AT_LEAST_S = 1.0
-LOG_LINES = 5000  # buffer sizes are among the first few hundred
+LOG_LINES = 5000  # sizes of buffers are within the first few hundred lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is being done, for whoever shows progress."""
+    """Current step of a tuning, for showing progress."""
 
     plan: Plan
     what: str
@@ -40,11 +40,11 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a plan is looked at: at which depths, and decoding how many tokens at each."""
+    """Depths at which a plan is measured, and number of tokens decoded at each."""
 
     depths: tuple[int, ...]
     is_long: bool = False
-    copied_batch: int = 0  # tokens that host weights are copied for at once; 0: none are copied
+    copied_batch: int = 0  # tokens for which host weights are copied at once; 0: none are copied
 
     @property
     def tokens(self) -> int:
@@ -53,19 +53,19 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstSampling:
-    """Of the first plan: its own prefill speed decides how deep all others are looked at."""
+    """Limits for measuring the first plan, whose prefill speed decides the depths at which all others are measured."""
 
     wanted: int  # the workload's depth
-    work_s: float  # what filling the context so far may take
-    deep_s: float
-    copied_batch: int = 0  # as of Sampling
-    until: float = float("inf")  # of now(): no deeper point is begun that would end later
-    end: float = float("inf")  # and the first one ends before it, with fewer tokens if need be
-    most_s: float | None = None  # from readiness on; only an engine that never ends takes longer
+    work_s: float  # time for filling the context up to the workload's depth
+    deep_s: float  # time for filling it further
+    copied_batch: int = 0  # as in Sampling
+    until: float = float("inf")  # by now(): no deeper point is begun that would end later
+    end: float = float("inf")  # by now(): the first point ends before, with fewer tokens if necessary
+    most_s: float | None = None  # limit from readiness on, which only an engine that never ends exceeds
 
 
 def now() -> float:
-    """Seconds by the event loop's clock, which its timeouts go by too: a simulation has a loop of its own."""
+    """Return seconds by the event loop's clock, which timeouts use too, so that a simulation can replace both."""
     return asyncio.get_running_loop().time()
 
 
@@ -79,10 +79,11 @@ async def measure(
     begun: Measurement | None = None,
     on_depth: Callable[[Measurement], None] = lambda _: None,
 ) -> Measurement:
-    """One start of the engine. Raises the engine's error when it fails on the way. `begun` has the depths that an
-    interrupted one came to, which are not measured again; `on_depth` gets all so far after each.
+    """Start the engine once and measure. Raises the engine's error if it fails.
 
-    What else the machine does is watched from readiness on: while a model is loaded, the kernel works for us.
+    `begun` is an interrupted measurement whose depths are not measured again. `on_depth` gets the measurement so far
+    after each depth. Other load on the machine is watched from readiness on: during a load the kernel's work is our
+    own.
     """
     began = now()
     lines: deque[str] = deque(maxlen=LOG_LINES)
@@ -92,7 +93,7 @@ async def measure(
         load_s = now() - began
 
         def so_far(points: tuple[Point, ...], conditions: Conditions) -> Measurement:
-            """What disturbed an earlier part disturbs the whole."""
+            """Return the measurement so far. A disturbance of an earlier part counts for the whole."""
             return Measurement(
                 key=plan.key,
                 points=points,
@@ -121,7 +122,7 @@ def is_long(look: Sampling | FirstSampling) -> bool:
 
 
 class Asks(Protocol):
-    """A running engine."""
+    """Interface of a running engine for measuring."""
 
     async def warm(self) -> Point: ...
     async def run(self, depth: int, tokens: int) -> Point: ...
@@ -136,7 +137,8 @@ async def points_of(
     known: Sequence[Point] = (),
     on_points: Callable[[tuple[Point, ...]], None] = lambda _: None,
 ) -> tuple[Point, ...]:
-    """`known` are measured already; `on_points` gets all so far after each that is measured now."""
+    """Return the points of a plan. `known` points are not measured again. `on_points` gets all points after each new
+    one."""
     points: list[Point] = []
     by_depth = {point.depth: point for point in known}
 
@@ -144,7 +146,7 @@ async def points_of(
         if depth in by_depth:
             points.append(by_depth[depth])
             return points[-1]
-        if points and points[-1].depth in by_depth:  # what was read up to there is in no cache of this engine
+        if points and points[-1].depth in by_depth:  # this engine has not read the tokens up to the known point yet
             await probe.run(points[-1].depth, WARM_TOKENS)
         on_step(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
         points.append(replace(await probe.run(depth, tokens), copied_batch=look.copied_batch))
@@ -173,21 +175,22 @@ async def points_of(
 
 
 def tokens_within(warmed: Point, depth: int, left_s: float) -> int | None:
-    """How many tokens can be read up to this depth and decoded there in the time that is left, going by what warming up
-    took; None where they would be too few to tell more than that."""
+    """Return the number of tokens that can be decoded at this depth in the time left, prefill included, by the speed of
+    the warm-up. None if they would be fewer than FEWEST_TOKENS."""
     left_ms = 1000 * max(left_s, AT_LEAST_S) - depth * warmed.prefill_ms
     tokens = 1 + min(DECODE_TOKENS - 1, left_ms / warmed.decode_ms)
     return int(tokens) if tokens >= FEWEST_TOKENS else None
 
 
 def _ends_at(last: Point, depth: int, *, copied_batch: int = 0) -> float:
-    """When the next point would be done, if a token took no longer than at the last one."""
+    """Return when the next point would be done, by now(), if tokens took as long as at the last point."""
     read_s = reading_s(depth - last.depth, last.prefill_ms, first=last.prefill_tokens, copied_batch=copied_batch)
     return now() + read_s + DECODE_TOKENS * last.decode_ms / 1000
 
 
 class Probe:
-    """Asks a running engine for completions of growing prefixes of one natural text, and checks what it really did."""
+    """Client that asks a running engine for completions of growing prefixes of one natural text, and checks that it did
+    the work that was asked."""
 
     def __init__(self, client: Client, ids: Sequence[int]) -> None:
         self._client = client
@@ -195,7 +198,7 @@ class Probe:
 
     @classmethod
     async def of(cls, client: Client) -> Probe:
-        """Raises EngineNotReadyError for a model that makes too few tokens of the text."""
+        """Make a probe. Raises EngineNotReadyError if the model's tokenizer makes too few tokens of the text."""
         ids = await client.tokenize(TEXT.read_text(encoding="utf-8"))
         if len(ids) < 2 * EMPTY:
             message = f"engine made {len(ids)} tokens of the text that is measured with, too few of {2 * EMPTY}"
@@ -203,27 +206,29 @@ class Probe:
         return cls(client, ids)
 
     async def run(self, depth: int, tokens: int) -> Point:
-        """Decodes `tokens` with `depth` tokens in the context; what is cached of a shorter prefix is not read again."""
+        """Decode `tokens` with `depth` tokens in the context. A cached shorter prefix is not read again."""
         return point_of(await self._client.complete(self.prompt(depth), tokens, slot=0), depth, tokens)
 
     async def warm(self) -> Point:
-        """The first request of a process pays for pages that no later one pays; its text is the start of no other."""
+        """Make the first request, which is slower than later ones, since it touches memory pages for the first time.
+        Its text is not a prefix of any other request."""
         found = await self._client.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, uses_cache=False, slot=0)
         return point_of(found, EMPTY, WARM_TOKENS)
 
     async def complete(self, prompt: Sequence[int], tokens: int) -> Completion:
-        """In whichever slot the engine chooses, as any client's request."""
+        """Complete a prompt in a slot that the engine chooses, like any client's request."""
         return await self._client.complete(prompt, tokens)
 
     async def repeat(self, depth: int, tokens: int, *, is_speculating: bool) -> Point:
-        """What `run` measures, on an engine that serves: in whichever slot it chooses, with the whole prompt read.
+        """Measure like `run` on an engine that serves clients: in a slot that the engine chooses, with the whole prompt
+        read.
 
-        An engine that speculates is asked for two tokens at a time, each request going on where the last one ended:
-        at most as many draft tokens are made as are left after the next one, so that the second is a plain step. What
-        decoding with draft tokens takes is a matter of the text, and no request can turn them off.
+        With speculative decoding, decode time depends on the text, and no request can turn draft tokens off. So such an
+        engine is asked for two tokens at a time, each request continuing the last one. An engine drafts at most the
+        tokens left after the next one, so the second token is a plain step.
         """
         warmed = await self._client.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, uses_cache=False)
-        slot = warmed.slot  # one slot loses its prompt, not two
+        slot = warmed.slot  # the same slot again, so that only one slot loses its cached prompt
         prompt, each = self.prompt(depth), 2 if is_speculating else tokens
         found = await self._client.complete(prompt, each, uses_cache=False, slot=slot)
         first = plain_point_of(found, depth, each)
@@ -235,7 +240,8 @@ class Probe:
         return replace(first, decode_ms=sum(steps_ms) / len(steps_ms))
 
     def prompt(self, depth: int) -> list[int]:
-        """The text over and over, each round begun a little further on, so that no long stretch repeats."""
+        """Return the first `depth` tokens of the text, repeated as often as needed. Each repetition begins a little
+        later in the text, so that no long passage repeats at the same distance."""
         ids: list[int] = []
         turn = 0
         while len(ids) < depth:
@@ -246,16 +252,17 @@ class Probe:
 
 
 def plain_point_of(found: Completion, depth: int, tokens: int) -> Point:
-    """As `point_of`, and refuses what was decoded with draft tokens: how long that takes is a matter of the text."""
+    """Return the point, like `point_of`. Also raises EngineNotReadyError if there were draft tokens, with which the
+    time depends on the text."""
     if found.drafted:
-        message = f"engine made {found.drafted} draft tokens where plain steps were to be timed"
+        message = f"engine made {found.drafted} draft tokens while plain decode steps were measured"
         raise EngineNotReadyError(message)
     return point_of(found, depth, tokens)
 
 
 def point_of(found: Completion, depth: int, tokens: int) -> Point:
-    """Raises EngineNotReadyError when the engine did not do what was asked, so that no figure is of something else:
-    fewer tokens than asked for, a prompt that does not add up to the depth, no time at all."""
+    """Return the point of a completion. Raises EngineNotReadyError if the engine did other work than asked: another
+    number of tokens, a prompt that does not add up to `depth`, or no time."""
     if found.read + found.cached != depth or found.made != tokens:
         message = (
             f"engine did other work than asked: read {found.read} + cached {found.cached} of {depth}, "

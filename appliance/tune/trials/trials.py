@@ -1,4 +1,4 @@
-"""Trials of one tuning: what was measured so far, one more measured, and what that may take."""
+"""Trials of one tuning: measurements so far, one more measurement, and its expected time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from appliance.tune.search.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, wi
 from appliance.tune.trials.run_trial import DECODE_TOKENS, FirstSampling, Sampling, now
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
-SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
-# The first look has no share of the budget, since without it there is no figure at all. What takes longer than so many
-# budgets works on nothing; loading is not counted, which may take an hour.
+SHARE_FOR_FIRST = 0.5  # share of the budget after which the first measurement begins no deeper point
+# The first measurement may exceed the budget, since without it there is no figure at all. If it takes longer than
+# FIRST_MOST budgets, the engine counts as hanging. Loading is not included, since it may take an hour.
 FIRST_MOST = 10.0
-FIRST_MOST_S = 600.0  # at least: a budget of seconds says nothing of how slow a machine may be
+FIRST_MOST_S = 600.0  # lower bound of that limit: a small budget does not mean that the machine is fast
 
 
 class Trials:
-    """`take` makes one measurement, or raises what `measure` raises; `on_result` gets each. `kept` are measurements of
-    a tuning that was interrupted: they are not done again. Where all of them are failures they do not count: what was
-    in the way of every plan may be gone. `depth` is the workload's, `copied_batch` of a plan as in Sampling,
-    `compilations` the engine's."""
+    """Measurements of one tuning. `take` makes one, with the errors of `run_trial.measure`; `on_result` gets each.
+
+    `kept` are measurements of an interrupted tuning, which are not repeated. If all of them failed they do not count,
+    since the cause may be gone. `depth` is the workload's. `copied_batch` is as in Sampling. `compilations` is the
+    engine's.
+    """
 
     def __init__(
         self,
@@ -53,11 +55,11 @@ class Trials:
         self._budget_s = budget_s
         self._on_result = on_result
         self._compilations = compilations
-        # What they took is spent: begun anew with every short pause, the search would look on for ever.
+        # The time of kept measurements counts as spent: otherwise a search that is interrupted often would never end.
         self._began = now() - sum(m.seconds for m in self.seen)
 
     def begin_anew(self) -> None:
-        """What was kept took nothing of this budget."""
+        """Restart the budget's clock, so that the time of kept measurements does not count."""
         self._began = now()
 
     @property
@@ -81,22 +83,23 @@ class Trials:
         return scored(self.plans.values(), self.seen)
 
     async def measure(self, plan: Plan, *, is_long: bool, is_deep: bool = False) -> Measurement:
-        """Once more where something else disturbed it, if there is time. A plan that the engine fails on becomes a
-        Measurement with its words; raises the EngineError of one that no other plan can mend."""
+        """Measure a plan, and once more if other load disturbed it and there is time. If the engine fails, the result
+        is a Measurement with `error`; errors that every plan would have are raised."""
         self.plans[plan.key] = plan
         seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
-        is_deep = is_deep or len(seen.points) > 2  # the first of all is
+        is_deep = is_deep or len(seen.points) > 2  # the very first measurement is deep
         if seen.disturbance and self.expected_s(plan, is_long=is_long, is_deep=is_deep) <= self.left_s / 2:
             seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
         return seen
 
     def is_seen_closely(self, plan: Plan) -> bool:
-        """Longer and at every depth."""
+        """True if the plan has a long measurement at every depth."""
         own = [m for m in self.seen if m.key == plan.key and m.is_long]
         return any(len(m.points) >= len(self._depths_for(plan, is_deep=True)) for m in own)
 
     def expected_s(self, plan: Plan, *, is_long: bool, is_deep: bool) -> float:
-        """What a look at this plan may take, going by what looks at as many depths took, or at the next more."""
+        """Return the seconds that a measurement of this plan may take, from measurements at the same number of depths,
+        or the next larger number."""
         depths = len(self._depths_for(plan, is_deep=is_deep))
         seen = [m for m in self.seen if m.points]
         enough = [m for m in seen if len(m.points) >= depths]
@@ -107,7 +110,7 @@ class Trials:
         return MARGIN * (longest_s + self._starts(self.seen).compile_s(self._compilations(plan)))
 
     def _compiled_s(self, look: Measurement) -> float:
-        """What its start compiled that a later one finds."""
+        """Return the seconds that this measurement's start spent on compiling, which a later start does not need."""
         before = self.seen[: self.seen.index(look)]
         return min(look.load_s, self._starts(before).compile_s(self._compilations(self.plans[look.key])))
 
@@ -119,8 +122,8 @@ class Trials:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Those of the first look, for all: plans are compared at the same. Of one that was broken off, too, should its
-        first plan no longer be possible."""
+        """Context depths at which every plan is measured: those of the first measurement. It may be a kept one of an
+        interrupted tuning, even if its plan is no longer possible. Empty before the first."""
         looks = [m for m in (*self._kept, *self.seen) if m.points]
         first = max(looks, key=lambda look: len(look.points), default=None)
         return tuple(sorted(point.depth for point in first.points)) if first else ()
@@ -128,11 +131,11 @@ class Trials:
     async def _look(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Measurement:
         began = now()
         how = self._how(plan, is_long=is_long, is_deep=is_deep)
-        # The first look takes longer if it must (`FIRST_MOST`): without a figure there is nothing to choose by.
+        # The first measurement has no time limit here (see FIRST_MOST): without it there is nothing to choose from.
         limit_s = max(1.0, self.left_s) if self.has_figures else None
         try:
             async with asyncio.timeout(limit_s):
-                # A lack says nothing of the plan, which would count as one that fails.
+                # A lack of resources in this process is waited out, since it would count as a failure of the plan.
                 seen = await outlast(partial(self._take, plan, how), "measuring")
         except SAME_FOR_EVERY_PLAN:
             raise
@@ -140,7 +143,7 @@ class Trials:
             error.variant = plan.cpu_variant
             raise
         except TimeoutError:
-            # Nothing is kept of it: another start, with more time, may well measure it.
+            # Not kept: a later tuning with more time may measure this plan.
             return Measurement(key=plan.key, error="the time was up", seconds=now() - began)
         except EngineError as error:
             self.failures.append(error)
@@ -164,13 +167,14 @@ class Trials:
         return Sampling(depths=depths, is_long=is_long, copied_batch=self._copied_batch(plan))
 
     def _depths_for(self, plan: Plan, *, is_deep: bool) -> tuple[int, ...]:
-        """To fill the deepest context takes longer than all the rest of a look: the search goes without."""
+        """Return the depths for a measurement of this plan. The search leaves out the deepest one, since filling it
+        takes longer than the rest of a measurement."""
         depths = self.depths if is_deep else self.depths[:2]
         return within(depths, plan.context, DECODE_TOKENS * LONGER) or depths[:1]
 
 
 def _seconds(look: Measurement, *, is_long: bool) -> float:
-    """What it took, or would have taken if it had been longer."""
+    """Return the seconds of a measurement, extrapolated if it was short and `is_long` is True."""
     more = LONGER - 1 if is_long and not look.is_long else 0
     return look.seconds + more * DECODE_TOKENS * sum(point.decode_ms for point in look.points) / 1000
 

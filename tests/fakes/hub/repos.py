@@ -38,7 +38,7 @@ class Repo:
         return next((file for file in self.files if file.path == path), None)
 
     def document(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """As /api/models/ORG/REPO/revision/REV?blobs=true answers."""
+        """Return the answer of /api/models/ORG/REPO/revision/REV?blobs=true. `changes` are wrong sizes and hashes."""
         siblings = [_sibling(file, changes) for file in self.files]
         return {"_id": "1", "id": self.name, "modelId": self.name, "sha": self.commit, "siblings": siblings}
 
@@ -51,7 +51,7 @@ class Repo:
 
 
 def _sibling(file: HubFile, changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes`: sizes and hashes that the listing tells wrongly."""
+    """Return one file of the listing. `changes` are sizes and hashes that it reports wrongly."""
     size = file.size + changes.get("size", 0)
     row: dict[str, Any] = {"rfilename": file.path, "size": size, "blobId": file.git_sha1}
     if file.is_lfs:
@@ -60,7 +60,7 @@ def _sibling(file: HubFile, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_repo(folder: Path, name: str) -> Repo | None:
-    """As it is on the disk now: a test may change it meanwhile, and the commit changes with it."""
+    """Return the repository as it is on the disk now, or None. If a test changes a file, the commit changes too."""
     place = folder / name
     if not place.is_dir() or name.count("/") != 1:
         return None

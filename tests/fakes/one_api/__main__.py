@@ -237,7 +237,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.accept(None)
 
     def search(self, rows: list[dict[str, Any]]) -> None:
-        """By the beginning of the name or by id; keys of channels are left out, and of tokens masked by new forks."""
+        """Answer rows whose name begins with the keyword, or whose id it is. Keys of channels are left out; new forks
+        mask keys of tokens."""
         wanted = self.query.get("keyword", "")
         found = [row for row in reversed(rows) if row["name"].startswith(wanted) or str(row["id"]) == wanted]
         shown = [self.shown(row) for row in found]

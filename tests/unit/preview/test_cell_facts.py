@@ -138,7 +138,7 @@ def test_a_file_comes_before_a_shape_of_its_name(tmp_path: Path) -> None:
         (
             "phi-4",
             "llama-cu13-sm89",
-            "no cell of the build matrix is called that: llama-cu13-sm89",
+            "the build matrix has no cell of this name: llama-cu13-sm89",
             "perhaps you meant",
         ),
         ("qwen3-33b", "llama-cpu", "no model of that name can be planned here: qwen3-33b", "qwen3-32b"),

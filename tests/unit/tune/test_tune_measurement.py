@@ -305,7 +305,7 @@ def test_other_work_than_asked_is_refused_and_never_becomes_a_figure(changes: di
 
 def test_what_was_decoded_with_guesses_is_no_figure_of_plain_steps() -> None:
     assert plain_point_of(replied(draft_n=0), 512, DECODE_TOKENS) == point_of(replied(draft_n=9), 512, DECODE_TOKENS)
-    with pytest.raises(EngineNotReadyError, match="engine made 9 draft tokens where plain steps"):
+    with pytest.raises(EngineNotReadyError, match="engine made 9 draft tokens while plain decode steps"):
         plain_point_of(replied(draft_n=9), 512, DECODE_TOKENS)
 
 

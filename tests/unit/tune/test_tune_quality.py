@@ -184,7 +184,7 @@ def test_what_is_too_little_or_no_number_is_refused() -> None:
     assert few.difference is None
     odd = judge("q4_0", EXTENT, pairs([0.0] * 20 + [math.nan]))
     assert not odd.is_accepted
-    assert "no numbers" in odd.why
+    assert "not finite numbers" in odd.why
 
 
 def test_a_change_is_of_the_perplexity() -> None:

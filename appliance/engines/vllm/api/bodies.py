@@ -1,8 +1,8 @@
-"""What is wrong with a request that vLLM itself would take, or fail on: asked of each body before vLLM sees it.
+"""Check of request bodies that vLLM itself would accept wrongly or fail on. It runs before vLLM sees a body.
 
-Python's json reads NaN, Infinity and half of a surrogate pair. The first two are no numbers of JSON; the third ends in
-a 500: the error that quotes it cannot be encoded (entrypoints/serve/exception_handling/handlers/validation.py).
-Nothing there refuses a chat of no messages either (entrypoints/openai/chat_completion/protocol.py).
+Python's json accepts NaN, Infinity and half of a surrogate pair. The first two are not valid JSON. The third ends in a
+500, since vLLM's error quotes it and cannot be encoded (entrypoints/serve/exception_handling/handlers/validation.py).
+vLLM does not refuse a chat without messages either (entrypoints/openai/chat_completion/protocol.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from appliance import documents
 
 
 def fault(body: bytes) -> str | None:
-    """A sentence for the client, which quotes nothing of the body. None if nothing is wrong. 1 MiB takes 1 ms."""
+    """Return what is wrong as a sentence for the client, or None. It quotes nothing from the body. 1 MiB takes 1 ms."""
     if documents.has_too_many_values(body):
         return f"the request body has more than {documents.VALUES_MAX:,} values"
     try:

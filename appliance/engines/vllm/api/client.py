@@ -1,6 +1,6 @@
-"""vLLM asked for completions, through its socket, by OpenAI's API with vLLM's own fields.
+"""Client for completions of vLLM, through its socket: OpenAI's API with vLLM's additional fields.
 
-Its clock comes with each answer (`--enable-per-request-metrics`), and so does what it had in its cache
+Each answer contains the engine's own times (`--enable-per-request-metrics`) and the number of cached prompt tokens
 (`--enable-prompt-tokens-details`).
 """
 
@@ -23,8 +23,12 @@ _log = logging.getLogger(__name__)
 
 
 class VllmClient(JsonSocket):
-    """See `appliance.engines.engine.Client`. The first completion is asked for twice and the first answer thrown away:
-    kernels are compiled for the first request of its kind, which `jit_ms` tells then and no measurement should."""
+    """Client of vLLM; implements `appliance.engines.engine.Client`.
+
+    The first completion is sent twice and its first answer is thrown away: vLLM compiles kernels for the first request
+    of a kind, which would falsify a measurement. `jit_ms` is the time to first token of the request that was thrown
+    away.
+    """
 
     def __init__(self, command: Command, *, doing: str) -> None:
         super().__init__(command, doing=doing)
@@ -35,7 +39,7 @@ class VllmClient(JsonSocket):
         body: dict[str, Any] = {"model": self._model}
         body |= {"messages": [{"role": "user", "content": text}]} if as_chat else {"prompt": text}
         if not as_chat:
-            body["add_special_tokens"] = False  # a text that goes on is no beginning
+            body["add_special_tokens"] = False  # the text continues a prompt, so it gets no beginning-of-sequence token
         return list((await self.post("/tokenize", body)).get("tokens") or ())
 
     async def complete(
@@ -48,7 +52,7 @@ class VllmClient(JsonSocket):
         seed: int | None = None,
     ) -> Completion:
         if self.jit_ms is None:
-            # With a salt of its own: what it leaves in the cache is of no use to the one that counts.
+            # A salt of its own: the measured request must not find this one's tokens in the cache.
             thrown_away = self._body(prompt, min(tokens, _THROWN_AWAY_TOKENS), salt=secrets.token_hex(8), seed=None)
             self.jit_ms = parse_completion(await self.post("/v1/completions", thrown_away)).prefill_ms
             words = "the first request was thrown away: kernels are compiled for it (JIT); its first token took %.0f ms"
@@ -68,7 +72,7 @@ class VllmClient(JsonSocket):
 
 
 def parse_completion(reply: dict[str, Any]) -> Completion:
-    """EngineNotReadyError for an answer without the engine's clock, or whose figures are no numbers."""
+    """Read an answer. Raises EngineNotReadyError if it lacks the engine's times or a figure is not a number."""
     try:
         return _completion(reply)
     except (LookupError, AttributeError, TypeError, ValueError) as error:

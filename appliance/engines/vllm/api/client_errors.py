@@ -1,7 +1,7 @@
-"""Which of vLLM's errors clients are told in our words: data.
+"""Errors of vLLM that the gateway replaces with its own messages. Data only.
 
-Its messages name flags and variables of its own process, and a log that no client has. Sources are files of vllm/ of
-the pinned releases.
+vLLM's messages name its flags, its variables and its log, which clients cannot use. Sources are files of vllm/ in the
+pinned releases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NO_TOOLS = (
 
 ERRORS: tuple[ErrorRule, ...] = (
     ErrorRule(
-        # The first in 0.32, the second since 0.33: CLIENT_MESSAGE.
+        # The first wording is of 0.32, the second (CLIENT_MESSAGE) of 0.33.
         says=r"^(?:EngineCore encountered an issue|The server had an error while processing your request)",
         of_status=500,
         status=502,

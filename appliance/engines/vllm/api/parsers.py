@@ -1,4 +1,4 @@
-"""parsers.yaml: which of vLLM's parsers turns what a model writes into calls of tools and reasoning. Pure."""
+"""Choice of vLLM's parsers for tool calls and reasoning, from the chat template and parsers.yaml. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from appliance.values import dataclass
 
 _DATA = Path(__file__).with_name("parsers.yaml")
 Kind = Literal["tools", "reasoning"]
-# With any of these a user has decided.
+# If the user passes any of these flags, no parser is chosen.
 OF_TOOLS = ("--tool-call-parser", "--enable-auto-tool-choice", "--disable-auto-tool-choice",
             "--no-enable-auto-tool-choice", "--tool-parser-plugin")  # fmt: skip
 OF_REASONING = ("--reasoning-parser", "--reasoning-parser-plugin")
@@ -23,8 +23,8 @@ OF_REASONING = ("--reasoning-parser", "--reasoning-parser-plugin")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`template` are patterns that all occur in a chat template, `without` those of which none does; `tokens` have to
-    be single ones of the vocabulary."""
+    """One parser and the chat templates that it fits. All patterns of `template` must occur and none of `without`. Each
+    of `tokens` must be a single token of the vocabulary."""
 
     parser: str
     format: str
@@ -41,7 +41,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Parsers:
-    """Names for the engine's flags. None: it has none for this model, or the user decided; `choices` say which."""
+    """Parsers for the engine's flags. A name is None if vLLM has no parser for this model or the user decided;
+    `choices` tell which."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -49,7 +50,7 @@ class Parsers:
 
 
 def parsers_of(model: Model, engine: EngineFacts, passed: Sequence[str]) -> Parsers:
-    """`passed` are the user's own arguments for the engine."""
+    """Choose the parsers of a model. `passed` are the user's own arguments for the engine."""
     if model.is_embedding_model or model.chat_template is None:
         return Parsers()
     tools = _chosen("tools", model, engine) if model.calls_tools and not {*OF_TOOLS} & {*passed} else None
@@ -80,8 +81,8 @@ def _name(choice: Choice | None) -> str | None:
 
 
 def _chosen(kind: Kind, model: Model, engine: EngineFacts) -> Choice:
-    """Of the first row that knows the template. Many templates name reasoning for models that do none, or not by
-    themselves: that nobody parses it is no refusal."""
+    """Return the choice by the first row that matches the template. A missing reasoning parser is not reported as a
+    refusal, since many templates mention reasoning for models that do not reason, or only on request."""
     row = next((each for each in rows(kind) if each.matches(model.chat_template or "")), None)
     why = "no parser is known for its chat template" if row is None else next(_trouble(row, kind, model, engine), None)
     if row is not None and why is None:
@@ -101,7 +102,7 @@ def _trouble(row: Row, kind: Kind, model: Model, engine: EngineFacts) -> Iterato
 
 @cache
 def _table() -> Mapping[Kind, tuple[Row, ...]]:
-    import yaml  # here: a start of another engine must not pay for it
+    import yaml  # imported here, so that starts of other engines do not pay for it
 
     found: Mapping[Kind, Any] = yaml.load(_DATA.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     return {kind: tuple(map(_row, each)) for kind, each in found.items()}

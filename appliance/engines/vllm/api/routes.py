@@ -1,8 +1,8 @@
-"""Which of vLLM's routes a client may use: data.
+"""Routes of vLLM that clients may use. Data only.
 
-Not among them, though the engine announces them on every start: `/invocations` and `/ping` (inference that no key
-guards), `/generative_scoring`, `/scale_elastic_ep`, `/inference/v1/*`, `*/render`, `*/derender`, `/load`,
-`/kv_event_sources`, its documentation, and all of its development mode. The list of models is the gateway's own.
+The engine announces more routes, which are not forwarded: `/invocations` and `/ping` (inference without a check of the
+API key), `/generative_scoring`, `/scale_elastic_ep`, `/inference/v1/*`, `*/render`, `*/derender`, `/load`,
+`/kv_event_sources`, its documentation, and its development mode. The gateway itself answers the list of models.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from appliance.engine_route import EngineRoute
 from appliance.engines.routes import BARE, post
 from appliance.engines.vllm.api.bodies import fault
 
-METRICS_PATH = "/metrics"  # of its own server; the gateway's is another one
+METRICS_PATH = "/metrics"  # of vLLM's server, not of the gateway
 _KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
-_post = partial(post, fault=fault)  # not for uploads, which are no JSON
+_post = partial(post, fault=fault)  # not for uploads: their bodies are not JSON
 
 ROUTES: tuple[EngineRoute, ...] = (
     *_post("/v1/chat/completions", also=BARE, can_stream=True),
@@ -36,8 +36,8 @@ ROUTES: tuple[EngineRoute, ...] = (
 
 
 def parse_kv_use(answer: bytes) -> float:
-    """Of its metrics: the share of blocks that requests hold, of the fullest engine where there are several. Raises
-    ValueError."""
+    """Return the share of KV blocks in use, 0 to 1, from the metrics; of several engines, the fullest one's. Raises
+    ValueError if the metrics lack it."""
     if not (found := _KV_USE.findall(answer)):
         message = f"{METRICS_PATH} tells of no KV cache: {answer[:100]!r}"
         raise ValueError(message)

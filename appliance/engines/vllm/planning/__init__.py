@@ -1,1 +1,1 @@
-"""Plans of vLLM: layout over GPUs, memory, context, flags, each with its reason. Pure."""
+"""Planner for vLLM: layout over GPUs, memory, context length and flags, each with its reason. Pure."""

@@ -1,4 +1,4 @@
-"""An estimate -> the plan that it stands for, each choice with its reason. Pure."""
+"""Conversion of an estimate into a plan, each choice with its reason. Pure."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _launch(estimate: Estimate) -> VllmLaunch:
 
 
 def _threads(estimate: Estimate) -> int | None:
-    """Of each rank of the CPU build. None: one bound to each core that this process may use, which is best where no
-    quota takes them away."""
+    """Return the number of threads of each rank of the CPU build. None: vLLM binds one thread to each core, which is
+    best if the container has no CPU quota."""
     if estimate.option.cards:
         return None
     cpu, settings = estimate.facts.hardware.cpu, estimate.facts.settings
@@ -106,7 +106,8 @@ def _placement(estimate: Estimate) -> Placement:
 
 
 def _allocation(estimate: Estimate, at: int) -> GpuAllocation:
-    """Of one rank. The output counts as a layer; ranks of a stage hold a part of each of its layers."""
+    """Return what one rank takes of its GPU. The output layer counts as a layer. All ranks of a stage report the
+    stage's number of layers, since each holds a part of every layer."""
     layout, of_stage = estimate.option.layout, estimate.stage_of(at)
     stage, found = at // layout.tensor, of_stage.memory
     layers = layout.layers[stage] if layout.layers else estimate.facts.shape.layers

@@ -1,4 +1,4 @@
-"""One configuration with what it takes and gives: memory of each rank, blocks, context and speed. Pure."""
+"""Estimate for one configuration: memory of each rank, KV blocks, context length. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """`share` is the utilization of a first start; None where bytes are given."""
+    """Estimate for one option under the facts of a start. Values are computed when first read."""
 
     facts: Facts
     option: Option
@@ -37,7 +37,7 @@ class Estimate:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """As they were seen to be in service, else as estimated."""
+        """Pipeline stages. Their memory is corrected by what an earlier start held, if that is used; else estimated."""
         if self.seen_mib is None:
             return self._estimated
         pairs = zip(self._estimated, self.seen_mib, strict=True)
@@ -45,17 +45,18 @@ class Estimate:
 
     @cached_property
     def seen_mib(self) -> tuple[float, ...] | None:
-        """Of each stage, what an earlier start held of a card beyond the estimate. None where it decides nothing."""
+        """GPU memory of each stage that an earlier start held beyond the estimate, MiB. None if it is unknown or not
+        used, see `is_decided`."""
         return None if is_decided(self.facts) else self.seen_beyond_mib
 
     @property
     def seen_beyond_mib(self) -> tuple[float, ...] | None:
-        """The same, also where it was decided otherwise."""
+        """Observed memory of each stage beyond the estimate, MiB, even if the user fixed the size. None if unknown."""
         return beyond_estimate(self.facts, self.option, self._estimated)
 
     @cached_property
     def largest(self) -> Stage:
-        """Which takes most for a block: bytes of a cache are counted by it."""
+        """Stage whose KV blocks are largest: `kv_bytes` is the cache size of this stage."""
         return max(self.stages, key=lambda stage: (stage.kv.bytes_per_block, stage.memory.weights))
 
     @property
@@ -70,7 +71,7 @@ class Estimate:
         return self.stages[rank // self.option.layout.tensor]
 
     def kv_mib_of(self, stage: Stage) -> float:
-        """That one of its ranks takes."""
+        """Return the KV cache of one rank of this stage, MiB."""
         return self.kv_bytes / MIB * self._part(stage)
 
     def _part(self, stage: Stage) -> float:
@@ -78,7 +79,7 @@ class Estimate:
 
     @cached_property
     def reserves(self) -> tuple[Reserve, ...]:
-        """Of each card."""
+        """Memory kept free on each GPU."""
         if self.seen_mib is None:
             return self._assumed_reserves
         seen = (self.seen_mib[at // self.option.layout.tensor] for at in range(len(self.option.cards)))
@@ -92,26 +93,34 @@ class Estimate:
 
     @cached_property
     def share(self) -> float | None:
-        """Of each whole card, for a first start; None where bytes are given."""
+        """Utilization for a first start: a share of each GPU's whole memory. None if the cache is given in bytes or on
+        the CPU."""
         is_given = self.kv_asked is not None or self.seen_mib is not None or math.isfinite(self.facts.limits.kv_mib)
         return None if is_given or not self.option.cards or self.fills_uneven else self._share_of_cards
 
     @cached_property
     def fills_uneven(self) -> bool:
-        """Whether stages are on cards with unlike room: one share of each would leave the larger ones unused."""
+        """True if stages are on GPUs with different room: one utilization for all would leave the larger ones
+        unused."""
         is_asked = self.facts.pins.utilization is not None
         return self.option.stages > 1 and not is_asked and are_uneven(self.room_mib, self.option.layout.tensor)
 
     @property
     def share_asked(self) -> float | None:
-        """What the engine is told beside bytes, too: it refuses to start where less is free, whatever decides of its
-        cache (v1/worker/utils.py `request_memory`, whose default is 0.92)."""
+        """Utilization that the engine is given, even together with bytes; None on the CPU.
+
+        vLLM refuses to start if less memory than this share is free, no matter how the cache is sized
+        (v1/worker/utils.py `request_memory`, default 0.92).
+        """
         return self._share_of_cards if self.option.cards else None
 
     @cached_property
     def _share_of_cards(self) -> float:
-        """The smallest decides. Of what is assumed too, where more room was seen: beside bytes it decides nothing but
-        whether the engine starts, and it must not refuse to for a context that is larger than the estimate."""
+        """Utilization that fits the smallest GPU, or the user's.
+
+        The assumed room counts too if observations show more. With bytes given, the value only decides whether vLLM
+        starts, and it must not refuse for a CUDA context that is larger than estimated.
+        """
         if self.facts.pins.utilization is not None:
             return self.facts.pins.utilization
         hardware = self.facts.hardware
@@ -122,24 +131,25 @@ class Estimate:
 
     @property
     def kv_asked(self) -> int | None:
-        """Bytes of one rank that the user or an earlier start decided; what was seen in service counts for more than
-        what that start was left with."""
+        """KV cache bytes of one rank that the user or an earlier start set, else None. Observed memory overrides an
+        earlier start's bytes."""
         return self.facts.pins.kv_bytes or (self.option.kv_bytes if self.seen_mib is None else None)
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Of a rank of the largest stage: what it is given, or what vLLM will find left."""
+        """KV cache bytes of a rank of the largest stage: the bytes that it is given, or what vLLM will find left."""
         most = self.facts.limits.kv_mib * MIB
         if self.kv_asked is not None:
             return int(min(self.kv_asked, most))
         if not self.option.cards:
             return int(min(self._kv_of_host(), most))
-        # What nobody measures at the start has to be enough from the beginning.
+        # With bytes given, vLLM does not measure at its start, so the estimate needs a margin.
         is_unsure = self.fills_uneven and self.seen_mib is None
         return int(min(self._kv_found(assumed.UNSURE_SHARE.value if is_unsure else 0.0), most))
 
     def _kv_found(self, unsure: float) -> float:
-        """Of the stage with fewest blocks, as bytes of the largest, less a share of what vLLM counts as its own."""
+        """Return the bytes left for the cache in the stage with fewest blocks, converted to bytes of the largest stage.
+        `unsure` is the share of weights, activations and graphs that is kept as a margin."""
         found = min(
             (self._kv_left(stage) - int(stage.memory.counted * unsure * MIB)) / self._part(stage)
             for stage in self.stages
@@ -153,7 +163,8 @@ class Estimate:
         return min(kv_bytes_at(total, self._share_of_cards, stage.memory) for total in totals)
 
     def _kv_of_host(self) -> int:
-        """No more than all requests fill at the wanted context: the rest stays for files and other programs."""
+        """Return the cache bytes of one rank on the CPU: at most what all requests fill at the wanted context. The rest
+        of host memory stays for the file cache and other programs."""
         room = max(0.0, self.host_room_mib) * MIB / self.option.layout.local_ranks
         enough = self.kv.bytes_for(self.facts.wanted, self.option.seqs)
         whole = int(min(room, enough)) // self.kv.bytes_per_block
@@ -161,7 +172,7 @@ class Estimate:
 
     @property
     def host_room_mib(self) -> float:
-        """Of host memory, for the caches of all ranks of the CPU build."""
+        """Host memory for the KV caches of all ranks of the CPU build, MiB."""
         ranks = self.option.layout.local_ranks
         return self.host_usable_mib - self.host_overhead_mib - self.memory.beside_kv * ranks
 
@@ -172,7 +183,8 @@ class Estimate:
 
     @property
     def host_overhead_mib(self) -> float:
-        """API server, EngineCore and workers of this host; one card that is alone is served inside EngineCore."""
+        """Host memory of the API server, EngineCore and the workers of this host, MiB. A single GPU has no worker
+        process of its own."""
         ranks = self.option.layout.local_ranks
         workers = 0 if self.option.cards and self.option.layout.ranks == 1 else ranks
         pinned = assumed.PINNED_MIB.value * ranks if self.option.cards else 0.0
@@ -184,22 +196,23 @@ class Estimate:
 
     @property
     def sure_blocks(self) -> int:
-        """Before vLLM has measured, a context that nobody asked for counts on a little less than is computed: one block
-        too few and the engine refuses to start."""
+        """Blocks that the context may count on. For a first start without --ctx-size they are fewer than `blocks`: vLLM
+        measures its memory itself, and with one block too few it refuses to start."""
         if self.share is None or self.facts.settings.ctx_size:
             return self.blocks
         return self.kv.blocks_in(int(self._kv_found(assumed.UNSURE_SHARE.value)))
 
     @cached_property
     def context(self) -> int:
-        """The longest that one request may have, at most the wanted one; in whole steps below it."""
+        """Longest context length of one request, at most the wanted one. Below that it is a multiple of
+        CONTEXT_STEP."""
         found = self.kv.longest(self.sure_blocks, self.facts.wanted)
         found = int(min(found, self.facts.limits.context))
         return found if found == self.facts.wanted else found - found % CONTEXT_STEP if found > CONTEXT_STEP else found
 
     @cached_property
     def room_mib(self) -> tuple[float, ...]:
-        """Of each card, what a rank's buffers may take, its context and the reserve taken off."""
+        """Memory on each GPU for a rank's buffers, MiB: free memory minus CUDA context and reserve."""
         triples = zip(self._assumed_room_mib, self._assumed_reserves, self.reserves, strict=True)
         return tuple(room + before.mib - now.mib for room, before, now in triples)
 
@@ -210,7 +223,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """With the cache that was asked for, or any that holds the smallest context."""
+        """True if memory suffices for the cache that was asked for, or for one that holds the smallest context."""
         least = self.facts.settings.ctx_size or min(self.facts.wanted, CONTEXT_STEP)
         if self.context < least:
             return False
@@ -228,7 +241,8 @@ class Estimate:
 
     @property
     def missing_mib(self) -> float:
-        """That one rank lacks for the smallest context; below 0 where it has room."""
+        """Memory that one rank lacks for the smallest context, MiB (on the CPU: all ranks together); negative if it
+        fits."""
         if not self.option.cards:
             needed, ranks = self.needed_mib(self.largest), self.option.layout.local_ranks
             return needed * ranks + self.host_overhead_mib - self.host_usable_mib
@@ -236,13 +250,13 @@ class Estimate:
 
     @cached_property
     def tightest(self) -> Stage:
-        """Which lacks most."""
+        """Stage that lacks most memory for the smallest context."""
         if not self.option.cards:
             return self.largest
         return max(self.stages, key=lambda stage: self.needed_mib(stage) - self._room_of(stage))
 
     def needed_mib(self, stage: Stage) -> float:
-        """Of a rank, for the smallest context."""
+        """Return the memory that a rank of this stage needs for the smallest context, MiB."""
         least = self.facts.settings.ctx_size or min(self.facts.wanted, CONTEXT_STEP)
         return stage.memory.counted + stage.kv.bytes_for(least) / MIB
 
@@ -263,6 +277,6 @@ class Estimate:
 
     @property
     def concurrency(self) -> float:
-        """How many requests fill their context at the same time."""
+        """Number of requests with full context that the cache holds at the same time, rounded down to 0.1."""
         needed = self.kv.blocks_for(max(1, self.context))
         return math.floor(10 * self.blocks / needed) / 10

@@ -1,4 +1,4 @@
-"""One model over several hosts: tensor parallel within a host, pipeline stages across. Pure."""
+"""Layouts of one model over several hosts: tensor parallel within a host, pipeline stages across hosts. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from appliance.probe import Gpu
 
 
 def placed_over_hosts(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
-    """Candidates, each with the cards of all hosts in the order of ranks. Every host has as many ranks. Raises
-    ConfigError (10) for what was asked for and cannot be."""
+    """Return candidate layouts, each with the GPUs of all hosts in the order of ranks. Every host has the same number
+    of ranks. Raises ConfigError (10) if the number of hosts, stages or ranks that the user set is impossible."""
     nodes, layers = facts.settings.nodes, facts.shape.layers
     _check_asked(facts)
     if not facts.cards:
@@ -31,8 +31,8 @@ def placed_over_hosts(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
 
 
 def _local_layouts(facts: Facts) -> Iterator[tuple[int, int]]:
-    """Tensor parallel and stages of each host, by the one with fewest cards. More stages than hosts come only with more
-    cards than ranks of one layer may be, or where they were asked for."""
+    """Yield tensor parallel size and stages per host, for the host with fewest GPUs. A host has several stages only if
+    it has more GPUs than the model's tensor parallel sizes allow, or if the user set them."""
     pins, nodes, cards = facts.pins, facts.settings.nodes, _cards_a_host(facts)
     allowed = tensor_sizes(facts.shape, cards)
     for tensor in (pins.tensor,) if pins.tensor else allowed:

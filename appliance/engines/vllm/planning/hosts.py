@@ -1,4 +1,4 @@
-"""The hosts that serve one model together, as far as a plan needs them. Pure."""
+"""Facts of the hosts that serve one model together: their GPUs and shared memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from appliance.probe import Gpu
 
 
 def hosts_of(given: Inputs, cards: tuple[Gpu, ...]) -> tuple[tuple[Gpu, ...], ...]:
-    """Cards of each host by rank, this one's first; empty where it serves alone. Hosts that have not joined yet are
-    taken to be as this one. Raises ConfigError (10) for unlike chips."""
+    """Return the GPUs of each host by rank, this host first; empty if it serves alone. Hosts that have not joined yet
+    are assumed to be like this one. Raises ConfigError (10) if the hosts' GPUs have different compute capabilities."""
     if given.settings.nodes == 1:
         return ()
     others = tuple(host.gpus for host in given.hosts) or (cards,) * (given.settings.nodes - 1)
@@ -23,12 +23,12 @@ def hosts_of(given: Inputs, cards: tuple[Gpu, ...]) -> tuple[tuple[Gpu, ...], ..
 
 
 def shm_needed_of_host_mib(ranks: int, nodes: int) -> int:
-    """Of /dev/shm of one host with so many ranks. Of a group one rank has the queues as well: no less than those of
-    two."""
+    """Return the MiB of /dev/shm that one host needs for so many ranks. In a group a single rank needs queues too, and
+    is counted as two."""
     return shm_needed_mib(ranks if nodes == 1 else max(2, ranks))
 
 
 def shm_of(given: Inputs) -> int | None:
-    """The smallest /dev/shm of all hosts, MiB; None where nobody looked."""
+    """Return the smallest /dev/shm of all hosts, MiB; None if it is unknown for all."""
     known = [mib for mib in (given.hardware.memory.shm_mib, *(host.shm_mib for host in given.hosts)) if mib is not None]
     return min(known, default=None)

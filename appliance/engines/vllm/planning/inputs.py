@@ -1,4 +1,4 @@
-"""The facts of one start, and what follows from them whatever plan is made. Pure."""
+"""Facts of one start, and choices that follow from them and are the same for every plan. Pure."""
 
 from __future__ import annotations
 
@@ -32,35 +32,36 @@ from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
-_OLDEST = "75"  # what holds there holds on every chip of an image
+_OLDEST = "75"  # assumed for a GPU of unknown compute capability: its limits hold on all newer ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """`cards` is empty where the CPU serves; `wanted` is the context that was asked for, or the native one."""
+    """Facts and fixed choices of one start. `cards` is empty if the CPU serves. `wanted` is the context length that was
+    asked for, else the native one."""
 
     given: Inputs
     shape: Shape
     cards: tuple[Gpu, ...]
     chip: Chip
     pins: Pins
-    parsers: Parsers  # of what the model writes
+    parsers: Parsers  # of tool calls and reasoning
     dtype: str
     kv_type: str
-    kv_types: tuple[str, ...]  # that a plan may use, the predicted one first
-    names_kv_type: bool  # to the engine, though it is the model's own
+    kv_types: tuple[str, ...]  # types that a plan may use, the predicted one first
+    names_kv_type: bool  # True if the flag is needed even for the model's own type
     attention_backend: str | None
     gdn_backend: str | None
     hf_overrides: str | None
     variables: tuple[tuple[str, str], ...]
     wanted: int
-    choices: tuple[Choice, ...]  # that are the same for every plan
-    hosts: tuple[tuple[Gpu, ...], ...] = ()  # cards of each host of a group, this one's first
-    shm_mib: int | None = None  # the least of all hosts; None: nobody looked
+    choices: tuple[Choice, ...]  # the same for every plan
+    hosts: tuple[tuple[Gpu, ...], ...] = ()  # GPUs of each host of a group, this host first
+    shm_mib: int | None = None  # smallest /dev/shm of all hosts; None: unknown
     limits: Limits = NO_LIMITS
-    drafting: Speculation | None = None  # which the options count with
+    drafting: Speculation | None = None  # speculative decoding that all options include
     seqs: int | None = None  # requests in one step; None: those of the settings
-    ignores_peaks: bool = False  # nothing fits beside what was seen in service
+    ignores_peaks: bool = False  # True if no plan would fit with the memory seen in service
 
     @property
     def settings(self) -> Settings:
@@ -72,7 +73,7 @@ class Facts:
 
     @property
     def all_cards(self) -> tuple[Gpu, ...]:
-        """Of all hosts."""
+        """GPUs of all hosts."""
         return tuple(card for host in self.hosts for card in host) if self.hosts else self.cards
 
     @property
@@ -84,7 +85,8 @@ class Facts:
         return bool(self.pins.is_text_only) or (self.shape.has_vision and self.settings.mmproj == "off")
 
     def speculating(self, speculation: Speculation) -> Facts:
-        """With the draft layers' weights and cache, where the model has them."""
+        """Return the facts with speculative decoding. For MTP the shape then includes the draft layers' weights and
+        cache."""
         shape = self.shape
         if speculation.kind == "mtp":
             layer: Kind = "full"
@@ -97,8 +99,8 @@ class Facts:
 
 
 def read_facts(given: Inputs) -> Facts:
-    """Raises ConfigError (10), NoKernelError (20), CpuUnsupportedError (22), GpuUnusableError (23) or
-    ModelUnreadableError (30) for what no plan can mend."""
+    """Return the facts of a start. Raises ConfigError (10), NoKernelError (20), CpuUnsupportedError (22),
+    GpuUnusableError (23) or ModelUnreadableError (30) if no plan at all is possible."""
     settings, engine, model = given.settings, given.facts, given.model
     shape, pins = shape_of(model), read_pins(settings, engine)
     check_tokenizer(model, pins)
@@ -150,8 +152,12 @@ def read_facts(given: Inputs) -> Facts:
 def usable_cards(
     settings: Settings, image: ImageFacts, hardware: Hardware
 ) -> tuple[tuple[Gpu, ...], tuple[Choice, ...]]:
-    """In PCI order, or as asked for, and why others are left out. An image for GPUs has no kernels for the CPU: raises
-    GpuUnusableError (23) where none is usable, ConfigError (10) where none is wanted or one is not there."""
+    """Return the GPUs to use, in PCI order or as asked for, and a choice for each GPU that is left out. Both are empty
+    for a CPU image.
+
+    A GPU image cannot serve on the CPU, so it raises GpuUnusableError (23) if no GPU is usable, and ConfigError (10) if
+    `devices` is none or names a GPU that is not usable.
+    """
     if image.cuda is None:
         return (), ()
     if settings.devices == "none":
@@ -181,12 +187,12 @@ def total_mib(gpu: Gpu, hardware: Hardware) -> float:
 
 
 def free_mib(gpu: Gpu, hardware: Hardware) -> float:
-    """Of a card without memory of its own all that the host can give."""
+    """Return the free memory of a GPU, MiB. For a GPU without memory of its own it is the usable host memory."""
     return float(hardware.memory.usable_mib if gpu.is_unified else gpu.vram_free_mib or 0)
 
 
 def _weakest(cards: tuple[Gpu, ...], hardware: Hardware, *, is_mla: bool) -> Chip:
-    """What all of them can do."""
+    """Return the abilities of the oldest GPU, which all the others have too; of the CPU if there is no GPU."""
     if not cards:
         return chip_of(None, isa=hardware.cpu.isa, is_mla=is_mla)
     return chip_of(str(min(map(_sm, cards))), is_mla=is_mla)

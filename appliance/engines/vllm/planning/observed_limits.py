@@ -1,4 +1,4 @@
-"""Room that the engine was seen to have, where it is less than what is computed."""
+"""Limits of memory and context that a failed start revealed. They are lower than the planner's own figures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`kv_mib` of one rank's cache; `context` is what the engine itself named as the longest that fits; `free_mib` is
-    what it found free of cards, by their id, with its context already there."""
+    """Limits; infinity means none. `kv_mib` is for the cache of one rank. `context` is the longest context that the
+    engine said fits. `free_mib` is what the engine found free on a GPU, by id, after its CUDA context was allocated."""
 
     kv_mib: float = math.inf
     context: float = math.inf

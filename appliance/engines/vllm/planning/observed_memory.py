@@ -1,9 +1,9 @@
-"""What an earlier start held of its cards beside the KV cache, in place of what is assumed to grow after readiness.
+"""GPU memory that an earlier start held apart from the KV cache; it replaces the assumed growth after readiness. Pure.
 
-Only once its largest work was seen: before, what is held contains no activations. Only of the configuration that
-served: tokens of a step, ranks and graphs decide what is held, the context does not.
-Such a plan is given its cache in bytes. What the estimate of weights, activations and graphs is wrong by is in the
-figure as well, so that `free - held beside the cache - margin` are left for the cache, whatever was assumed. Pure.
+It is used only if the largest work was seen, since the figure contains no activations before. It holds only for the
+configuration that served: tokens of a step, ranks and graphs change it, the context length does not. A plan made from
+it gets its cache in bytes. The figure also contains the error of the estimate for weights, activations and graphs, so
+the cache gets `free - held apart from the cache - margin`, whatever was assumed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from appliance.plan import MemoryPeak
 
 
 def beyond_estimate(facts: Facts, option: Option, stages: Sequence[Stage]) -> tuple[float, ...] | None:
-    """MiB of each stage that were held beyond its estimate, of the rank with most; below 0 where it was less. What
-    sampling takes beyond a forward pass is left out, as a prompt does not show it. None where this configuration was
-    not seen."""
+    """Return for each stage the MiB held beyond its estimate, of the rank with most; negative if it held less. None if
+    this configuration was not seen.
+
+    The estimate is taken without `sampling`, since a long prompt, which the peak was seen with, does not cause it.
+    """
     peak = next((each for each in facts.given.memory_peaks if each.is_whole and _is_of(each, facts, option)), None)
     if peak is None:
         return None
@@ -35,21 +37,22 @@ def beyond_estimate(facts: Facts, option: Option, stages: Sequence[Stage]) -> tu
 
 
 def is_decided(facts: Facts) -> bool:
-    """By the user: what is left free, or how much the cache takes; or since nothing fits beside what was seen. Then it
-    is not used."""
+    """True if observed memory is not used: the user set the reserve, the utilization or the cache's bytes, or no plan
+    would fit with it."""
     pins = facts.pins
     is_asked = facts.settings.is_set("reserve_mib") or pins.utilization is not None or pins.kv_bytes is not None
     return is_asked or facts.ignores_peaks
 
 
 def resized(reserve: Reserve, beyond_mib: float) -> Reserve:
-    """With what was seen in place of the parts that stand for growth."""
+    """Return the reserve with the observed memory in place of the parts assumed for growth."""
     words = f"seen in service, assumed were {reserve.growth_mib:,.0f}"
     return Reserve(parts=(*reserve.lasting, (words, max(0.0, beyond_mib))))
 
 
 def corrected(memory: RankMemory, beyond_mib: float) -> RankMemory:
-    """Less was held of what the estimate assumes, the widest guess first, where less was held of all."""
+    """Return the memory reduced by what the observation fell short of the estimate. Activations, the least certain
+    part, are reduced first, then vision, then graphs. Unchanged if the observation was higher."""
     less_mib, parts = max(0.0, -beyond_mib), {}
     for name, least_mib in (("activation", memory.sampling), ("vision", 0.0), ("graphs", 0.0)):
         assumed_mib: float = getattr(memory, name)

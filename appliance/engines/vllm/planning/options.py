@@ -1,4 +1,4 @@
-"""Configurations that may be served: layouts over cards, tokens of a step, graphs, types of the cache. Pure."""
+"""Configurations that may be served: layouts over GPUs, tokens of a step, CUDA graphs, KV cache types. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.plan import CHAT_TOKENS_OUT, CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT, long_prompt
 from appliance.probe import Gpu
 
-# vLLM's own numbers of tokens in a step, by what a card has in all (engine/arg_utils.py `get_batch_defaults`).
+# vLLM's own defaults for tokens of a step, by a GPU's total memory (engine/arg_utils.py `get_batch_defaults`).
 _LARGE_GIB, _LARGE_TOKENS, _TOKENS = 70, 8192, 2048
 _TOKENS_AROUND = (1024, 2048, 4096, 8192)
 SEQS = (8, 16, 32, 64, 128, 256)  # powers of two: what is compiled depends on it. The engine's own default is the last
@@ -34,7 +34,7 @@ _SMALL_COMPUTE = ("a100", "gb10")
 
 
 def choose(facts: Facts) -> Estimate:
-    """The best by prediction. Raises ModelDoesNotFitError (31), ConfigError (10) for a layout that cannot be."""
+    """Return the best estimate. Raises ModelDoesNotFitError (31), ConfigError (10) for an impossible layout."""
     found = [Estimate(facts=facts, option=option) for option in base_options(facts)]
     fitting = [each for each in found if each.fits]
     if not fitting:
@@ -63,7 +63,8 @@ def _sequences(best: Estimate) -> int:
 
 
 def _best(facts: Facts, fitting: list[Estimate]) -> Estimate:
-    """By the mode: what is fast enough has the context decide, among equals the faster one with fewer cards."""
+    """Return the best estimate for the mode: of those that are fast enough the one with the longest context; of equals
+    the fastest, then the one with fewest GPUs."""
     jobs = {id(each): speed_of(costs_of(each)).job_s for each in fitting}
     least = min(facts.wanted, SMALLEST_CONTEXT)
     usable = [each for each in fitting if each.context >= least] or fitting
@@ -77,14 +78,17 @@ def _best(facts: Facts, fitting: list[Estimate]) -> Estimate:
 
 
 def base_options(facts: Facts) -> list[Option]:
-    """One for each layout, all else as predicted."""
+    """Return one option for each layout, with the predicted value of everything else."""
     return [_option(facts, layout, cards) for layout, cards in _placed(facts)]
 
 
 def around(facts: Facts, best: Estimate) -> Iterator[Option]:
-    """The best and its neighbours for measuring: each layout, tokens of a step, graphs, types of the cache; and other
-    blocks of the best. Sequences are no neighbour: one client's figures do not move. Those of several users are
-    measured apart, by jobs at once (tune/slots.py)."""
+    """Yield the options worth measuring: each layout with neighbouring tokens of a step, graph modes and KV cache
+    types, and other block sizes of the best.
+
+    The number of sequences is not varied, since it does not change the speed for one client. For several users it is
+    measured separately with concurrent requests (tune/figures/slots.py).
+    """
     for base in (best.option, *(each for each in base_options(facts) if each.layout != best.option.layout)):
         for tokens in _tokens_around(facts, base):
             for mode in _modes_around(facts, base):
@@ -95,8 +99,11 @@ def around(facts: Facts, best: Estimate) -> Iterator[Option]:
 
 
 def _blocks_around(facts: Facts) -> tuple[int, ...]:
-    """Half and twice the engine's own, which all backends of plain attention take in sixteens; latent attention has the
-    sizes of its kernels, and linear attention raises them."""
+    """Return half and twice the engine's block size, if they are multiples of 16 and at most 128.
+
+    Only for plain attention, whose backends take all multiples of 16. Latent attention (MLA) has the sizes of its
+    kernels, and linear attention raises the size.
+    """
     own, attends = facts.chip.block_size, set(facts.shape.kinds) <= {"full", "sliding"}
     if facts.pins.block_size or not attends:
         return ()
@@ -114,7 +121,7 @@ def _modes_around(facts: Facts, base: Option) -> tuple[str, ...]:
     if facts.pins.graph_mode:
         return (base.graph_mode,)
     if not base.cards:
-        return (base.graph_mode, "NONE")  # compiled: three minutes of a first start
+        return (base.graph_mode, "NONE")  # NONE is compiled, which takes three minutes at a first start
     return tuple(dict.fromkeys((base.graph_mode, *_GRAPHS_AROUND)))
 
 
@@ -135,7 +142,7 @@ def _option(facts: Facts, layout: Layout, cards: tuple[Gpu, ...]) -> Option:
 
 
 def usual_tokens(facts: Facts, cards: tuple[Gpu, ...]) -> int:
-    """Of one step. A model that gives vectors reads a text in one."""
+    """Return the tokens of one step. An embedding model reads each text in one step."""
     if facts.settings.ubatch:
         return facts.settings.ubatch
     if facts.given.model.is_embedding_model:
@@ -151,7 +158,7 @@ def _is_large(card: Gpu, facts: Facts) -> bool:
 
 
 def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
-    """Raises ConfigError for a number of ranks that was asked for and cannot be."""
+    """Return candidate layouts with their GPUs. Raises ConfigError (10) for an impossible number of ranks."""
     pins, shape = facts.pins, facts.shape
     _check_asked(facts)
     if facts.settings.nodes > 1:
@@ -167,7 +174,7 @@ def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
 
 
 def _rooms(facts: Facts) -> dict[Gpu, float]:
-    """MiB of each card for layers and their cache."""
+    """Return the MiB on each GPU for layers and their cache."""
     batch = Batch(tokens=usual_tokens(facts, facts.cards), seqs=facts.settings.slots)
     passing = activation_mib(facts.shape, facts.dtype, batch)
     return {card: room_on(facts, card, len(facts.cards)) - passing for card in facts.cards}
@@ -176,7 +183,7 @@ def _rooms(facts: Facts) -> dict[Gpu, float]:
 def _with_shared_memory(
     facts: Facts, placed: list[tuple[Layout, tuple[Gpu, ...]]]
 ) -> list[tuple[Layout, tuple[Gpu, ...]]]:
-    """Raises ConfigError where /dev/shm holds none of them."""
+    """Return the layouts whose ranks fit into /dev/shm. Raises ConfigError (10) if none does."""
     found = [(layout, cards) for layout, cards in placed if has_shared_memory(facts, layout.local_ranks)]
     if placed and not found:
         _refuse_shared_memory(facts, min(layout.local_ranks for layout, _ in placed))
@@ -184,7 +191,8 @@ def _with_shared_memory(
 
 
 def _on_cpu(facts: Facts, layout: Layout) -> Layout:
-    """Raises ConfigError where its processes cannot exchange anything: the engine takes 20 s to find that out."""
+    """Return the layout for the CPU. Raises ConfigError (10) if /dev/shm is too small for vLLM's processes; vLLM itself
+    takes 20 s to find that out."""
     there, needed = facts.hardware.memory.shm_mib, shm_of_workers_mib(layout.ranks)
     if there is None or there >= needed:
         return layout
@@ -193,12 +201,13 @@ def _on_cpu(facts: Facts, layout: Layout) -> Layout:
 
 
 def _cards_of(layout: Layout, by_room: list[Gpu]) -> tuple[Gpu, ...]:
-    """Stages were made for the cards in this order."""
+    """Return the GPUs of a layout. Pipeline stages keep the order of `by_room`, for which their layers were
+    computed."""
     return tuple(by_room[: layout.ranks]) if layout.pipeline > 1 else choose_cards(by_room, layout.ranks)
 
 
 def has_shared_memory(facts: Facts, ranks: int) -> bool:
-    """For so many ranks of one host. What nobody looked at counts as enough."""
+    """True if /dev/shm suffices for so many ranks on one host, or if its size is unknown."""
     return facts.shm_mib is None or facts.shm_mib >= shm_needed_of_host_mib(ranks, facts.settings.nodes)
 
 
@@ -221,7 +230,8 @@ def _check_asked(facts: Facts) -> None:
 
 
 def _of_gpus(facts: Facts) -> list[str]:
-    """Of what was asked for: the engine's CPU build takes it in silence, and does nothing with it or fails."""
+    """Return the engine arguments of the user that need a GPU. vLLM's CPU build accepts them silently and then ignores
+    them or fails."""
     pins = facts.pins
     asked = {
         "--pipeline-parallel-size": (pins.pipeline or 1) > 1,
@@ -242,7 +252,7 @@ def _refuse_shared_memory(facts: Facts, ranks: int) -> None:
 
 
 def _refusal_of_bytes(facts: Facts) -> ConfigError | None:
-    """Where a cache of other bytes than were asked for would fit."""
+    """Return the error if only the cache size that the user set prevents a plan; else None."""
     pins = facts.pins
     free = replace(facts, pins=replace(pins, kv_bytes=None))
     fitting = [each for option in base_options(free) if (each := Estimate(facts=free, option=option)).fits]
@@ -256,7 +266,7 @@ def _refusal_of_bytes(facts: Facts) -> ConfigError | None:
 
 
 def _refusal(facts: Facts, found: list[Estimate]) -> ModelDoesNotFitError:
-    """Of the option that lacks least."""
+    """Return the error with figures of the option that lacks least memory."""
     nearest = min(found, key=lambda each: each.missing_mib)
     stage, option = nearest.tightest, nearest.option
     memory = stage.memory

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: one line a choice, with the numbers that it was computed from. Pure."""
+"""Reasons of a plan: one line for each choice, with the figures that it was computed from. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
 
 
 def _no_template(facts: Facts) -> Iterator[Choice]:
-    """vLLM finds that out with the first chat: it has no template of its own to fall back on."""
+    """Yield a refusal if the model has no chat template. vLLM would report it only at the first chat, and it has no
+    default template."""
     model, passed = facts.given.model, facts.pins.passed
     is_given = facts.settings.chat_template_file or any(word.startswith("--chat-template") for word in passed)
     if model.has_chat_template or model.is_embedding_model or is_given:
@@ -244,7 +245,7 @@ def memory(estimate: Estimate) -> Choice:
 
 
 def _reserve(estimate: Estimate) -> Iterator[Choice]:
-    """One line for all cards where they are alike."""
+    """Yield the reserve of each GPU; one line for all if they are alike."""
     settings, seen_mib = estimate.facts.settings, estimate.seen_beyond_mib
     source = settings.sources["reserve_mib"] if settings.is_set("reserve_mib") else "default"
     source = source if estimate.seen_mib is None else "measured"
@@ -324,7 +325,8 @@ def graphs(estimate: Estimate) -> Choice:
 
 
 def _speculation(facts: Facts) -> Iterator[Choice]:
-    """Of a plan that drafts nothing; one that does says so in its place."""
+    """Yield the choice "off" if speculative decoding is possible but not measured. A plan that speculates replaces
+    it."""
     offers = offers_of(facts)
     if offers:
         why = f"until it is measured: {', '.join(f'{offer.kind} ({offer.reason})' for offer in offers)}"

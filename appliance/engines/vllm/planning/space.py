@@ -1,5 +1,5 @@
-"""All plans of one start: the predicted one, its neighbours, and plans of an earlier start within the memory that is
-free now. Pure; computed when asked for."""
+"""Space of plans of one start: the predicted plan, its neighbours, and plans of an earlier start adapted to the memory
+that is free now. Pure; plans are computed on demand."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ from appliance.plan import (
 )
 from appliance.probe import Gpu
 
-FRAGMENTS_MIB = 64.0  # that is missing at least: a buffer may be refused though as much is free in pieces
+FRAGMENTS_MIB = 64.0  # least shortage assumed: fragmentation can refuse a buffer although enough memory is free
 
 
 class Space(doors.Space):
-    """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
+    """Space of vLLM's plans. Making it raises ConfigError (10) for a setting that the engine does not support; reading
+    a plan raises ModelDoesNotFitError (31) with figures if none fits."""
 
     def __init__(self, inputs: Inputs, limits: Limits = NO_LIMITS) -> None:
         self._facts: Facts = read_facts(inputs).with_limits(limits)
@@ -65,7 +66,8 @@ class Space(doors.Space):
 
     @property
     def predicted(self) -> Plan:
-        """With the kind of speculative decoding that was asked for, at the context that has room beside it."""
+        """Best plan, with the kind of speculative decoding that was asked for. The context length then leaves room for
+        the draft layers."""
         asked = self._facts.settings.speculation
         kind = next((offer.kind for offer in self.offers() if offer.kind == asked), None)
         if kind is None:
@@ -82,7 +84,7 @@ class Space(doors.Space):
         return self._facts.wanted
 
     def all(self) -> list[Plan]:
-        """The best first; others at its context, where they hold so much."""
+        """Return all plans, the best first. The others are also returned with the best one's context, if it fits."""
         found = {self.best.key: self.best}
         for option in around(replace(self._facts, seqs=self._best.option.seqs), self._best):
             estimate = Estimate(facts=self._facts, option=option)
@@ -101,7 +103,8 @@ class Space(doors.Space):
         return self._kept(narrowed) if narrowed.fits and narrowed.context == context else None
 
     def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
-        """With the bytes that the cache was then left with, so that nothing is profiled again."""
+        """Return the plan with the cache size of the earlier start in bytes, so that vLLM does not profile its memory
+        again."""
         option = self._option_of(measured)
         if isinstance(option, str):
             return option
@@ -126,7 +129,8 @@ class Space(doors.Space):
         return KNOB_EFFECTS
 
     def kv_tokens(self, plan: Plan) -> int | None:
-        """v1/core/kv_cache_utils.py `get_kv_cache_capacity`: as many contexts as all blocks carry, in tokens."""
+        """Return the cache capacity in tokens as vLLM computes it: the number of full contexts in all blocks, times the
+        context (v1/core/kv_cache_utils.py `get_kv_cache_capacity`)."""
         estimate = self._estimate_of(plan)
         if estimate is None or plan.context < 1:
             return None
@@ -159,8 +163,8 @@ class Space(doors.Space):
         return still_applied(plan, measured, self._estimate_of(plan))
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
-        """With no more context than the engine named, with no more of a card than it found free, else with less cache
-        by what was missing."""
+        """Return a smaller space: limited to the context that the engine named, or to the memory that it found free on
+        a GPU, else with the cache reduced by what was missing."""
         limits, where = self._facts.limits, shortage.device or ("each GPU" if plan.placement.shares else "the host")
         if shortage.is_whole and shortage.free_mib is not None:
             return self._with_less_free(plan, where, shortage.refused_mib, shortage.free_mib)
@@ -173,7 +177,8 @@ class Space(doors.Space):
         return Reduced(space=space, missing_mib=missing, where=where, taken_mib=self._asked_mib)
 
     def _with_less_free(self, plan: Plan, where: str, wanted: float, free: float) -> Reduced:
-        """A card that something took memory of since the probe. Of several hosts nobody says whose card it was."""
+        """Return a space for a GPU that lost free memory since the probe. In a group all GPUs are limited, since the
+        error does not name the host."""
         limits, shares = self._facts.limits, plan.placement.shares
         ids = [share.gpu.id for share in shares if share.device == where and launch_of(plan).nodes == 1]
         ids = ids or [share.gpu.id for share in shares]
@@ -188,7 +193,7 @@ class Space(doors.Space):
         return Reduced(space=space, missing_mib=wanted - free, where=where, taken_mib=wanted_mib)
 
     def _asked_mib(self, plan: Plan) -> float:
-        """What its context takes of a rank's cache: that is what the engine compares with what it has left."""
+        """Return the cache of one rank that the plan's context needs, MiB: vLLM compares this with the memory left."""
         estimate = self._estimate_of(plan)
         return _cache_mib(plan) if estimate is None else estimate.kv.bytes_for(plan.context) / MIB
 
@@ -206,7 +211,7 @@ class Space(doors.Space):
         return Estimate(facts=replace(self._facts, wanted=max(1, plan.context)), option=option)
 
     def _option_of(self, plan: Plan) -> Option | str:
-        """As it was, on the cards that are there; or which of them are not, in words."""
+        """Return the option of a plan on the present GPUs, or a sentence if one of its GPUs is missing."""
         launch = launch_of(plan)
         cards = _same_cards(plan, self._facts.all_cards)
         if cards is None:
@@ -230,7 +235,8 @@ class Space(doors.Space):
 
 
 def _chosen(facts: Facts) -> Estimate:
-    """What was seen in service stops no start: where nothing fits beside it, it is left out and said."""
+    """Return the best estimate. If nothing fits with the memory seen in service, choose without it and report that:
+    observations must never prevent a start."""
     try:
         return choose(facts)
     except ModelDoesNotFitError:
@@ -240,7 +246,8 @@ def _chosen(facts: Facts) -> Estimate:
 
 
 def _same_cards(plan: Plan, cards: tuple[Gpu, ...]) -> tuple[Gpu, ...] | None:
-    """By id; a profile of another machine of the same kind finds its cards by name and order."""
+    """Return the plan's GPUs among `cards`, by id, else by name in the same order (for a profile of a like machine).
+    None if one is missing."""
     left, found = list(cards), []
     for share in plan.placement.shares:
         same = [card for card in left if device_id(card) == share.gpu.id]
@@ -253,7 +260,8 @@ def _same_cards(plan: Plan, cards: tuple[Gpu, ...]) -> tuple[Gpu, ...] | None:
 
 
 def _kv_bytes(measured: Plan, allocated: Allocated | None) -> int | None:
-    """Of one rank. On the CPU the plan decides anew: its bytes were never profiled."""
+    """Return the cache bytes of one rank in the earlier start, or None if unknown. None on the CPU, where the plan
+    computes them again since vLLM does not profile."""
     ranks = len(measured.placement.shares)
     if not ranks:
         return None
@@ -263,7 +271,7 @@ def _kv_bytes(measured: Plan, allocated: Allocated | None) -> int | None:
 
 
 def _cache_mib(plan: Plan) -> float:
-    """Of the rank with most of it."""
+    """Return the KV cache of the rank that has most, MiB."""
     shares = plan.placement.shares
     return max(share.memory.kv for share in shares) if shares else plan.memory.kv / launch_of(plan).local_ranks
 

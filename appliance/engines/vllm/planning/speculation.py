@@ -9,11 +9,12 @@ from appliance.engines.vllm.planning.inputs import Facts
 from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.plan import NOTHING, Choice, GpuAllocation, Kind, Offer, Plan, Speculation, with_choice, with_launch
 
-UNMEASURED = 3  # tokens to draft where one kind was asked for: what people publish
+UNMEASURED = 3  # draft tokens if a kind was asked for and nothing was measured: the number in published examples
 
 
 def offers_of(facts: Facts) -> tuple[Offer, ...]:
-    """The likeliest first. Raises ConfigError (10) for one that was asked for and cannot be done."""
+    """Return the kinds of speculative decoding that are possible, the most promising first. Raises ConfigError (10) if
+    the user asked for one that is not possible."""
     settings, shape = facts.settings, facts.shape
     if settings.speculation == "off" or facts.given.model.is_embedding_model:
         return ()
@@ -25,7 +26,9 @@ def offers_of(facts: Facts) -> tuple[Offer, ...]:
     asked = settings.speculation
     if asked in ("mtp", "draft") and asked not in {offer.kind for offer in found}:
         why = (
-            "the model's files hold no draft layers" if asked == "mtp" else "no draft model of safetensors is taken yet"
+            "the model's files hold no draft layers"
+            if asked == "mtp"
+            else "draft models in safetensors are not supported yet"
         )
         message = f"speculative decoding cannot be done as asked: {asked} ({settings.sources['speculation']}): {why}"
         raise ConfigError(message, hint=f"use one of {', '.join(offer.kind for offer in found)}, auto or off")
@@ -33,12 +36,14 @@ def offers_of(facts: Facts) -> tuple[Offer, ...]:
 
 
 def speculation_of(kind: Kind, tokens: int) -> Speculation:
-    """What it adds on each rank is in the plan's own sums: the draft layers' weights and cache."""
+    """Return a speculation that adds nothing: weights and cache of the draft layers are already in the plan's
+    memory."""
     return Speculation(kind=kind, tokens=tokens, adds=NOTHING)
 
 
 def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimate: Estimate | None) -> Plan:
-    """Raises ModelDoesNotFitError (31) where there is no room for the context of the plan."""
+    """Return the plan with this speculative decoding. Raises ModelDoesNotFitError (31) if its context no longer
+    fits."""
     if estimate is None:
         message = f"model does not fit with {speculation.describe()}: its GPUs are not there"
         raise ModelDoesNotFitError(message, hint="use --speculation off")
@@ -74,7 +79,8 @@ def _with_drafts(share: GpuAllocation, found: Estimate, rank: int) -> GpuAllocat
 
 
 def still_applied(plan: Plan, measured: Plan, estimate: Estimate | None) -> Plan:
-    """As a plan that was measured, where there still is room."""
+    """Return the plan with the speculative decoding of `measured`; unchanged if it does not fit or `measured` has
+    another context length or none."""
     if measured.speculation is None or measured.context != plan.context:
         return plan
     choice = next((each for each in measured.choices if each.name == "speculation"), None)

@@ -1,4 +1,4 @@
-"""What an option is predicted to cost, from bandwidths and arithmetic: for comparing options, no promise. Pure."""
+"""Predicted time of an option, from bandwidths and arithmetic. It serves to compare options. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def costs_of(estimate: Estimate) -> Costs:
 
 
 def speed_of(costs: Costs) -> Speed:
-    """Of the chat job."""
+    """Return the predicted speed for the chat job."""
     depth = CHAT_TOKENS_IN + CHAT_TOKENS_OUT / 2
     decode_ms, prefill_ms = costs.decode_ms(depth), costs.prefill_ms(CHAT_TOKENS_IN, CHAT_TOKENS_IN / 2)
     speed = Speed(
@@ -33,7 +33,7 @@ def speed_of(costs: Costs) -> Speed:
 
 
 def bytes_a_token(shape: Shape, dtype: str) -> float:
-    """Of weights, that one token reads."""
+    """Return the bytes of weights that are read for one token."""
     used = shape.experts_used / shape.experts if shape.experts else 1.0
     whole = shape.weights_bytes(dtype)
     looked_up = 0 if shape.tied_bytes else shape.vocabulary * shape.width * dtype_bytes(dtype)
@@ -41,7 +41,7 @@ def bytes_a_token(shape: Shape, dtype: str) -> float:
 
 
 def flops_a_token(shape: Shape, dtype: str) -> float:
-    """Two for each weight that a token is multiplied with."""
+    """Return the floating-point operations of one token: two for each weight used."""
     bits = shape.quantization.bits or (8 if shape.quantization.name else 8 * dtype_bytes(dtype))
     return 2 * bytes_a_token(shape, dtype) * 8 / bits
 
@@ -64,7 +64,7 @@ def _on_gpus(estimate: Estimate) -> Costs:
 
 
 def _gb_s_of_layers(option: Option) -> float:
-    """Each stage goes at the pace of its slowest card, for as long as it has layers."""
+    """Return the mean bandwidth over all layers, GB/s. Each stage runs at the speed of its slowest GPU."""
     layers = option.layout.layers or (1,)
     slowest = [min(map(_gb_s, option.cards_of(stage))) for stage in range(len(layers))]
     return sum(layers) / sum(count / gb_s for count, gb_s in zip(layers, slowest, strict=True))
@@ -88,7 +88,8 @@ def _exchange_ms(estimate: Estimate) -> float:
 
 
 def _sent_ms(estimate: Estimate) -> float:
-    """A token of a prompt: its hidden state crosses the links twice a layer."""
+    """Return the transfer time of one prompt token between ranks, ms: its hidden state crosses the links twice a
+    layer."""
     layout, shape = estimate.option.layout, estimate.facts.shape
     if layout.tensor == 1:
         return 0.0
@@ -99,7 +100,7 @@ def _sent_ms(estimate: Estimate) -> float:
 
 def _link_gb_s(cards: tuple[Gpu, ...]) -> float:
     if are_linked(cards):
-        return 40.0  # of one NVLink bridge of Turing and Ampere cards; servers have more
+        return 40.0  # one NVLink bridge between Turing or Ampere cards; servers have more
     return assumed.LINK_GB_S.value
 
 
@@ -108,7 +109,7 @@ def _gb_s(card: Gpu) -> float:
 
 
 def _depth_bytes(estimate: Estimate) -> float:
-    """Of the cache, that one more token in it adds to a step of one rank."""
+    """Return the bytes of cache that each token in the context adds to a step of one rank."""
     facts, layout = estimate.facts, estimate.option.layout
     request = KvRequest(
         shape=facts.shape,

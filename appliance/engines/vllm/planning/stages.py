@@ -1,7 +1,7 @@
-"""The pipeline stages of one configuration: cards, memory of a rank, layout of its cache. Pure.
+"""Pipeline stages of one configuration: GPUs, memory of a rank, layout of its KV cache. Pure.
 
-All workers are given one utilization, or one number of bytes, and have as many blocks as the one with fewest
-(v1/core/kv_cache_utils.py `get_kv_cache_configs`): a stage with fewer layers takes less for them.
+All workers get the same utilization or bytes, and as many blocks as the worker with fewest
+(v1/core/kv_cache_utils.py `get_kv_cache_configs`). A stage with fewer layers needs less memory for the same blocks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What the tuner varies. `cards` are in the order of ranks, empty for the CPU; `kv_bytes` of one rank, from an
-    earlier start."""
+    """One configuration, as the tuner varies it. `cards` are in the order of ranks and empty for the CPU. `kv_bytes` is
+    the cache of one rank in an earlier start, or None."""
 
     layout: Layout
     cards: tuple[Gpu, ...]
@@ -36,14 +36,14 @@ class Option:
     tokens: int
     seqs: int
     graph_mode: str
-    block_size: int | None  # None: the engine's own
+    block_size: int | None  # None: the engine's default
     drafted: int = 0
     has_draft_layers: bool = False
     kv_bytes: int | None = None
 
     @property
     def own_cards(self) -> tuple[Gpu, ...]:
-        """Of this host."""
+        """GPUs of this host."""
         return self.cards[: self.layout.local_ranks]
 
     @property
@@ -56,7 +56,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """`memory` and `kv` are of each of its ranks."""
+    """One pipeline stage. `memory` and `kv` are those of each of its ranks."""
 
     cards: tuple[Gpu, ...]
     memory: RankMemory
@@ -64,7 +64,7 @@ class Stage:
 
 
 def stages_of(facts: Facts, option: Option, sizes: tuple[int, ...]) -> tuple[Stage, ...]:
-    """`sizes` of CUDA graphs."""
+    """Return the stages of an option. `sizes` are the batch sizes of captured CUDA graphs."""
     return tuple(_stage(facts, option, sizes, at) for at in range(option.stages))
 
 
@@ -102,7 +102,7 @@ def _kv(facts: Facts, option: Option, at: int) -> KvLayout:
 
 
 def served_graph_sizes(facts: Facts, option: Option) -> tuple[int, ...]:
-    """Of CUDA graphs: the user's own, or those of decode steps."""
+    """Return the batch sizes of captured CUDA graphs: the user's, else those of decode steps. Empty without graphs."""
     if option.graph_mode in ("NONE", EAGER) or not option.cards:
         return ()
     return facts.pins.graph_sizes or graph_sizes(option.seqs, option.drafted)
@@ -115,6 +115,6 @@ def reserve_on(facts: Facts, card: Gpu, *, drafts: bool = False) -> Reserve:
 
 
 def room_on(facts: Facts, card: Gpu, ranks: int, *, drafts: bool = False) -> float:
-    """MiB that a rank's buffers may take of a card, its context and the reserve taken off."""
+    """Return the memory on a GPU for a rank's buffers, MiB: free memory minus CUDA context and reserve."""
     left = free_mib(card, facts.hardware) - context_mib(card, ranks)
     return min(left, facts.limits.free_of(device_id(card))) - reserve_on(facts, card, drafts=drafts).mib

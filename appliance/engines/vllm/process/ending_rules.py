@@ -1,5 +1,8 @@
-"""What lines of vLLM's log mean for an ending. A source is a file of the wheel of vLLM 0.33.0 (0.32.0 says the same),
-or of a library in it; tests/endings holds each line."""
+"""Rules that map lines of vLLM's log to errors and hints.
+
+Each source is a file in the wheel of vLLM 0.33.0, or of a library it contains; 0.32.0 prints the same lines.
+tests/endings has an example line for each rule.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ _GROUP = (
     f"{LAST_LINES}"
 )
 
-# One meaning in many wordings: something of how weights are computed is refused, for what the chip is.
+# One meaning in many wordings: this GPU does not support the way in which the model's weights are computed. A line has
+# to match all three patterns.
 _COMPUTED = (
     r"(?i)quanti[sz]|\bint[48]\b|\b(?:nv|mx|b)?fp[468]|\bw\d+a\d+|\bawq\b|\bgptq\b|\bmarlin\b|_mm(?:_|\b)|\bmm\b|\bMoE\b"
     r"|\bkernels?\b|linear layer"
@@ -52,20 +56,20 @@ _CHIP = (
     r"|\bplatform\b|deployment configuration|linear layer"
 )
 
-# A line is tried from the top: what stands further down is wider.
+# Rules are tried from the top, so the more specific rules come first.
 RULES: tuple[Rule, ...] = (
     *LINKER_RULES,
     rule(
         "code of the model needs packages",
         ModelUnreadableError,
-        "the code in the model's folder needs packages that the image has not: use another upload of it",
+        "the code in the model's folder needs packages that the image lacks: use another upload of the model",
         r"This modeling file requires the following packages",
         source="transformers dynamic_module_utils.py check_imports",
     ),
     rule(
         "package missing",
         EngineLibraryError,
-        "the model or a setting needs a package that this image has not: use another model, quantization or setting",
+        "the model or a setting needs a package that this image lacks: use another model, quantization or setting",
         (
             r"^(?:ImportError|ModuleNotFoundError): ",
             r"pip install|[Pp]lease install|(?:is|are) required|to be installed",
@@ -297,7 +301,7 @@ RULES: tuple[Rule, ...] = (
         source="transformers dynamic_module_utils.py, as config/model.py passes it on",
     ),
     rule(
-        "compiled file missing",  # above the model's: of it no file lies there, whatever the ending of its name
+        "compiled file missing",  # before "model missing or damaged": a file in the cache never belongs to the model
         EngineNotReadyError,
         "what was compiled before is not whole: remove that folder from the volume, and the next start makes it anew",
         r"No such file or directory: .*/cache/[^/']+/(?:vllm|inductor|triton|flashinfer|deep_gemm|xdg|cuda)/",
@@ -326,7 +330,8 @@ RULES: tuple[Rule, ...] = (
         "made for another engine",
         ModelUnreadableError,
         _OTHER_LAYOUT,
-        # A tensor's name, which the model has no parameter for: model_executor/models load_weights, params_dict[name].
+        # The name of a tensor for which the model has no parameter: model_executor/models load_weights,
+        # params_dict[name].
         r"^KeyError: ['\"](?=.*(?:\d|weight|bias|scale|proj|embed|norm|expert|lm_head|zeros))[\w-]+(?:\.[\w-]+)+['\"]$",
         r"There is no module or parameter named|Following weights were not initialized from checkpoint",
         r"Attempted to load (?:nested )?weight|was skipped because it is tied to|\bassert .*loaded_weight\b",
@@ -341,7 +346,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "socket in use",
         EngineNotReadyError,
-        "its socket is taken, which is an error of the appliance: please report it with the lines above",
+        "the engine's socket is already in use, which is a bug of the appliance: please report it with the lines above",
         r"(?i)\baddress already in use\b|The server socket has failed to (?:listen|bind)|EADDRINUSE",
         source="entrypoints/launchers (bind of the socket); torch TCPStore (socket.cpp)",
     ),
@@ -362,7 +367,7 @@ RULES: tuple[Rule, ...] = (
         source="CPython Lib/json/decoder.py, of a file of the model that nobody names",
         is_vague=True,
     ),
-    # What NCCL says of one process often follows from another one's end.
+    # The rules for NCCL are vague, since an error of one process often follows from another process's end.
     rule(
         "CUDA failed under NCCL",
         GpuUnusableError,

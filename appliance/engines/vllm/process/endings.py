@@ -1,8 +1,8 @@
-"""How vLLM ended, as one of the errors of DESIGN.md section 6.
+"""The end of a vLLM process as one of the errors of DESIGN.md section 6.
 
-An exit code tells nothing: EngineCore or a worker may be killed, and the API server ends with 0. What decides, and in
-which order, is in engines/endings.py; what a line means in ending_rules.py. Of several processes the lines of the
-deepest one come first. The last line never decides.
+The exit code says nothing: if EngineCore or a worker is killed, the API server still ends with 0. The order of
+decisions is in engines/endings.py, the meaning of lines in ending_rules.py. If several processes logged a cause, the
+deepest process counts: worker, then EngineCore, then API server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from appliance.errors import (
 )
 from appliance.plan import Shortage
 
-# None: what tells that it ended came before its exit code, seen in two kills of three on one machine.
+# The exit code None: vLLM noticed the end before the exit code was known. Seen in two of three kills on one machine.
 _KILLED = re.compile(r"died unexpectedly \(exit code: (?:-9|None)\)|Failed core proc\(s\): \{[^}]*: -9\b")
 _BY_SIGNAL = re.compile(r"died unexpectedly \(exit code: -(\d+)\)|Failed core proc\(s\): \{[^}]*: -(\d+)\b")
 _NO_DEVICE = "no device"
@@ -57,12 +57,12 @@ _MIB = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 1024.0}
 
 
 def as_error(ending: Ending, *, served: bool = False) -> FatalError:
-    """Which error an ending is; `served` when the engine had been ready before, if not this time.
+    """Return the error for an ending. `served` is True if the engine had been ready in an earlier start.
 
-    Once it has served, any end is 45, also with exit code 0, with the first cause.
+    Once the engine has served, every ending is 45 with its first cause, even with exit code 0.
     """
     message = f"engine vllm {ending.describe()}"
-    found = None if ending.stalled else _judge(ending)  # whatever it said, the stall timer ended it
+    found = None if ending.stalled else _judge(ending)  # if the stall timer ended the engine, its log does not count
     kind, hint, line = found or (EngineNotReadyError, _unknown(ending), None)
     if line is not None and line != ending.first_error:
         message += f"; the cause is {line}"
@@ -84,7 +84,8 @@ def as_error(ending: Ending, *, served: bool = False) -> FatalError:
 
 
 def cause_of(ending: Ending) -> tuple[Rule, str] | None:
-    """The rule that understands a line, and that line; the deepest process's first one. None for an unknown ending."""
+    """Return the rule that decides and the log line that it matched, from the deepest process. None if no rule
+    matches."""
     causes = [each for each in _causes(ending) if not _is_of_a_request(ending, each)]
     for vague in (False, True):
         for each in causes:
@@ -95,7 +96,8 @@ def cause_of(ending: Ending) -> tuple[Rule, str] | None:
 
 
 def _why_no_device(ending: Ending) -> tuple[Rule, str] | None:
-    """What torch warned of as it found no GPU: only then is its warning the cause of an end."""
+    """Return the rule and line of torch's warning on why it found no GPU. The warning is a cause only if the engine
+    ended for lack of a GPU."""
     for line in ending.log:
         if warned := _NO_DEVICE_SINCE.search(line):
             found = meaning(warned[1], RULES)
@@ -105,13 +107,13 @@ def _why_no_device(ending: Ending) -> tuple[Rule, str] | None:
 
 
 def _is_of_a_request(ending: Ending, statement: Statement) -> bool:
-    """True for what the API server says once it serves: it logs what clients send, and has no GPU of its own."""
+    """True for lines of the API server once it serves: they may contain what clients send, and it uses no GPU."""
     return ending.was_ready and statement.process == "APIServer"
 
 
 def shortage_of(error: FatalError, lines: Iterable[str]) -> Shortage | None:
-    """What an engine lacked that ran out of memory as it loaded. None for any other ending, and where its log tells no
-    size. `lines` are its whole log."""
+    """Return the memory that was missing when the engine ran out while loading. None for any other error, or if the log
+    contains no size. `lines` are the whole log."""
     if not isinstance(error, MEMORY):
         return None
     log = (*error.log, *lines)
@@ -120,7 +122,7 @@ def shortage_of(error: FatalError, lines: Iterable[str]) -> Shortage | None:
 
 
 def _lack(line: str) -> Shortage | None:
-    """What a line says of sizes; the free ones as it says them."""
+    """Return the sizes in a log line about missing memory, or None. Free memory is taken as printed."""
     if found := _KV_NEEDED.search(line):
         longest = _LONGEST.search(line)
         return Shortage(
@@ -141,7 +143,7 @@ def _lack(line: str) -> Shortage | None:
 
 
 def _judge(ending: Ending) -> Judged | None:
-    """None for what is not understood."""
+    """Return class, hint and deciding line of an ending, or None if nothing explains it."""
     if ending.signal in DECISIVE:
         return judge_signal(ending)
     number, by_signal = _signal_of_a_part(ending.log)
@@ -157,7 +159,8 @@ def _judge(ending: Ending) -> Judged | None:
 
 
 def _signal_of_a_part(log: Sequence[str]) -> tuple[int | None, str | None]:
-    """The signal that ended one of its processes, and the line that says so."""
+    """Return the signal that ended one of the engine's processes and the line that reports it; None for both if
+    none."""
     for line in log:
         if found := _BY_SIGNAL.search(line):
             return int(found[1] or found[2]), line
@@ -165,7 +168,8 @@ def _signal_of_a_part(log: Sequence[str]) -> tuple[int | None, str | None]:
 
 
 def _line_of_a_kill(log: Sequence[str]) -> str | None:
-    """What says that one of its processes was killed: only the kernel's count tells by whom."""
+    """Return the line that reports a killed process, or None. Only the kernel's count of out-of-memory kills tells who
+    killed it."""
     return next((line for line in log if _KILLED.search(line) or "engine core exited unexpectedly" in line), None)
 
 
@@ -175,16 +179,17 @@ def _unknown(ending: Ending) -> str:
 
 
 def _is_raised(line: str) -> bool:
-    """Whether a process behind the API server ended by itself, and said of what."""
+    """True if a process behind the API server logged a cause of its own end."""
     found = parse_line(line)
     return found.depth > 0 and found.is_cause and not _LOST.match(found.text)
 
 
 def _causes(ending: Ending) -> Iterator[Statement]:
-    """What may be the cause: the deepest process first, then in their order. The first may have left the log."""
+    """Yield statements that may be the cause: the deepest process first, then in the order of the log. `first_error` is
+    put in front if the log, which keeps only the last lines, has lost it."""
     gone = ending.first_error is not None and ending.first_error not in ending.log
     log = (ending.first_error or "", *ending.log) if gone else ending.log
-    # What single requests failed of before is no cause of this end.
+    # Errors before `first_error` belong to single requests that failed earlier.
     begin = log.index(ending.first_error) if ending.was_ready and ending.first_error in log else 0
     found = [each for each in statements(log)[begin:] if each.is_cause]
     yield from sorted(found, key=lambda each: -each.depth)

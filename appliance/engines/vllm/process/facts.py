@@ -1,6 +1,6 @@
-"""EngineFacts of vLLM: its own Python is asked once, while an image is built.
+"""EngineFacts of vLLM, read once by vLLM's own Python while an image is built.
 
-Asking imports the whole engine (10 s of CPU time), and so does `vllm serve --help`: nothing of it is done at a start.
+Reading them imports the whole engine (10 s of CPU time), as `vllm serve --help` does. So a start never does it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from appliance.run import RunTimeout, run
 from appliance.settings import process_environment
 
 BINARY = "vllm"
-PYTHON = "python"  # beside it: Python with vLLM's packages and none of ours
+PYTHON = "python"  # in the same folder; it has vLLM's packages and none of ours
 INTROSPECT = Path(__file__).with_name("introspect.py")
 TIMEOUT_S = 600.0  # 10 s of CPU time with byte code; a cold disk and a busy machine take minutes
 
 
 def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
-    """`binary` is bin/vllm. Raises EngineLibraryError (44) when vLLM cannot be imported, EngineArgumentsError (40) when
-    its answer is not understood."""
+    """Return the facts while an image is built. `binary` is bin/vllm. Raises EngineLibraryError (44) if vLLM cannot be
+    imported, EngineArgumentsError (40) if its answer cannot be read."""
     if kv_pairs:
         message = f"this engine has no pairs of KV types: {kv_pairs}, given by --kv-pairs"
         raise EngineArgumentsError(message, hint="leave --kv-pairs out")
-    # There something stands in for the driver's library. On a user's machine this variable may name any folder.
+    # In a build, LD_LIBRARY_PATH names a stub of the driver's library. On a user's machine the variable is not read,
+    # since it may name any folder.
     return query_facts(binary, library_path=process_environment().get("LD_LIBRARY_PATH"))
 
 
 def query_facts(binary: Path, *, library_path: str | None = None) -> EngineFacts:
-    """Likewise. `library_path` is where it looks for libraries beyond the loader's own places."""
+    """Return the facts; raises the errors of `read_facts`. `library_path` are further folders for the dynamic
+    loader."""
     with tempfile.TemporaryDirectory(prefix="vllm-facts-") as folder:
         answer = Path(folder) / "facts.json"
         _ask(binary.with_name(PYTHON), answer, library_path)
@@ -45,16 +47,16 @@ def _ask(python: Path, answer: Path, library_path: str | None) -> None:
     try:
         done = run(argv, timeout_s=TIMEOUT_S, environment=_environment(answer.parent, library_path))
     except (OSError, RunTimeout) as error:
-        message = f"vLLM's Python cannot be asked: {python}: {error}"
+        message = f"vLLM's Python cannot be run: {python}: {error}"
         raise EngineLibraryError(message, hint="the image is damaged; build it again") from error
     if done.returncode != 0 or not answer.is_file():
         said = done.stderr.strip()[-500:]
-        message = f"vLLM does not say what it can do: {python}: exit code {done.returncode}: {said}"
+        message = f"vLLM's abilities cannot be read: {python}: exit code {done.returncode}: {said}"
         raise EngineLibraryError(message, hint="a library is missing, or vLLM has moved what introspect.py reads")
 
 
 def _environment(folder: Path, library_path: str | None) -> Mapping[str, str]:
-    """Nothing that the engine writes on import stays: all its caches follow HOME or these."""
+    """Return variables that send everything vLLM writes on import into `folder`, which is removed afterwards."""
     caches = ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
     return {
         **({"LD_LIBRARY_PATH": library_path} if library_path else {}),
@@ -62,13 +64,14 @@ def _environment(folder: Path, library_path: str | None) -> Mapping[str, str]:
         **dict.fromkeys((*caches, "XDG_CONFIG_HOME"), str(folder)),
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONSAFEPATH": "1",  # else the folder of the script, this one, would be searched for modules
+        "PYTHONSAFEPATH": "1",  # else Python would import modules from this folder, where the script is
         "VLLM_NO_USAGE_STATS": "1",
     }
 
 
 def parse_facts(text: str) -> EngineFacts:
-    """What introspect.py writes. EngineArgumentsError (40) for anything else, and for an answer that names no flag."""
+    """Read the file that introspect.py writes. Raises EngineArgumentsError (40) if it cannot be read, or if a field of
+    `_NEVER_EMPTY` is empty."""
     try:
         facts = documents.read(EngineFacts, {**_UNASKED, **documents.load(text)})
     except ValueError as error:

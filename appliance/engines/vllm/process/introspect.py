@@ -1,9 +1,9 @@
-"""What vLLM says of itself, as JSON: run with vLLM's own Python while an image is built, never imported.
+"""Script that writes vLLM's abilities as JSON. vLLM's own Python runs it while an image is built; it is never imported.
 
     /opt/vllm/bin/python introspect.py OUT.json
 
-Its packages are not the appliance's, so nothing of ours is imported here. The answer goes to a file, since vLLM logs on
-standard output. A part that cannot be read without a GPU is null, never a guess.
+That Python lacks the appliance's packages, so this file imports none of them. The answer goes to a file, since vLLM
+logs on standard output. A value that cannot be read without a GPU is null.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, get_args
 
-# A backend is asked about each of NVIDIA's chips. Those of other makers say yes to all of them, so they are left out.
+# Chips that each attention backend is asked about. Backends of other makers answer yes to all, so FOREIGN are left out.
 SMS = ("75", "80", "86", "87", "89", "90", "100", "103", "110", "120", "121")
 FOREIGN = ("ROCM_", "XPU_")
 ON_CPU = ("CPU_", "AMX_")
-# Of its packages those that compute, compile or read a model.
+# vLLM's packages that compute, compile or read a model.
 LIBRARIES = ("torch", "triton", "flashinfer-python", "transformers", "tokenizers", "safetensors", "xgrammar")
 
 
@@ -39,24 +39,28 @@ def main(out: Path) -> None:
 
 
 def settle_platform() -> None:
-    """A build for CUDA is asked as one, of which no GPU is known: where it finds none it takes itself for a build of no
-    platform, which has no parser, and where it finds one some of its answers would be of that one."""
+    """Make a CUDA build behave as one with an unknown GPU.
+
+    Without a GPU vLLM would choose no platform, and then it has no parser. With a GPU some answers would hold only for
+    that GPU.
+    """
     if import_module("torch").version.cuda is None:
         return
     platforms = import_module("vllm.platforms")
     platforms.builtin_platform_plugins["cuda"] = lambda: "vllm.platforms.cuda.CudaPlatform"
-    # Else torch is asked, which ends with an error on any machine without a driver.
+    # Without this vLLM asks torch, which raises on a machine without a driver.
     type(platforms.current_platform).get_device_capability = classmethod(lambda *_, **__: None)
 
 
 def version_facts() -> dict[str, str]:
-    """As the build's own file says it; the commit is empty where that names none, as in a third party's wheel."""
+    """Return version and commit from vLLM's `_version`. The commit is empty if the wheel names none, as third-party
+    wheels do."""
     found = import_module("vllm._version")
     return {"version": str(found.__version__), "commit": str(found.__commit_id__ or "").removeprefix("g")}
 
 
 def serve_parser() -> Any:  # noqa: ANN401 - vLLM's own class
-    """The one that `vllm serve` parses with, made as its command line makes it."""
+    """Return the argument parser of `vllm serve`, made in the same way as vLLM's command line makes it."""
     parser_class = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     subparsers = parser_class(prog="vllm").add_subparsers(dest="subparser")
     (command,) = import_module("vllm.entrypoints.cli.serve").cmd_init()
@@ -64,7 +68,7 @@ def serve_parser() -> Any:  # noqa: ANN401 - vLLM's own class
 
 
 def parser_facts(parser: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Long flags, and the values of those that list them."""
+    """Return all flags, the allowed values of flags that list them, and the KV cache types."""
     actions = [action for action in parser._actions if action.option_strings]
     return {
         "flags": sorted({flag for action in actions for flag in action.option_strings}),
@@ -95,13 +99,14 @@ def lowest_sm(config_of: Any, name: str) -> str | None:  # noqa: ANN401
 
 
 def attention_members() -> list[Any]:
-    """In the order of vLLM's own list, without those that have no class here."""
+    """Return the attention backends in vLLM's order, without those of other makers or without a class in this build."""
     members = import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
     return [member for member in members if member.value and not member.name.startswith(FOREIGN)]
 
 
 def attention_backend(member: Any) -> dict[str, Any]:  # noqa: ANN401
-    """`sms`: the chips that it says it runs on; none for one of the CPU."""
+    """Return the abilities of one attention backend. `sms` are the chips that it says it supports; empty for backends
+    of the CPU. All values are None if the backend cannot be imported here."""
     capability = import_module("vllm.platforms.interface").DeviceCapability
     asked = () if member.name.startswith(ON_CPU) else SMS
     try:
@@ -117,7 +122,7 @@ def attention_backend(member: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def libraries() -> list[tuple[str, str]]:
-    """Python, and of `LIBRARIES` those that are installed."""
+    """Return name and version of Python and of the installed packages among LIBRARIES."""
     found = [("python", platform.python_version())]
     for name in LIBRARIES:
         with suppress(metadata.PackageNotFoundError):

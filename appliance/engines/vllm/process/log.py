@@ -1,7 +1,7 @@
-"""Lines of vLLM's log: which process wrote them, and which of them name the cause of an ending.
+"""Parser for lines of vLLM's log: the process that wrote a line, and whether the line may be the cause of an ending.
 
-A line is `(EngineCore pid=117) ERROR 11-22 23:01:07 [core.py:1586] text`, and each line of a traceback has that
-beginning too. What Python itself prints of an exception that nobody caught has none, or only the process (0.32).
+A line is `(EngineCore pid=117) ERROR 11-22 23:01:07 [core.py:1586] text`. Each line of a traceback has this prefix too.
+A traceback of an uncaught exception, which Python itself prints, has no prefix, or only the process (0.32).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _PROCESS = re.compile(r"^\(([A-Za-z]\w*)(?:-\d+)? pid=\d+\) ?")
 _MARK = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch/distributed/distributed_c10d.py puts it before a traceback
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# The name of an exception at the beginning of a line, as Python ends a traceback; what pydantic says below its own; a
-# usage error, by `main.py` in our images, whose launcher starts the module; a process that is gone; and what a linker,
-# the C library or the kernel's signal leaves.
+# In this order: the name of an exception at the beginning of a line, as at the end of a traceback; pydantic's detail
+# line; a usage error (`main.py` in our images, since the launcher starts the module); a process that is gone; messages
+# of the linker, the C++ and C libraries, and signals; NCCL.
 _CAUSE = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|OutOfResources|TooOldForTriton|CompilerFailed)(?:_\w+)?(?::|$)"
     r"|^  Value error, "
@@ -29,31 +29,31 @@ _CAUSE = re.compile(
     r"|^libgomp: |Watchdog caught collective operation timeout"
     r"|NCCL WARN .*(?:shared memory|No space left|Cuda failure)"
 )
-# What the engine goes on from in another way: said above the traceback of what it goes on from, with the same mark.
+# Words with which vLLM says that it continues after an error. They precede the traceback and have the same mark.
 _MENDED = re.compile(r"(?i)\bfall(?:ing|s)? ?back\b|\bfallback\b|\b(?:continuing|retrying|skipping|ignored|ignoring)\b")
 _MORE_LINES = 8
 _BARE = re.compile(r"^AssertionError:?$")
 _TUPLE = re.compile(r"^((?:\w+\.)*\w+: )(\(['\"].*\))$")
-# What follows from a failure and never is one: each names another process, or the end that we asked for.
+# Consequences of a failure, never its cause: each reports another process's failure, or the end that we asked for.
 _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError"
     r"|EngineCore encountered an issue|^(?:\w+\.)*CancelledError|^RuntimeError: cancelled$"
     r"|Frontend process failed during engine core initialization"
 )
-# With the source that says so: what clients send stands in the log, too, and must end nothing. Each line of it has a
-# mark of its own, so that none can begin like these.
+# The pattern includes process and source file: the log also contains text from clients, which must not end the engine.
+# Every line of such a text gets a prefix of its own, so it cannot begin like these.
 _GONE = re.compile(
     r"\(APIServer[^)]*\) WARNING \S+ \S+ \[core_client\.py:\d+\] \[shutdown\] MPClient: engine core exited "
     r"unexpectedly"
     r"|\(EngineCore[^)]*\) ERROR \S+ \S+ \[multiproc_executor\.py:\d+\] Worker proc \S+ died unexpectedly"
 )
-_DEPTHS = (("Worker", 2), ("EngineCore", 1))  # what a process's name has in it: VllmWorker-0, Worker_TP1, EngineCore
+_DEPTHS = (("Worker", 2), ("EngineCore", 1))  # by a part of the process's name: VllmWorker-0, Worker_TP1, EngineCore
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """`process`, `level` and `mark` are empty where the line does not tell. `mark` is the same for all lines of one
-    message: time and place in the source."""
+    """One parsed line. `process`, `level` and `mark` are empty if the line lacks them. `mark` is level, time and place
+    in the source; all lines of one message share it."""
 
     process: str
     level: str
@@ -62,12 +62,12 @@ class LogLine:
 
     @property
     def depth(self) -> int:
-        """A worker fails first, then EngineCore for it, then the API server for that one."""
+        """Depth of the process: 2 for workers, 1 for EngineCore, 0 for the API server. A failure travels upwards."""
         return next((depth for name, depth in _DEPTHS if name in self.process), 0)
 
     @property
     def is_cause(self) -> bool:
-        """Whether it may be why the engine ended. A line marked as information or warning never is."""
+        """True if this line may be why the engine ended. Lines of level DEBUG, INFO and WARNING never are."""
         if self.level not in ("", "ERROR", "CRITICAL"):
             return False
         return _CAUSE.search(self.text) is not None and _CONSEQUENCE.search(self.text) is None
@@ -89,8 +89,8 @@ def parse_line(line: str) -> LogLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """A line with what belongs to it. `text` is its meaning in one line: strings that Python printed as a tuple are
-    joined, and a bare AssertionError has what was asserted. `more` are the lines below it, up to the next cause."""
+    """One log line together with lines that belong to it. In `text`, strings that Python printed as a tuple are joined,
+    and a bare AssertionError gets the asserted expression. `more` are the lines below it, up to the next cause."""
 
     line: str
     process: str
@@ -101,9 +101,9 @@ class Statement:
 
 
 def statements(lines: Sequence[str]) -> list[Statement]:
-    """One for each line. What the engine says to have mended is no cause."""
+    """Return one statement for each line. Errors after which the engine says that it continues are not causes."""
     parsed = [parse_line(line) for line in lines]
-    mended: dict[str, tuple[str, bool]] = {}  # of each process: the mark of its last message, and whether it was mended
+    mended: dict[str, tuple[str, bool]] = {}  # by process: last mark; True if the engine continued
     found = []
     for number, (line, each) in enumerate(zip(lines, parsed, strict=True)):
         mark, was_mended = mended.get(each.process, ("", False)) if each.mark else ("", False)
@@ -147,27 +147,28 @@ def _whole(parsed: Sequence[LogLine], number: int) -> str:
 
 
 def is_error(line: str) -> bool:
-    """Whether it may be the cause of an ending: the first one that is kept is nearly always the deepest process's."""
+    """True if the line may be the cause of an ending. The supervisor keeps the first such line, which nearly always
+    comes from the deepest process."""
     return parse_line(line).is_cause
 
 
-# What it warns of and is as it should be, each with its reason.
+# Warnings about things that are as intended, each with the reason.
 _AS_IT_SHOULD = re.compile(
-    # On every start, whatever the limit is: what follows in it is no error of anything.
+    # Printed on every start, whatever the limit of open files is.
     r"Found ulimit of \d+ and failed to automatically increase"
-    # While it compiles or quantises: minutes of silence are said so every minute.
+    # Printed every minute while it compiles or quantises.
     r"|No available shared memory broadcast block found"
-    # Of the CPU build, on every start: what our own flags ask for, and what it does without Triton.
+    # Printed by the CPU build on every start: effects of our own flags and of the missing Triton.
     r"|Enforce eager set, disabling torch\.compile|Inductor compilation was disabled by user settings"
     r"|Triton is not installed\. triton-cpu is expected|Reset SSM cache type to float32"
     r"|Model Runner V2 requires Triton|libiomp is not found in LD_PRELOAD"
-    # A client that left; and ours, when it is asked to end.
+    # A client disconnected, or the supervisor asked the engine to end.
     r"|\[shutdown\] "
 )
 
 
 def is_worth_showing(line: str) -> bool:
-    """Warnings and causes; tracebacks are kept for a crash alone."""
+    """True for warnings and possible causes. Tracebacks are not shown; the supervisor keeps them for a crash."""
     found = parse_line(line)
     if found.level == "WARNING":
         return _AS_IT_SHOULD.search(found.text) is None
@@ -175,10 +176,12 @@ def is_worth_showing(line: str) -> bool:
 
 
 def is_waiting(line: str) -> bool:
-    """What it says every minute while one of its processes waits for another: no sign of work, and none of a stall."""
+    """True for the line that vLLM prints every minute while one process waits for another. It is no sign of work, so it
+    does not reset the stall timer."""
     return "No available shared memory broadcast block found" in line
 
 
 def is_fatal(line: str) -> bool:
-    """Whether one of its processes is gone: it answers nothing more, and takes up to six seconds to end."""
+    """True if the line reports that one of the engine's processes is gone. The engine then answers no request, but
+    takes up to six seconds to end."""
     return _GONE.match(_COLOUR.sub("", line)) is not None

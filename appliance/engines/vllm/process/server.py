@@ -1,4 +1,4 @@
-"""vLLM's server: Plan -> Command. Every flag and variable of it is written here and nowhere else."""
+"""Command line and environment of vLLM's server, from a plan. All its flags and variables are written here only."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import GpuAllocation, Plan
 
-DRAIN_S = 0  # of the engine: the gateway ends streams before it sends SIGTERM, and an engine that waits hangs
-QUEUED_AT_LEAST = 64  # beyond the gateway's own limit: a safety net, answered with 503
-# Of n-grams: vLLM's own example, docs/features/spec_decode.md.
+DRAIN_S = 0  # no waiting in vLLM: the gateway ends streams before SIGTERM, and a vLLM that waits was seen to hang
+QUEUED_AT_LEAST = 64  # larger than the gateway's own limit, so only a safety net; vLLM answers 503 beyond it
+# Values for n-grams from vLLM's own example, docs/features/spec_decode.md.
 _NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
 class _Flags:
-    """Collects an argument list of flags that this engine has; one that it lacks is refused before it is started, which
-    takes the engine itself eleven seconds."""
+    """Argument list in the making. A flag that this engine lacks is refused here; vLLM itself takes eleven seconds to
+    refuse it."""
 
     def __init__(self, facts: EngineFacts) -> None:
         self._known = frozenset(facts.flags)
@@ -32,28 +32,31 @@ class _Flags:
         self.argv: list[str] = []
 
     def need(self, flag: str, *values: str | int | float) -> None:
+        """Add a flag. Raises EngineArgumentsError (40) if the engine facts do not list it."""
         if self._known and flag not in self._known:
             message = f"engine has no flag {flag}: {BINARY} {self._version}, by the engine facts of this image"
             raise EngineArgumentsError(
-                message, hint="this image's engine and appliance do not belong together; rebuild it"
+                message, hint="the appliance does not match this image's engine; rebuild the image"
             )
         self.argv += [flag, *map(str, values)]
 
     def switch(self, name: str, *, is_on: bool) -> None:
-        """`--disable-x` since 0.33, `--no-enable-x` before."""
+        """Add a flag that turns `name` on or off. Off is `--disable-x` since 0.33, `--no-enable-x` before."""
         off = f"--disable-{name}" if f"--disable-{name}" in self._known else f"--no-enable-{name}"
         self.need(f"--enable-{name}" if is_on else off)
 
     def use(self, flag: str, *values: str | int | float) -> None:
-        """For what is good to have: left out where the engine does not know it, or nobody asked it."""
+        """Add an optional flag: it is left out if the engine facts do not list it or are empty."""
         if flag in self._known:
             self.need(flag, *values)
 
 
 def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | None = None) -> tuple[str, ...]:
-    """The engine's whole argument list, explicit in everything that a plan decides: plain integers, one way to say a
-    thing, JSON with sorted keys. That of a follower is the leader's, but for its rank and `--headless`: it opens no
-    socket."""
+    """Return the whole argument list. Everything that a plan decides is explicit: plain integers, JSON with sorted
+    keys.
+
+    A follower gets the leader's list with its own rank and with `--headless`, which opens no socket.
+    """
     flags, launch = _Flags(facts), launch_of(plan)
     flags.need("--uds", str(socket_path))
     flags.need("--served-model-name", plan.alias)
@@ -90,7 +93,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | No
 def _add_kv(flags: _Flags, plan: Plan) -> None:
     launch = launch_of(plan)
     kv_type = ENGINE_TYPES.get(plan.kv_type, plan.kv_type)
-    if kv_type != launch.dtype or launch.names_kv_type:  # else the engine's own "auto", which is the same
+    if kv_type != launch.dtype or launch.names_kv_type:  # else vLLM's default "auto" means the same type
         flags.need("--kv-cache-dtype", kv_type)
     if launch.asked_block_size is not None:
         flags.need("--block-size", launch.asked_block_size)
@@ -119,7 +122,7 @@ def _add_layout(flags: _Flags, plan: Plan) -> None:
 
 
 def _add_node(flags: _Flags, node: Node) -> None:
-    """vLLM's own form for several hosts; it needs no Ray."""
+    """Add vLLM's native flags for several hosts, which need no Ray."""
     flags.need("--nnodes", node.nodes)
     flags.need("--node-rank", node.rank)
     flags.need("--master-addr", node.leader)
@@ -129,19 +132,20 @@ def _add_node(flags: _Flags, node: Node) -> None:
 
 
 def _add_serving(flags: _Flags, seqs: int) -> None:
-    # Else sampling defaults of the model's folder stand in for what a client leaves out, and move the compile key.
+    # Without this, sampling defaults from the model's folder would apply to clients' requests and change the compile
+    # key.
     flags.need("--generation-config", "vllm")
     flags.need("--shutdown-timeout", DRAIN_S)
     flags.use("--max-num-queued-reqs", max(QUEUED_AT_LEAST, 16 * seqs))
     flags.need("--disable-uvicorn-access-log")
     flags.need("--disable-fastapi-docs")
-    # What was cached of a prompt, and the engine's own clock: measuring needs no other.
+    # Number of cached prompt tokens and the engine's own times: the measurements are made from them.
     flags.use("--enable-prompt-tokens-details")
     flags.use("--enable-per-request-metrics")
 
 
 def compilation_config(plan: Plan) -> str:
-    """JSON: the mode of CUDA graphs, and batches that they are captured for."""
+    """Return JSON with the mode of CUDA graphs and the batch sizes that they are captured for."""
     launch = launch_of(plan)
     config: dict[str, object] = {"cudagraph_mode": launch.graph_mode}
     if launch.graph_sizes:
@@ -150,7 +154,7 @@ def compilation_config(plan: Plan) -> str:
 
 
 def speculative_config(plan: Plan) -> str:
-    """JSON. Raises ValueError for a plan that does not speculate."""
+    """Return JSON for `--speculative-config`. Raises ValueError if the plan has no speculative decoding."""
     speculation = plan.speculation
     if speculation is None:
         message = "the plan does not speculate"
@@ -166,7 +170,7 @@ def _json(value: object) -> str:
 def command(
     plan: Plan, install: Install, socket_path: Path, *, is_ready: Readiness, is_error: Callable[[str], bool]
 ) -> Command:
-    """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
+    """Return what the supervisor starts. The child gets a small environment of its own and inherits no variable."""
     return Command(
         argv=(str(install.engine_dir / "bin" / BINARY), *arguments(plan, install.facts, socket_path, install.node)),
         environment=environment(plan, install, scratch_of(socket_path)),
@@ -179,12 +183,13 @@ def command(
 
 
 def scratch_of(socket_path: Path) -> Path:
-    """For the sockets between its processes, beside its own: their paths have to be short."""
+    """Return the folder for sockets between vLLM's processes. It is next to the API socket, since paths must be
+    short."""
     return socket_path.with_suffix(".ipc")
 
 
 def environment(plan: Plan, install: Install, scratch: Path) -> dict[str, str]:
-    """What the user set for the engine comes last, but for what the plan decides."""
+    """Return the variables of the engine. The user's own VLLM variables in the plan come last and override."""
     launch, cache = launch_of(plan), install.cache_dir
     found = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -195,7 +200,7 @@ def environment(plan: Plan, install: Install, scratch: Path) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
         "XDG_CACHE_HOME": str(cache / "xdg"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),  # else below /tmp, where nothing may be executed
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),  # the default is below /tmp, which may be mounted noexec
         "FLASHINFER_WORKSPACE_BASE": str(cache / "flashinfer"),
         "HF_HOME": str(cache / "huggingface"),
         "DG_JIT_CACHE_DIR": str(cache / "deep_gemm"),
@@ -214,20 +219,20 @@ def environment(plan: Plan, install: Install, scratch: Path) -> dict[str, str]:
 
 
 def _network(install: Install) -> dict[str, str]:
-    """Which interfaces carry what hosts send each other: as the user set it on each."""
+    """Return the variables that choose network interfaces between hosts, as the user set them on each host."""
     given = install.node.environment if install.node else {}
     return {name: value for name, value in given.items() if name.startswith(NETWORK)}
 
 
 def own_shares(plan: Plan, install: Install) -> tuple[GpuAllocation, ...]:
-    """Those of this host."""
+    """Return the GPU shares of the ranks on this host."""
     ranks = launch_of(plan).local_ranks
     first = install.node.rank * ranks if install.node else 0
     return plan.placement.shares[first : first + ranks]
 
 
 def _gpu_variables(plan: Plan, install: Install) -> dict[str, str]:
-    """Cards by uuid in the order of ranks: the engine's cuda:0 is the plan's first."""
+    """Return variables for GPUs: UUIDs in the order of ranks, so that the engine's cuda:0 is the plan's first GPU."""
     found = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(share.gpu.id for share in own_shares(plan, install)),
@@ -238,14 +243,14 @@ def _gpu_variables(plan: Plan, install: Install) -> dict[str, str]:
     return found
 
 
-# libgomp waits at a barrier for 300,000 rounds before it sleeps, which other work on the CPUs turns into whole slices
-# of time: 109 decode steps/s quiet and 1.5 at a load of 12 (torch 2.13, two cores; docs/figures.md). With 1,000 rounds
-# 103 and 27, with 100 rounds 69 and 48.
+# By default libgomp spins 300,000 rounds at a barrier before it sleeps. If other work needs the CPUs, a thread then
+# wastes whole time slices: 109 decode steps/s on a quiet machine, 1.5 at a load of 12 (torch 2.13, two cores;
+# docs/figures.md). With 1,000 rounds: 103 and 27. With 100 rounds: 69 and 48.
 _SPIN_ROUNDS = 1000
 
 
 def _cpu_variables(plan: Plan) -> dict[str, str]:
-    """Without a number of threads each rank has one on each of its cores, bound there."""
+    """Return variables for the CPU build. If the plan sets no number of threads, vLLM binds one thread to each core."""
     threads = launch_of(plan).threads
     found = {"GOMP_SPINCOUNT": str(_SPIN_ROUNDS)}
     if threads is not None:

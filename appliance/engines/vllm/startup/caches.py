@@ -1,8 +1,9 @@
-"""What the engine compiled, on the volume: one folder a build. Half of a file breaks no start, and old builds go.
+"""Compile caches of the engine on the volume, one folder for each build: truncated files and old builds are removed.
 
 vLLM writes `torch_compile_cache/KEY/rank_0_0/*/vllm_compile_cache.py` in place and reads it with `ast.literal_eval`
-(compilation/backends.py 199 and 236): one that was cut off ends every later start with the same key. So whatever a
-start wrote that did not become ready is removed, by the next one where the appliance went with it.
+(compilation/backends.py 199 and 236). A truncated file makes every later start with the same key fail. So everything
+that a start wrote is removed if the start did not become ready. If the appliance was killed too, the next start does
+it.
 """
 
 from __future__ import annotations
@@ -18,36 +19,38 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-LIMIT_BYTES = 20 * 2**30  # of all builds
+LIMIT_BYTES = 20 * 2**30  # for all builds together
 FOLDERS = ("vllm", "inductor", "triton", "flashinfer", "deep_gemm", "xdg")  # below a build's folder
 _KEYS = Path("vllm/torch_compile_cache")
-_WHOLE, _REMOVED = "torch_", "removed-"  # there: folders of whole programs, keys that are being removed
+_WHOLE, _REMOVED = "torch_", "removed-"  # prefixes in that folder: whole programs; keys that are being removed
 _STARTING, _IN_USE = "vllm-starting", "vllm-in-use"
-_SLACK_S = 1.0  # of clocks
+_SLACK_S = 1.0  # difference allowed between the clocks of this process and of the file system
 
 _log = logging.getLogger(__name__)
 
 
 class Caches:
-    """Of one engine that is started, maybe several times; see `appliance.command.Upkeep`. Another appliance may use the
-    same volume: what it uses is locked, and a lock goes with its process."""
+    """Compile caches of one engine over its starts; implements `appliance.command.Upkeep`.
+
+    Another appliance may use the same volume. Files in use are marked by locks, which end with their process.
+    """
 
     def __init__(self, build_dir: Path, name: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        """`name` tells engines apart that are loaded at the same time."""
+        """`name` distinguishes engines that load at the same time."""
         self._build_dir = build_dir
-        # Another container's process may have the same number, and so its engine the same name.
+        # The random part: an engine in another container may have the same name.
         self._mark = build_dir / f"{_STARTING}-{name}-{secrets.token_hex(4)}"
         self._limit_bytes = limit_bytes
         self._since_s = 0.0
         self._locks: list[int] = []
 
     def begin(self) -> None:
-        """A volume that refuses is no reason not to serve: the engine says itself what it cannot write."""
+        """Clean up before a start. Only warns if the volume refuses: the engine may serve without its cache."""
         self._release()
         try:
             self._take_in_order()
         except OSError as error:
-            _log.warning("what the engine compiled cannot be kept in order: %s", error)
+            _log.warning("the engine's compile cache cannot be cleaned up: %s", error)
 
     def _take_in_order(self) -> None:
         self._build_dir.mkdir(parents=True, exist_ok=True)
@@ -62,9 +65,9 @@ class Caches:
         os.utime(self._mark)
 
     def ready(self) -> None:
-        """What was written until now is whole."""
+        """Mark everything written so far as complete."""
         self._since_s = 0.0
-        with suppress(OSError):  # then the next start removes what this one writes
+        with suppress(OSError):  # if the mark stays, the next start removes what this one wrote
             self._mark.unlink(missing_ok=True)
 
     def end(self) -> None:
@@ -75,14 +78,14 @@ class Caches:
             self.ready()
 
     def _recover(self, mark: Path) -> None:
-        """Of a start that went with its appliance: nobody holds the mark any more."""
+        """Clean up after a start whose appliance died. Such a start's mark is no longer locked."""
         try:
             lock, since_s = _locked(mark, fcntl.LOCK_EX | fcntl.LOCK_NB), mark.stat().st_mtime - _SLACK_S
         except OSError:
-            return  # it is being started elsewhere, or just became ready
+            return  # this start is still running, or has just become ready
         try:
             removed = remove_since(self._build_dir, since_s, is_shared=not _is_unused(self._build_dir))
-            _log.warning("removed %d files that a start left that was cut off: %s", removed, self._build_dir)
+            _log.warning("removed %d files of a start that was interrupted: %s", removed, self._build_dir)
             mark.unlink(missing_ok=True)
         finally:
             os.close(lock)
@@ -94,11 +97,11 @@ class Caches:
 
 
 def remove_since(build_dir: Path, since_s: float, *, is_shared: bool) -> int:
-    """How many files were removed: those of the caches that were written since then. `is_shared`: other engines write
-    there, too, and only what is known to break a start goes."""
+    """Remove cache files written since then and return their number. If `is_shared`, other engines write there too, so
+    only files that can break a start are removed."""
     removed = 0
     for path in _files(build_dir, (_KEYS.as_posix(),) if is_shared else FOLDERS):
-        with suppress(OSError):  # another engine may remove it as well
+        with suppress(OSError):  # another appliance may remove the same file
             if path.lstat().st_mtime >= since_s:
                 path.unlink()
                 removed += 1
@@ -106,26 +109,26 @@ def remove_since(build_dir: Path, since_s: float, *, is_shared: bool) -> int:
 
 
 def on_volume(build_dir: Path) -> tuple[int, float]:
-    """Keys of torch.compile that this build has, and the MiB of all that it compiled."""
+    """Return the number of torch.compile keys of this build, and the MiB of all its compile caches."""
     return len(_keys(build_dir)), sum(_size(build_dir / name) for name in FOLDERS) / 2**20
 
 
 def has_key(build_dir: Path, key: str) -> bool:
-    """Whether the engine's own key, which may be cut short, is there: of compiled graphs or of whole programs."""
+    """True if the cache has a key that begins with `key`: of compiled graphs or of whole programs."""
     return any(folder.name.startswith(key) for folder in _keys(build_dir))
 
 
 def prune(build_dir: Path, limit_bytes: int, *, is_shared: bool = False) -> tuple[Path, ...]:
-    """Down to the limit: other builds' caches that nobody uses, the oldest first, then keys of this build, unless
-    `is_shared`: another engine may be loading one of them. What was removed."""
+    """Shrink the caches to the limit and return the removed folders: first unused caches of other builds, the oldest
+    first, then keys of this build. If `is_shared`, this build's keys stay, since another engine may be loading one."""
     for rest in _keys(build_dir, is_removed=True):
-        shutil.rmtree(rest, ignore_errors=True)  # of a start that was killed as it removed them
+        shutil.rmtree(rest, ignore_errors=True)  # left by a start that was killed while removing
     others = [folder for folder in build_dir.parent.iterdir() if folder != build_dir and (folder / _IN_USE).exists()]
     unused = sorted((folder for folder in others if _is_unused(folder)), key=_age)
     keys = [] if is_shared else sorted(_keys(build_dir), key=_age)
     left = sum(_size(folder) for folder in (build_dir, *others))
     removed = []
-    for folder in (*unused, *keys[:-1]):  # the newest key is likely the next
+    for folder in (*unused, *keys[:-1]):  # the newest key stays: the next start probably uses it
         if left <= limit_bytes:
             break
         left -= _size(folder)
@@ -135,14 +138,15 @@ def prune(build_dir: Path, limit_bytes: int, *, is_shared: bool = False) -> tupl
 
 
 def _remove(folder: Path, *, is_build: bool) -> None:
-    """A key at one stroke, by its name: half of one would be found by the next start that has it."""
+    """Remove the caches of a build, or one key. A key is renamed first: an interrupted removal would leave half a key,
+    which a later start would load."""
     if is_build:
         for name in FOLDERS:
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / _IN_USE).unlink(missing_ok=True)
         return
     gone = folder.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
-    with suppress(OSError):  # it is no more, or a volume refuses
+    with suppress(OSError):  # the key is gone already, or the volume refuses
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
@@ -156,7 +160,8 @@ def _is_unused(folder: Path) -> bool:
 
 
 def _locked(path: Path, how: int) -> int:
-    """An open file, locked until it is closed or its process ends. Raises BlockingIOError where another has it."""
+    """Open and lock a file; the lock lasts until the file is closed or the process ends. Raises BlockingIOError if
+    another process has the lock and `how` says not to wait."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
         try:
@@ -166,7 +171,7 @@ def _locked(path: Path, how: int) -> int:
         except OSError:
             os.close(handle)
             raise
-        os.close(handle)  # another start removed it in between
+        os.close(handle)  # another start removed the file between open and lock
 
 
 def _is_at(path: Path, handle: int) -> bool:
@@ -183,8 +188,8 @@ def _files(build_dir: Path, folders: Iterable[str]) -> Iterator[Path]:
 
 
 def _keys(build_dir: Path, *, is_removed: bool = False) -> list[Path]:
-    """A folder each: of compiled graphs, and of whole programs (`torch_aot_compile/KEY`). Or what is left of those that
-    were being removed."""
+    """Return the folder of each key, for compiled graphs and for whole programs (`torch_aot_compile/KEY`). With
+    `is_removed`, return instead the remains of keys whose removal was interrupted."""
     graphs = _subfolders(build_dir / _KEYS)
     whole = [key for folder in graphs if folder.name.startswith(_WHOLE) for key in _subfolders(folder)]
     found = [key for key in (*graphs, *whole) if not key.name.startswith(_WHOLE)]
@@ -192,7 +197,7 @@ def _keys(build_dir: Path, *, is_removed: bool = False) -> list[Path]:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Empty for a folder that is not there, or no more: other processes write and remove below it."""
+    """Return the subfolders; empty if the folder does not exist. Other processes may remove it at any time."""
     try:
         with os.scandir(folder) as found:
             return [Path(each.path) for each in found if each.is_dir()]
@@ -201,7 +206,7 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _size(folder: Path) -> int:
-    """Of the files that were still there when they were looked at."""
+    """Return the bytes of all files below the folder, without files that other processes just removed."""
     size = 0
     for path in _files(folder, ("",)):
         with suppress(OSError):
@@ -210,7 +215,7 @@ def _size(folder: Path) -> int:
 
 
 def _age(folder: Path) -> float:
-    """When a key was made, or a build used last; later than any for what is no more."""
+    """Return when a key was made or a build last used, in seconds since the epoch; infinity if the folder is gone."""
     for path in (folder / _IN_USE, folder):
         with suppress(OSError):
             return path.stat().st_mtime

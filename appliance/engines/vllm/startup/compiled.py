@@ -1,6 +1,7 @@
-"""Which of our compile keys the cache on the volume has, and what the last cold compilation took: the price of a start.
+"""Record of compiled plans and of the last cold compilation's duration, to predict how long a start takes.
 
-The engine's own key is known only from its log, so each start that became ready is kept with both.
+A plan has a compile key of ours. vLLM has a key of its own, which only its log tells. So each start that became ready
+is recorded with both keys.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from appliance.system.disk import Disk, put_file, read_file
 from appliance.values import dataclass
 
 NAME = "vllm-compiled.json"  # in a build's folder
-# Before any was seen here: the geometric mean of the 24 to 166 s that users report of GPUs.
+# Used before this machine compiled anything: the geometric mean of the 24 to 166 s that users report for GPUs.
 USUAL_S = 63.0
 _MOST_BYTES = 2**20
 
@@ -31,14 +32,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """`keys` are the engine's by ours, those that a later start can use; `cold_s` is None before the first one."""
+    """The record. `keys` maps our keys to vLLM's, for compilations that a later start can reuse. `cold_s` is the last
+    cold compilation's duration, None before the first."""
 
     cold_s: float | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(cache_dir: Path) -> Compiled:
-    """Nothing where nothing is kept that can be read."""
+    """Return the record; an empty one if there is none or it cannot be read."""
     try:
         return documents.read(Compiled, documents.load(read_file(cache_dir / NAME, _MOST_BYTES)))
     except (OSError, ValueError):
@@ -46,19 +48,19 @@ def load(cache_dir: Path) -> Compiled:
 
 
 def after(before: Compiled, plan: Plan, lines: Iterable[str]) -> Compiled:
-    """With what the log of a start tells that became ready."""
+    """Return the record after a start that became ready; `lines` are the log of that start."""
     found, own = compile_cache(lines), compile_key(plan)
     if found.is_hit is None:
         return before
     keys = {ours: theirs for ours, theirs in before.keys.items() if ours != own}
-    # A reason is given for what was there and could not be used: it will not be the next time either, as on CPUs.
+    # vLLM gives a reason if the key existed but could not be loaded, as on CPUs. It will fail again, so it is not kept.
     if found.key and (found.is_hit or found.reason is None):
         keys[own] = found.key
     return Compiled(cold_s=before.cold_s if found.is_hit else found.seconds or before.cold_s, keys=keys)
 
 
 def keep(plan: Plan, lines: Iterable[str], cache_dir: Path) -> None:
-    """A volume that refuses is no reason not to serve."""
+    """Save the record. Only warns if the volume refuses: serving goes on without it."""
     before = load(cache_dir)
     found = after(before, plan, lines)
     if found == before:
@@ -69,11 +71,12 @@ def keep(plan: Plan, lines: Iterable[str], cache_dir: Path) -> None:
     try:
         put_file(Disk(), cache_dir / NAME, text.encode(), temporary=temporary, modified_ns=time.time_ns())
     except OSError as error:
-        _log.warning("what is compiled is not kept: %s", error)
+        _log.warning("the record of compiled plans cannot be saved: %s", error)
 
 
 def compilations(cache_dir: Path) -> Callable[[Plan], Compilation | None]:
-    """By what is there now. None for a plan that compiles nothing."""
+    """Return a function that predicts the compilation of a plan from the volume's present content. It returns None for
+    a plan that compiles nothing, and 0 s if the plan's key is in the cache."""
     there = load(cache_dir)
     cold_s = there.cold_s or USUAL_S
     warm = {ours for ours, theirs in there.keys.items() if has_key(cache_dir, theirs)}

@@ -1,5 +1,5 @@
-"""What the last start found in torch.compile's cache, kept on the volume for `appliance doctor`: a hit or a miss, and
-which part of the key moved since the start before it."""
+"""Record of the last start for `appliance doctor`: hit or miss in torch.compile's cache, and the parts of the key that
+changed since the start before."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LastStart:
-    """`is_hit` None: nothing was compiled. `parts` of our own key by name, `moved` those that were others before."""
+    """The record. `is_hit` is None if nothing was compiled. `parts` are the parts of our compile key by name; `moved`
+    are the names of parts that differ from the start before."""
 
     is_hit: bool | None
-    key: str | None  # the engine's own, short
-    reason: str | None  # of a miss, where the engine explains it
+    key: str | None  # vLLM's own key, shortened
+    reason: str | None  # of a miss, if vLLM gives one
     parts: Mapping[str, Any]
     moved: tuple[str, ...] = ()
-    is_first: bool = True  # no start before it is kept
+    is_first: bool = True  # True if no earlier start is recorded
 
     def describe(self) -> str:
         if self.is_hit is None:
@@ -51,7 +52,7 @@ class LastStart:
 
 
 def last_start(plan: Plan, lines: Iterable[str], before: LastStart | None) -> LastStart:
-    """By the log of a start that became ready."""
+    """Return the record of a start that became ready, from its log."""
     found, parts = compile_cache(lines), compile_parts(plan)
     old, new = (before.parts if before else {}), _as_read(parts)
     moved = tuple(name for name in sorted(old.keys() | new.keys()) if before and old.get(name) != new.get(name))
@@ -66,7 +67,7 @@ def _as_read(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(cache_dir: Path) -> LastStart | None:
-    """None where no start is kept, or nothing that can be read."""
+    """Return the record, or None if there is none or it cannot be read."""
     try:
         return documents.read(LastStart, documents.load(read_file(cache_dir / NAME, _MOST_BYTES)))
     except (OSError, ValueError):
@@ -74,7 +75,7 @@ def load(cache_dir: Path) -> LastStart | None:
 
 
 def keep(plan: Plan, lines: Iterable[str], cache_dir: Path) -> None:
-    """A volume that refuses is no reason not to serve."""
+    """Save the record. Only warns if the volume refuses: serving goes on without it."""
     found = last_start(plan, lines, load(cache_dir))
     document = {"is_hit": found.is_hit, "key": found.key, "reason": found.reason, "is_first": found.is_first}
     text = json.dumps({**document, "parts": found.parts, "moved": found.moved}, indent=1, sort_keys=True)
@@ -82,4 +83,4 @@ def keep(plan: Plan, lines: Iterable[str], cache_dir: Path) -> None:
     try:
         put_file(Disk(), cache_dir / NAME, text.encode(), temporary=temporary, modified_ns=time.time_ns())
     except OSError as error:
-        _log.warning("what the last start compiled is not kept: %s", error)
+        _log.warning("the record of this start's compile cache cannot be saved: %s", error)

@@ -1,6 +1,6 @@
-"""How far a start is, from known lines of the log, and what it found in its compile cache.
+"""Progress of a start, result of its compile cache, and allocated memory, read from known lines of the log.
 
-A line that is not known says nothing, and is no error.
+Unknown lines are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stage(StrEnum):
     FIRST_TOKEN = "first token"  # noqa: S105 - of a text
 
 
-# A line is tried from the top; groups with a name are facts of the step and stand in its words.
+# Patterns are tried from the top. Named groups become facts of the step and are inserted into its words.
 _KNOWN: tuple[tuple[Stage, str, str], ...] = (
     (Stage.BIND, r"non-default args: ", "its socket is bound; the engine imports its libraries"),
     (Stage.IMPORTS, r"Initializing a V1 LLM engine \(v(?P<version>[^)]+)\)", "version {version} is imported"),
@@ -72,17 +72,17 @@ _KNOWN: tuple[tuple[Stage, str, str], ...] = (
         r"init engine \(profile, create kv cache, warmup model\) took (?P<seconds>[0-9.]+) s",
         "{seconds} s since the weights",
     ),
-    (Stage.FIRST_TOKEN, r"Application startup complete", "its first token is awaited"),
+    (Stage.FIRST_TOKEN, r"Application startup complete", "waiting for the first token"),
 )
 _ROWS = tuple((stage, re.compile(pattern), words) for stage, pattern, words in _KNOWN)
-_CACHE = re.compile(r"^cache (?P<cache>hit|miss)\b")  # of the words of a row
+_CACHE = re.compile(r"^cache (?P<cache>hit|miss)\b")  # matches the words of a row above, not the log
 _COMPILED = re.compile(r"torch\.compile (?:took|takes) ([0-9.]+) s in total")
 _SHORT_KEY = 10
 _GIB = 1024.0
 
 
 def step_of(line: str) -> LoadStep | None:
-    """None for a line that tells nothing of the ladder."""
+    """Return the progress that a log line reports; None for all other lines."""
     text = parse_line(line).text
     for stage, pattern, words in _ROWS:
         if found := pattern.search(text):
@@ -94,16 +94,17 @@ def step_of(line: str) -> LoadStep | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileCache:
-    """What a start found there. `is_hit` None: nothing was compiled."""
+    """Result of torch.compile's cache in one start. `is_hit` is None if nothing was compiled."""
 
     is_hit: bool | None = None
     key: str | None = None
-    reason: str | None = None  # of a miss that the engine explains
-    seconds: float | None = None  # that compiling took
+    reason: str | None = None  # of a miss, if vLLM gives one
+    seconds: float | None = None  # duration of compiling
 
 
 def compile_cache(lines: Iterable[str]) -> CompileCache:
-    """A miss for any part is one, since that part was compiled."""
+    """Return the result of the cache from a start's log. One part that missed makes it a miss: that part was
+    compiled."""
     lines = tuple(lines)
     steps = [step.facts for line in lines if (step := step_of(line)) and step.stage == Stage.COMPILE]
     outcomes = [facts["cache"] for facts in steps if "cache" in facts]
@@ -128,8 +129,10 @@ _KV_TOKENS = re.compile(r"\w+ KV cache size: ([0-9,]+) tokens")
 
 
 def parse_allocated(lines: Iterable[str]) -> Allocated:
-    """What the log tells: two decimals of a GiB, the cache's of one rank, and its tokens exactly. Every rank has a
-    cache of the smallest's size, and its line is printed by the first alone."""
+    """Return what the engine allocated, from its log: MiB rounded to 0.01 GiB, and the exact number of KV cache tokens.
+
+    `kv` is the cache of one rank. All ranks get the smallest one's size; only the first prints the number of tokens.
+    """
     sizes: dict[str, list[float]] = {"model": [], "kv": [], "compute": []}
     tokens = 0
     for line in lines:

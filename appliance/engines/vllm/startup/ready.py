@@ -1,4 +1,4 @@
-"""Whether the engine answers: healthy is not enough, since one may be that and die of its first request."""
+"""Readiness of the engine: it must answer a first request, since a healthy engine may still die of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from appliance.errors import EngineNotReadyError
 from appliance.system.lack import is_lack
 
 HEALTH_TIMEOUT_S = 5.0
-AGAIN_S = 1.0  # a server of Python: asked more often it would look as if it were at work
+AGAIN_S = 1.0  # asking costs the Python server CPU time, which the stall timer would take for work
 
 
 def one_token(socket_path: Path, name: str, *, is_embedding: bool) -> Readiness:
-    """One token of a word, or its vector, through the socket. By hand: an HTTP library costs a quarter of a second to
-    import."""
+    """Return a check that the engine generates one token, or one vector for embedding models. It writes HTTP by hand,
+    since importing an HTTP library takes 0.25 s."""
     path, body = "/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1, "temperature": 0}
     if is_embedding:
         path, body = "/v1/embeddings", {"model": name, "input": "a"}
@@ -25,21 +25,22 @@ def one_token(socket_path: Path, name: str, *, is_embedding: bool) -> Readiness:
 
 
 def health(socket_path: Path) -> Readiness:
-    """Whether its server answers at all, whatever it says: it knows of its own processes that ended, and ends then."""
+    """Return a check that the server answers at all. Any status counts: the server ends by itself if one of its
+    processes has ended."""
     request = _request("GET", "/health", b"")
 
     async def ask() -> bool:
         try:
             return await answer_of(socket_path, request) is not None
-        except ValueError:  # no HTTP
+        except ValueError:  # the answer is not HTTP
             return False
 
     return ask
 
 
 class _FirstToken:
-    """Asks once and waits as long as it takes: kernels may be compiled for the first request, for minutes, and one that
-    is given up and sent anew would have to wait for that again. The supervisor's stall timer watches meanwhile."""
+    """The first request. It is sent once and waited for without a limit: kernels may be compiled for it for minutes,
+    and a second request would wait just as long. The supervisor's stall timer ends an engine that hangs."""
 
     def __init__(self, socket_path: Path, path: str, body: bytes) -> None:
         self._socket_path = socket_path
@@ -49,7 +50,8 @@ class _FirstToken:
         self._not_before = 0.0
 
     async def is_ready(self) -> bool:
-        """Raises EngineNotReadyError where the engine refuses the request: no other would be answered."""
+        """True once the request was answered. Raises EngineNotReadyError if the engine refuses it: it would refuse
+        every other request too."""
         if self._asking is None:
             if time.monotonic() < self._not_before or not await self._is_healthy():
                 return False
@@ -63,13 +65,15 @@ class _FirstToken:
         if answer is not None and 400 <= answer[0] < 500:
             said = answer[1][:300].decode(errors="replace")
             message = f"engine refused its first request, {self._path}: {answer[0]}: {said}"
-            raise EngineNotReadyError(message, hint="image and appliance do not belong together; rebuild the image")
+            raise EngineNotReadyError(
+                message, hint="the appliance does not match this image's engine; rebuild the image"
+            )
         return answer is not None and answer[0] == 200
 
     async def _is_healthy(self) -> bool:
         answer = None
         try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S * 0.8):  # less than whoever asks us waits
+            async with asyncio.timeout(HEALTH_TIMEOUT_S * 0.8):  # less than the supervisor waits for `is_ready`
                 answer = await answer_of(self._socket_path, _request("GET", "/health", b""))
         except TimeoutError:
             return False
@@ -84,8 +88,8 @@ def _request(method: str, path: str, body: bytes) -> bytes:
 
 
 async def answer_of(socket_path: Path, request: bytes) -> tuple[int, bytes] | None:
-    """Status and body, once the engine has sent all of it; None where nobody answers. Raises OSError for a lack of
-    ours, which says nothing of the engine."""
+    """Return status and body of a complete answer, or None if the server does not answer. Raises OSError if this
+    process lacks a resource such as file descriptors: that says nothing about the engine."""
     writer = None
     try:
         reader, writer = await asyncio.open_unix_connection(str(socket_path))

@@ -121,7 +121,7 @@ def test_a_build_s_stand_in_is_found_and_a_user_s_folder_is_not(
 
 
 def test_a_launcher_without_its_python_is_44(tmp_path: Path) -> None:
-    with pytest.raises(EngineLibraryError, match=r"cannot be asked: .*/bin/python: .*No such file") as caught:
+    with pytest.raises(EngineLibraryError, match=r"cannot be run: .*/bin/python: .*No such file") as caught:
         vllm_facts.read_facts(tmp_path / "bin/vllm", "")
     assert caught.value.exit_code == 44
 

@@ -214,7 +214,7 @@ def test_a_volume_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
     caches.begin()
     caches.ready()
     caches.end()
-    assert "cannot be kept in order" in caplog.text
+    assert "compile cache cannot be cleaned up" in caplog.text
 
 
 def test_nothing_there_is_nothing_to_do(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_volume_that_refuses_is_said_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep(PLAN, COLD, tmp_path / "missing")
-    assert "is not kept" in caplog.text
+    assert "cannot be saved" in caplog.text
     assert load(tmp_path / "missing") is None
 
 

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that a user passes through: taken over by the plan, passed on, or refused. Pure."""
+"""Arguments for vLLM from the setting engine_arg: taken into the plan, passed on unchanged, or refused. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.image_facts import EngineFacts
 from appliance.settings import SETTINGS, Settings, is_flag
 from appliance.values import dataclass
 
-# Flags that a setting stands for, by its name.
+# Flags that are refused since a setting of the appliance sets them, by the setting's name.
 _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "alias": ("--served-model-name",),
     "auth": ("--api-key",),
@@ -62,7 +62,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 OWNED: Mapping[str, str] = MappingProxyType({flag: name for name, flags in _SETTINGS.items() for flag in flags})
 UNOFFERED: Mapping[str, str] = MappingProxyType({flag: why for why, flags in _REASONS.items() for flag in flags})
 _SHOWN = 12  # values of a flag in a hint
-# Families of them, by how they begin.
+# Families of refused flags, by their beginning.
 _FAMILIES: Mapping[str, str] = MappingProxyType({
     "--data-parallel": "one container serves one engine: several are for a cluster",
     "--dp-": "one container serves one engine: several are for a cluster",
@@ -74,14 +74,14 @@ _LONG = {
     "-ep": "--enable-expert-parallel", "-pcp": "--prefill-context-parallel-size", "-pp": "--pipeline-parallel-size",
     "-q": "--quantization", "-tp": "--tensor-parallel-size",
 }  # fmt: skip
-_SWITCH = re.compile(r"^--(?:no-enable|disable|enable|no)-")  # one thing on or off
-# Of two spellings a release lists one and takes both (utils/argparse_utils.py, EnableDisableAction).
+_SWITCH = re.compile(r"^--(?:no-enable|disable|enable|no)-")  # beginnings of flags that turn something on or off
+# Each release lists one of these spellings and accepts both (utils/argparse_utils.py, EnableDisableAction).
 _OFF = ("--no-enable-prefix-caching", "--disable-prefix-caching")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
-    """What a user decided in the engine's own words. None: the plan decides. `passed` goes on as it is."""
+    """Values that the user set by flags of the engine. None: the plan decides. `passed` are passed on unchanged."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -104,8 +104,8 @@ class Pins:
 
 
 def read_pins(settings: Settings, engine: EngineFacts) -> Pins:
-    """Raises ConfigError (10) for a flag or a value that the engine has not, that is not the user's to give, or that is
-    given twice."""
+    """Read the setting engine_arg. Raises ConfigError (10) for a flag or value that is unknown to the engine, reserved
+    for the appliance, or given twice."""
     if not settings.engine_arg:
         return Pins()
     reader = _Reader(settings.sources["engine_arg"])
@@ -129,26 +129,26 @@ def read_pins(settings: Settings, engine: EngineFacts) -> Pins:
 
 
 def grouped(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each flag with its values. The first word is a flag."""
+    """Yield each flag with its values. The first word must be a flag."""
     starts = [at for at, word in enumerate(words) if is_flag(word)]
     for at, end in itertools.pairwise([*starts, len(words)]):
         yield words[at], tuple(words[at + 1 : end])
 
 
 def _thing(flag: str) -> str:
-    """What a flag is about: `--enable-x`, `--disable-x` and `--no-enable-x` say it of the same."""
+    """Return what a flag is about: the same for `--enable-x`, `--disable-x` and `--no-enable-x`."""
     return _SWITCH.sub("--", flag)
 
 
 class _Reader:
-    """`source` is where the setting came from."""
+    """Checks for flags and values. `source` is where the setting came from; errors name it."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self._seen: set[str] = set()
 
     def check_once(self, flag: str) -> None:
-        """The engine would take the last one, unseen."""
+        """Refuse a flag that was given before: vLLM would silently use the last one."""
         if _thing(flag) in self._seen:
             self.refuse(f"a flag twice: {flag}", "leave one of them out")
         self._seen.add(_thing(flag))
@@ -159,7 +159,7 @@ class _Reader:
         if there and other:
             shown = difflib.get_close_matches(other[0], there, 3) or there[:_SHOWN]
             more = f" and {len(there) - len(shown)} more" if len(there) > len(shown) else ""
-            self.refuse(f"a value that {flag} has not: '{other[0][:40]}'", f"one of {', '.join(shown)}{more}")
+            self.refuse(f"a value that {flag} does not accept: '{other[0][:40]}'", f"one of {', '.join(shown)}{more}")
 
     def check(self, flag: str, engine: EngineFacts) -> None:
         if flag in OWNED:
@@ -172,10 +172,10 @@ class _Reader:
         if engine.flags and flag not in (*engine.flags, *_OFF):
             near = difflib.get_close_matches(flag, engine.flags, 3)
             hint = f"perhaps you meant {' or '.join(near)}" if near else f"the engine is vLLM {engine.version}"
-            self.refuse(f"a flag that this engine has not: {flag}", hint)
+            self.refuse(f"a flag that this engine does not have: {flag}", hint)
 
     def pinned(self, flag: str, values: Sequence[str]) -> dict[str, Any]:
-        """Fields of `Pins`; nothing for a flag that the plan does not know."""
+        """Return the fields of `Pins` that a flag sets; empty for a flag that the plan does not use."""
         numbers = {
             "--tensor-parallel-size": ("tensor", 1024), "--pipeline-parallel-size": ("pipeline", 1024),
             "--block-size": ("block_size", 1 << 20), "--kv-cache-memory-bytes": ("kv_bytes", 1 << 50),

@@ -1,4 +1,4 @@
-"""What vLLM is started with beside what every plan has."""
+"""vLLM's part of a plan, and the compile key of a plan."""
 
 from __future__ import annotations
 
@@ -10,41 +10,44 @@ from appliance.plan import PREDICTED, KnobEffect, Launch, Plan, launch_as
 from appliance.plan.parts.launch import Value
 from appliance.values import dataclass
 
-EAGER = "EAGER"  # neither compiled nor captured
+EAGER = "EAGER"  # without torch.compile and CUDA graphs
 GRAPH_MODES = ("FULL_AND_PIECEWISE", "PIECEWISE", "FULL_DECODE_ONLY", "NONE", EAGER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmLaunch(Launch):
-    """Sizes in tokens unless the name says otherwise. The cache is given in bytes where an earlier start told them or
-    the cards are uneven, else by the share of the whole card."""
+    """Launch parameters of vLLM. Sizes are in tokens unless the name says otherwise.
+
+    The KV cache is given in bytes if an earlier start told its size or the GPUs are uneven, else as a share of the
+    whole GPU (utilization).
+    """
 
     dtype: str
     max_num_batched_tokens: int
     graph_mode: str
     graph_sizes: tuple[int, ...]
-    block_size: int  # that the engine ends with: hybrids raise it
+    block_size: int  # effective: vLLM raises it for hybrid models
     asked_block_size: int | None  # None: the engine's own choice
     tensor_parallel: int
     pipeline_parallel: int
-    stage_layers: tuple[int, ...]  # of each pipeline stage; empty: one
-    nodes: int = 1  # hosts, each with as many ranks
+    stage_layers: tuple[int, ...]  # number of layers of each pipeline stage; empty: one stage
+    nodes: int = 1  # hosts, all with the same number of ranks
     kv_bytes: int | None
-    utilization: float | None  # that has to be free when the engine looks; None on the CPU
+    utilization: float | None  # share of the GPU that must be free at the start; None on the CPU
     blocks: int  # predicted
     has_prefix_cache: bool = True
-    names_kv_type: bool = False  # else the engine would take that of the checkpoint
+    names_kv_type: bool = False  # True if vLLM would otherwise use the checkpoint's own type
     attention_backend: str | None  # None: the engine's own choice
-    gdn_backend: str | None  # of linear attention; None: the engine's own choice, or the model has none
+    gdn_backend: str | None  # kernels of linear attention; None: the engine's own choice, or the model has none
     hf_overrides: str | None  # JSON
-    is_text_only: bool  # a multimodal model without its towers
-    threads: int | None  # of the CPU build; None: one on each core, bound
+    is_text_only: bool  # True for a multimodal model served without its vision and audio towers
+    threads: int | None  # per rank of the CPU build; None: vLLM binds one to each core
     chat_template: str | None
-    tool_parser: str | None = None  # for what the model writes; None: the user's own, or none
-    reasoning_parser: str | None = None
-    sees: bool = False  # a multimodal model with its towers
-    variables: tuple[tuple[str, str], ...]  # of the engine, that the user set
-    engine_args: tuple[str, ...]  # that nothing here decides
+    tool_parser: str | None = None  # None: the user passed one, or there is none
+    reasoning_parser: str | None = None  # None: the user passed one, or there is none
+    sees: bool = False  # True if the model reads images
+    variables: tuple[tuple[str, str], ...]  # variables of the engine that the user set
+    engine_args: tuple[str, ...]  # arguments passed on unchanged, on which the plan has no influence
 
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
@@ -70,17 +73,17 @@ class VllmLaunch(Launch):
 
     @property
     def local_ranks(self) -> int:
-        """Of one host."""
+        """Number of ranks on each host."""
         return self.tensor_parallel * self.pipeline_parallel // self.nodes
 
     @property
     def tie_break(self) -> int:
-        """The engine's own mode of graphs is the one that most people run."""
+        """1 for vLLM's default graph mode, which is the most widely used one and so wins between equals; else 0."""
         return int(self.graph_mode == "FULL_AND_PIECEWISE")
 
 
-# Priors of a step: chosen, until starts on GPUs were measured. Graphs are what a token's launches cost, a larger batch
-# of a prompt saves only its tails.
+# Priors of one step of a knob. The values are chosen, since no start on a GPU was measured yet. Graphs save the launch
+# time of every token, so their prior is large. A larger batch only saves partly filled batches, so its prior is small.
 KNOB_EFFECTS: Mapping[str, KnobEffect] = {
     "max_num_batched_tokens": KnobEffect(prior=0.1, phases=("prefill",), is_of_doubling=True),
     "graph_mode": KnobEffect(prior=0.3, phases=("decode",)),
@@ -92,23 +95,23 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
 
 
 def launch_of(plan: Plan) -> VllmLaunch:
-    """Raises TypeError for a plan of another engine."""
+    """Return vLLM's part of the plan. Raises TypeError for a plan of another engine."""
     return launch_as(plan, VllmLaunch)
 
 
 def compile_key(plan: Plan) -> str:
-    """Short hash of all that makes torch.compile begin anew: two plans with the same share a cache, others cost a
-    cold compilation of 24 to 166 s.
+    """Return a short hash of everything that torch.compile's cache depends on.
 
-    What moves it was seen on vLLM 0.32 with `VllmConfig.compute_hash`: context, sequences, tokens of a step, type and
-    block of the cache, speculative decoding. Not utilization, bytes of the cache, prefix caching, seed or name. Of what
-    the user passes through nobody knows; it counts as if it did.
+    Two plans with the same key share the cache; another key costs a cold compilation of 24 to 166 s. The parts were
+    found on vLLM 0.32 with `VllmConfig.compute_hash`: context, sequences, tokens of a step, type and block of the KV
+    cache, speculative decoding. Utilization, bytes of the cache, prefix caching, seed and name have no effect. The
+    effect of the user's own arguments is unknown, so they are included.
     """
     return hashlib.sha256(json.dumps(compile_parts(plan), sort_keys=True).encode()).hexdigest()[:10]
 
 
 def compile_parts(plan: Plan) -> dict[str, object]:
-    """What the key is made of, by name."""
+    """Return the parts of the compile key by name."""
     launch = launch_of(plan)
     speculation = (plan.speculation.kind, plan.speculation.tokens) if plan.speculation else None
     return {

@@ -1,7 +1,6 @@
-"""Variables of vLLM and its libraries that a user set for the container: passed on, named, or refused where they
-contradict a plan.
+"""Environment variables of vLLM and its libraries that a user set for the container. Pure.
 
-Pure.
+They are passed on, reported as not passed on, or refused if they contradict the plan.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from appliance.settings import Settings
 PREFIX = "VLLM_"
 LOGGING = "VLLM_LOGGING_"
 LOG_IS_READ = "the log is read by the appliance"
-NETWORK = ("NCCL_", "GLOO_", "UCX_")  # of the libraries that carry what ranks send each other
+NETWORK = ("NCCL_", "GLOO_", "UCX_")  # libraries that transfer data between ranks
 LIBRARIES = ("FLASHINFER_", "OMP_", "PYTORCH_", "TORCH", "TRITON_")
 SOURCE = "environment of the container"
-# Those that would undo what is promised, with what to do instead.
+# Variables that contradict what the appliance promises: why, and what to do instead.
 REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType({
     "VLLM_SERVER_DEV_MODE": ("it opens routes that run any code", "take it out"),
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": (
@@ -37,23 +36,26 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType({
     ),
     "VLLM_ATTENTION_BACKEND": ("the flag says the same", 'use --engine-arg "--attention-backend NAME"'),
 })  # fmt: skip
-# Those that the appliance sets itself: named, and not passed on.
+# Variables that the appliance sets itself, with the reason. A user's value is reported and not passed on.
 KEPT: Mapping[str, str] = MappingProxyType({
     "VLLM_API_KEY": "the gateway asks for the key, the engine listens on a private socket",
     "VLLM_CACHE_ROOT": "caches lie on the volume, one folder for each build",
     "VLLM_RPC_BASE_PATH": "sockets lie in the runtime folder",
     "VLLM_HOST_IP": "127.0.0.1, and in a group the host's address towards its leader",
     "VLLM_CONFIGURE_LOGGING": LOG_IS_READ,
-    "VLLM_DO_NOT_TRACK": "nothing is sent to anybody",
-    "VLLM_NO_USAGE_STATS": "nothing is sent to anybody",
+    "VLLM_DO_NOT_TRACK": "no usage data is sent",
+    "VLLM_NO_USAGE_STATS": "no usage data is sent",
     "VLLM_PORT": "the engine listens on a private socket",
-    "VLLM_USE_RUST_FRONTEND": "what is known of routes, log and endings is of the other one",
+    "VLLM_USE_RUST_FRONTEND": "the appliance knows routes, log and endings of the Python frontend only",
 })  # fmt: skip
 
 
 def own_variables(settings: Settings) -> tuple[tuple[str, str], ...]:
-    """Of the engine, as the user set them, to be passed on. Raises ConfigError (10) for one of `REFUSED`. In a group
-    those of the network are each host's own, and of no plan."""
+    """Return the user's variables that are passed on to the engine. Raises ConfigError (10) for one of REFUSED that is
+    set to anything but 0 or false.
+
+    In a group of hosts NETWORK variables are not in the plan, since each host has its own.
+    """
     prefixes = PREFIX if settings.nodes > 1 else (PREFIX, *NETWORK)
     found = _set(settings, prefixes)
     for name in sorted(REFUSED.keys() & found.keys()):
@@ -65,7 +67,7 @@ def own_variables(settings: Settings) -> tuple[tuple[str, str], ...]:
 
 
 def variable_choices(settings: Settings, build_id: str) -> tuple[Choice, ...]:
-    """One for all that are passed on, one for each that is not."""
+    """Return one choice for all variables that are passed on, and one for each that is not."""
     passed = ", ".join(f"{name}={value}" for name, value in own_variables(settings))
     own = Choice(name="variables", value=passed, reason="of the engine, passed on as they are", source=SOURCE)
     return (*((own,) if passed else ()), *_of_the_group(settings), *_not_passed(settings, build_id))
@@ -78,12 +80,13 @@ def _of_the_group(settings: Settings) -> Iterator[Choice]:
 
 
 def _not_passed(settings: Settings, build_id: str) -> Iterator[Choice]:
-    """What the image sets itself, for whoever runs the engine by hand, is nothing that a user asked for."""
+    """Yield a choice for each variable that is not passed on. Cache folders that the image itself sets are left out,
+    since no user asked for them."""
     caches = f"{settings.data_dir / 'cache' / build_id}/"
     for name, value in sorted(_set(settings, (PREFIX, *LIBRARIES)).items()):
         why = _why_kept(name) or ("it is off without it" if name in REFUSED else None)
         if not name.startswith(PREFIX):
-            why = "of a library: the engine gets variables of vLLM and of its network alone"
+            why = "variable of a library: only variables of vLLM and of its network are passed on"
         if why and not value.startswith(caches):
             yield Choice(name=name.lower(), value="not passed on", reason=why, source=SOURCE, is_refusal=True)
 
@@ -93,5 +96,6 @@ def _why_kept(name: str) -> str | None:
 
 
 def _set(settings: Settings, prefixes: str | tuple[str, ...]) -> dict[str, str]:
-    """An empty one is not set: compose passes on so what a host has not."""
+    """Return the variables that are set. An empty value counts as not set: compose passes on unset variables as
+    empty."""
     return {name: value for name, value in settings.environment.items() if name.startswith(prefixes) and value}

@@ -1,4 +1,7 @@
-"""What a plan of vLLM assumes where nothing was measured: figures with where they come from, each used in one place."""
+"""Figures that vLLM's planner assumes if nothing was measured, each with its source and used in one place.
+
+"chosen" at the end of a source means that the value was not measured.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How many blocks a KV cache has and how long a context they carry: vLLM's own arithmetic, in bytes and tokens.
+"""Blocks of a KV cache and the context length that they hold: vLLM's own arithmetic, in bytes and tokens.
 
-Of vLLM 0.33.0: v1/core/kv_cache_planning.py (groups, bytes of a block, the null block), v1/kv_cache_interface.py
+Source, vLLM 0.33.0: v1/core/kv_cache_planning.py (groups, bytes of a block, the null block), v1/kv_cache_interface.py
 (pages), platforms/interface.py `_align_hybrid_block_size`. All layers of one kind are split into groups of the same
-number of layers; a block is one page of every layer of a group, and all groups draw blocks from one pool.
+number of layers. A block is one page of every layer of a group, and all groups take blocks from one pool.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from collections.abc import Sequence
 from appliance.engines.vllm.planning.model.shape import Kind, Shape, dtype_bytes
 from appliance.values import dataclass
 
-NULL_BLOCKS = 1  # block 0 stands for "nothing": v1/core/block_pool.py
-# Groups of kinds that differ by less than this in layers are padded to the larger one.
+NULL_BLOCKS = 1  # block 0 is a placeholder that holds no tokens: v1/core/block_pool.py
+# If the numbers of layers of the kinds differ by less than this factor, all groups are padded to the larger one.
 _PADDED_BELOW = 1.5
-_SCALE_BYTES = 4  # of a head and token, for K and for V: triton_attn.py `customize_spec`
+_SCALE_BYTES = 4  # for each head and token, once for K and once for V: triton_attn.py `customize_spec`
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvRequest:
-    """What decides the layout of the cache. `in_flight` tokens are scheduled and not yet settled."""
+    """Everything that decides the layout of the cache. `in_flight` is the number of tokens scheduled and not
+    finished."""
 
     shape: Shape
     dtype: str
     kv_type: str
-    block_size: int  # before hybrids raise it
+    block_size: int  # before vLLM raises it for hybrid models
     tensor_parallel: int = 1
-    layers: tuple[Kind, ...] = ()  # of the rank's pipeline stage; empty: all
+    layers: tuple[Kind, ...] = ()  # of the rank's pipeline stage; empty: all layers
     in_flight: int = 2048
     drafted: int = 0
     has_prefix_cache: bool = True
@@ -36,7 +37,8 @@ class KvRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """`layers` are those that the rank's stage holds of the group with most of them: the others are padded."""
+    """Group of layers that share blocks. `layers` is the number that the rank's stage holds of the largest group;
+    smaller groups are padded to it."""
 
     kind: Kind
     layers: int
@@ -44,7 +46,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class KvLayout:
-    """Of one rank. `state_bytes` are of a block of linear layers before they are padded to the page."""
+    """Layout of the cache on one rank."""
 
     block_size: int
     page_bytes: int
@@ -52,17 +54,17 @@ class KvLayout:
     bytes_per_block: int
     window: int | None
     in_flight: int
-    state_blocks: int  # of one request, each group of linear layers
+    state_blocks: int  # for one request in each group of linear layers
 
     def blocks_in(self, kv_bytes: int) -> int:
         return max(0, kv_bytes) // self.bytes_per_block
 
     def blocks_for(self, context: int) -> int:
-        """Of one request that fills the context."""
+        """Return the number of blocks of one request that fills the context."""
         return sum(self._blocks(group.kind, context) for group in self.groups)
 
     def longest(self, blocks: int, native: int) -> int:
-        """The longest context that one request may have, at most `native`; 0 where not even one token fits."""
+        """Return the longest context of one request, at most `native`; 0 if not even one token fits."""
         usable = blocks - NULL_BLOCKS
         if self.blocks_for(1) > usable:
             return 0
@@ -84,8 +86,8 @@ class KvLayout:
 
 
 def layout_of(request: KvRequest) -> KvLayout:
-    """Groups are made of the layers of all stages; a rank has what its stage holds of each. Raises ValueError for a
-    number of ranks that the heads cannot be divided by."""
+    """Return the layout of the cache on one rank. Groups are made from the layers of all stages; a rank holds its
+    stage's part of each group."""
     shape = request.shape
     token = token_bytes(request)
     block_size, page = request.block_size, request.block_size * token
@@ -106,12 +108,13 @@ def layout_of(request: KvRequest) -> KvLayout:
 
 
 def kv_heads_of_rank(kv_heads: int, tensor_parallel: int) -> int:
-    """Beyond the number of heads they are kept on several ranks."""
+    """Return the number of KV heads on one rank, at least 1: if there are more ranks than heads, each head is
+    replicated on several ranks."""
     return max(1, kv_heads // tensor_parallel)
 
 
 def token_bytes(request: KvRequest) -> int:
-    """Of one token in one layer that attends, on one rank."""
+    """Return the cache bytes of one token in one attention layer on one rank."""
     shape = request.shape
     heads = 1 if not shape.value_length else kv_heads_of_rank(shape.kv_heads, request.tensor_parallel)
     elements = shape.key_length + shape.value_length
@@ -130,8 +133,11 @@ def _type_bytes(kv_type: str, dtype: str) -> float:
 
 
 def _groups(kinds: Sequence[Kind], of_stage: Sequence[Kind]) -> list[Group]:
-    """`_get_kv_cache_groups_uniform_page_size`: as many layers in each as the rarest kind has, unless that pads more
-    than the most frequent one takes. Neighbours are dealt to different groups, so that stages are alike."""
+    """Return the groups, as vLLM's `_get_kv_cache_groups_uniform_page_size` makes them.
+
+    A group has as many layers as the rarest kind. If all kinds have nearly the same number, it has as many as the most
+    frequent one. Neighbouring layers go to different groups, so that all stages are alike.
+    """
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     least, most = min(counts.values()), max(counts.values())
     size = most if most < least * _PADDED_BELOW else least

@@ -1,8 +1,8 @@
-"""What one rank of vLLM takes of a GPU, MiB: weights, the profiled peak of a forward pass, CUDA graphs, the rest.
+"""GPU memory of one vLLM rank, MiB: weights, peak of a forward pass, CUDA graphs, CUDA context, reserve.
 
 `KV = min(free, total x u) - weights - context and NCCL - activation peak - graphs - reserve`. vLLM 0.33.0 takes a
-snapshot once the context and NCCL are there (v1/worker/gpu_worker.py line 541), so `total x u` has to lie below what is
-free then.
+snapshot of free memory after CUDA context and NCCL are allocated (v1/worker/gpu_worker.py line 541). `total x u` must
+be below the memory that is free then.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from appliance.values import dataclass
 
 MIB = 2**20
 UTILIZATION_STEP = 1000  # utilization has three digits: 0.001 of 24 GiB are 25 MiB
-# Of a sampled sequence's logits: half precision gathered over ranks, in 32 bits, sorted with their 64-bit places, and
-# probabilities (v1/sample/ops/topk_topp_sampler.py).
+# Bytes for each logit of a sampled sequence: 16-bit gathered over ranks, 32-bit, 32-bit sorted with 64-bit indices, and
+# 32-bit probabilities (v1/sample/ops/topk_topp_sampler.py).
 SAMPLER_BYTES = 2 + 4 + 4 + 8 + 4
 GRAPH_SIZES_MAX = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Of one step."""
+    """Upper limits of one step."""
 
     tokens: int  # max_num_batched_tokens
     seqs: int  # max_num_seqs
@@ -34,7 +34,8 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of ranks over cards. `layers` has one entry a pipeline stage. Each of the `nodes` has as many whole stages."""
+    """Layout of ranks over GPUs. `layers` has one entry for each pipeline stage. All `nodes` have the same number of
+    whole stages."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -47,20 +48,20 @@ class Layout:
 
     @property
     def local_ranks(self) -> int:
-        """Of one host."""
+        """Number of ranks on each host."""
         return self.ranks // self.nodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """MiB of one rank without its KV cache."""
+    """Memory of one rank without its KV cache, MiB."""
 
     weights: float
     activation: float
     graphs: float
     vision: float
-    context: float  # CUDA context, PyTorch's and NCCL's own
-    sampling: float = 0.0  # of the activations: where all sequences are sampled at once, beyond a forward pass
+    context: float  # CUDA context, PyTorch's and NCCL's own buffers
+    sampling: float = 0.0  # part of `activation`: peak of sampling all sequences at once, above a forward pass
 
     @property
     def beside_kv(self) -> float:
@@ -68,13 +69,13 @@ class RankMemory:
 
     @property
     def counted(self) -> float:
-        """By vLLM as its own: all that comes after its snapshot."""
+        """Memory that vLLM counts as its own: everything allocated after its snapshot."""
         return self.beside_kv - self.context
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reserve:
-    """MiB that nobody plans with, part by part in words. One that was asked for is the whole of it."""
+    """Memory kept free on a GPU: named parts in MiB. A reserve that the user set is a single part."""
 
     parts: tuple[tuple[str, float], ...]
 
@@ -84,12 +85,13 @@ class Reserve:
 
     @property
     def lasting(self) -> tuple[tuple[str, float], ...]:
-        """Parts that stay whatever was seen in service: room for what it was not yet, and for others on the card."""
+        """Parts that are kept even if memory was observed in service: vLLM's margin, the display, the user's
+        reserve."""
         return tuple((words, mib) for words, mib in self.parts if words in _LASTING)
 
     @property
     def growth_mib(self) -> float:
-        """Assumed to be allocated after readiness."""
+        """Memory assumed to be allocated after readiness, MiB."""
         return sum(mib for words, mib in self.parts if words not in _LASTING)
 
     def describe(self) -> str:
@@ -97,8 +99,11 @@ class Reserve:
 
 
 def graph_sizes(seqs: int, drafted: int = 0) -> tuple[int, ...]:
-    """Batches that graphs are captured for: those of decode steps, in powers of two, then in steps of at most a fifth.
-    A batch in between is padded to the next one; the engine's own 51 sizes take twice as long to capture."""
+    """Return the batch sizes that CUDA graphs are captured for: powers of two, then steps of at most a fifth, and the
+    exact sizes of decode steps, up to twice the largest decode step.
+
+    A batch in between is padded to the next size; the engine's own 51 sizes take twice as long to capture.
+    """
     largest = min(2 * seqs * (1 + drafted), GRAPH_SIZES_MAX)
     ranges = (range(8, 65, 8), range(80, 129, 16), range(160, 257, 32), range(320, GRAPH_SIZES_MAX + 1, 64))
     sizes = (1, 2, 4, *(size for each in ranges for size in each))
@@ -118,7 +123,7 @@ def rank_memory(
     graph_sizes: Sequence[int],
     has_vision: bool,
 ) -> RankMemory:
-    """Of a rank of one stage. `gpu` None: the host."""
+    """Return the memory of one rank of a stage. `gpu` is None on the CPU."""
     layers = len(stage_kinds(shape, layout, stage))
     activation = activation_mib(shape, dtype, batch, layout.tensor)
     return RankMemory(
@@ -132,7 +137,7 @@ def rank_memory(
 
 
 def stage_kinds(shape: Shape, layout: Layout, stage: int) -> tuple[Kind, ...]:
-    """Layers of one stage; those that draft are on the last."""
+    """Return the kinds of the layers of one stage. Draft layers are on the last stage."""
     if not layout.layers:
         return shape.kinds
     first, count = sum(layout.layers[:stage]), layout.layers[stage]
@@ -140,8 +145,11 @@ def stage_kinds(shape: Shape, layout: Layout, stage: int) -> tuple[Kind, ...]:
 
 
 def weights_mib(shape: Shape, dtype: str, layout: Layout, stage: int) -> float:
-    """Matrices are divided over ranks. A stage has its layers, the first the embedding as well and the last the output,
-    which of a tied model is the embedding once more."""
+    """Return the weights of one rank of a stage, MiB. Matrices are divided over the ranks of a layer.
+
+    The first stage also has the embedding and the last one the output. If the output is tied to the embedding, the last
+    stage has a second copy of the embedding.
+    """
     whole = shape.weights_bytes(dtype) / MIB
     if layout.pipeline == 1:
         return whole / layout.tensor
@@ -153,21 +161,21 @@ def weights_mib(shape: Shape, dtype: str, layout: Layout, stage: int) -> float:
 
 
 def ends_mib(shape: Shape, dtype: str) -> tuple[float, float]:
-    """What the first stage of a pipeline has beside its layers, and the last."""
+    """Return the MiB of the embedding, on the first pipeline stage, and of the output, on the last."""
     return shape.loaded(shape.embedding_bytes, dtype) / MIB, shape.loaded(shape.output_bytes, dtype) / MIB
 
 
 def activation_mib(shape: Shape, dtype: str, batch: Batch, tensor: int = 1) -> float:
-    """Peak of one step over a full batch: in the forward pass, or in the sampler."""
+    """Return the peak of one step with a full batch, MiB: the larger one of forward pass and sampler."""
     sampler = batch.seqs * (1 + batch.drafted) * shape.vocabulary * SAMPLER_BYTES
     return max(forward_mib(shape, dtype, batch, tensor), sampler * assumed.ACTIVATION_SHARE.value / MIB)
 
 
 def forward_mib(shape: Shape, dtype: str, batch: Batch, tensor: int = 1) -> float:
-    """What lives at once in the widest part of a layer.
+    """Return the peak of a forward pass, MiB: the tensors that exist at once in the widest part of a layer.
 
-    Dense: residual, its norm, and gate, up and their product. Experts: the gathered inputs and both products of each
-    token and expert. Attention: query, key, value and their output.
+    Dense: residual, its norm, gate, up and their product. Experts: gathered inputs and both products for each token and
+    expert. Attention: query, key, value and output.
     """
     size, width = dtype_bytes(dtype), shape.width
     always = 3 * width  # residual, hidden states and their norm
@@ -183,7 +191,8 @@ def forward_mib(shape: Shape, dtype: str, batch: Batch, tensor: int = 1) -> floa
 
 
 def graphs_mib(layers: int, sizes: Sequence[int], mode: str) -> float:
-    """`max(first) + per graph x (sizes - 1)` of each mode that is captured; none without sizes."""
+    """Return the memory of captured CUDA graphs, MiB: a fixed part, and a part for each size and layer. 0 without
+    sizes. FULL_AND_PIECEWISE captures two modes."""
     if not sizes:
         return 0.0
     each = assumed.GRAPH_MIB_LAYER.value * layers
@@ -201,7 +210,7 @@ _LASTING = frozenset({_MARGIN, _DISPLAY, _ASKED})
 
 
 def reserve_of(gpu: Gpu, total_mib: float, *, asked_mib: int | None, compiles_late: bool, drafts: bool) -> Reserve:
-    """What is kept free of one card; `asked_mib` wins."""
+    """Return the reserve of one GPU. `asked_mib`, if given, is the whole reserve."""
     if asked_mib is not None:
         return Reserve(parts=((_ASKED, float(asked_mib)),))
     parts = [(_MARGIN, assumed.REDUNDANCY_MIB.value), ("driver", assumed.DRIVER_MIB.value)]
@@ -216,11 +225,11 @@ def reserve_of(gpu: Gpu, total_mib: float, *, asked_mib: int | None, compiles_la
 
 
 def utilization(total_mib: float, room_mib: float) -> float:
-    """Of the card's total, rounded down, so that vLLM asks for no more than is free when it looks; 0.0 where nothing
-    is."""
+    """Return the share of the GPU's total memory that equals the room, rounded down so that vLLM asks for no more than
+    is free. 0.0 if there is no room."""
     return max(0, math.floor(room_mib / total_mib * UTILIZATION_STEP)) / UTILIZATION_STEP
 
 
 def kv_bytes_at(total_mib: float, share: float, memory: RankMemory) -> int:
-    """What vLLM will find left for the cache under a utilization."""
+    """Return the bytes that vLLM will find left for the cache with this utilization."""
     return max(0, int((total_mib * share - memory.counted) * MIB))

@@ -1,5 +1,5 @@
-"""How a model may be divided over cards: tensor parallel by what its heads and quantization groups allow, pipeline
-stages where that is not enough. Pure."""
+"""Division of a model over GPUs: tensor parallel as far as heads and quantization groups allow, pipeline stages if that
+is not enough. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from appliance.probe import Gpu
 from appliance.values import dataclass
 
 RANKS_MAX = 16
-_UNEVEN = 1.1  # chosen: a tenth more memory
-# Shared memory of a start with several ranks: the queue to all workers of VLLM_MQ_MAX_CHUNK_BYTES_MB (16) and one back
-# from each of 24 MiB, ten chunks each (shm_broadcast.py line 500, multiproc_executor.py line 165).
+_UNEVEN = 1.1  # chosen: stages must reach a tenth more memory to be worth their transfers
+# Shared memory of a start with several ranks: one queue to all workers with chunks of VLLM_MQ_MAX_CHUNK_BYTES_MB (16),
+# one queue back from each worker with chunks of 24 MiB, ten chunks each (shm_broadcast.py line 500,
+# multiproc_executor.py line 165).
 _BROADCAST_MIB, _REPLY_MIB = 160, 240
-# The CPU build has a process of its own for a single rank too. Each queue has to fit into what is free when it is made,
-# and takes what is written to it, which is little: 256 MiB were seen to do, 64 are refused.
+# The CPU build has a worker process even for a single rank. A queue must fit into the free memory when it is made, but
+# uses only what is written to it, which is little. 256 MiB were seen to suffice; 64 are refused.
 _ONE_WORKER_MIB = 256
 
 
 def why_not_tensor(shape: Shape, ranks: int) -> str | None:
-    """In words, why so many ranks cannot share each layer; None where they can."""
+    """Return why so many ranks cannot share each layer, as a sentence; None if they can."""
     if shape.heads % ranks:
         return f"{shape.heads} attention heads are not divisible by {ranks}"
     if shape.kv_heads % ranks and ranks % shape.kv_heads:
@@ -44,7 +45,8 @@ def why_not_tensor(shape: Shape, ranks: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A length that ranks share. `blocks` are of quantization, in words and elements, that have to stay whole."""
+    """Length that is divided over ranks. `blocks` are the names and sizes of quantization blocks that must not be
+    cut."""
 
     name: str
     length: int
@@ -52,8 +54,12 @@ class _Part:
 
 
 def _divided(shape: Shape, ranks: int) -> Iterator[_Part]:
-    """What divides a matrix by its inputs keeps groups whole, what divides it by its outputs rows of blocks: vLLM's
-    `validate_fp8_block_shape` (quantization/utils/fp8_utils.py), `verify_marlin_supports_shape` (marlin_utils.py)."""
+    """Yield the lengths that are divided. A matrix divided by its inputs must keep quantization groups whole; one
+    divided by its outputs must keep rows of blocks whole.
+
+    Source: vLLM's `validate_fp8_block_shape` (quantization/utils/fp8_utils.py), `verify_marlin_supports_shape`
+    (marlin_utils.py).
+    """
     stored = shape.quantization
     inputs = ((f"group of {stored.group}", stored.group),) if stored.group else ()
     outputs = ((f"block of {stored.rows} rows", stored.rows),) if stored.rows else ()
@@ -74,18 +80,18 @@ def _divided(shape: Shape, ranks: int) -> Iterator[_Part]:
 
 
 def tensor_sizes(shape: Shape, cards: int) -> tuple[int, ...]:
-    """Numbers of ranks that the model allows, 1 among them."""
+    """Return the tensor parallel sizes that the model allows, including 1."""
     return tuple(n for n in range(1, min(cards, RANKS_MAX) + 1) if n == 1 or why_not_tensor(shape, n) is None)
 
 
 def layouts(
     shape: Shape, rooms: Sequence[float], ends: tuple[float, float], *, tensor: int | None, pipeline: int | None
 ) -> Iterator[Layout]:
-    """Candidates with a card for each rank; `tensor` and `pipeline` where they were asked for. `rooms` of the cards,
-    the largest first, and `ends` of the model are as for `staged`.
+    """Yield candidate layouts with one GPU for each rank. `tensor` and `pipeline` are the user's values or None.
+    `rooms` are the GPUs' rooms, the largest first; `ends` is as for `staged`.
 
-    Stages come only where they were asked for, or reach memory that ranks of one layer do not: with more cards than
-    those may be, or on uneven cards.
+    A layout has pipeline stages only if the user asked for them, or if they reach more memory than tensor parallel:
+    with more GPUs than the model's tensor parallel sizes allow, or with uneven GPUs.
     """
     allowed = tensor_sizes(shape, len(rooms))
     for size in (tensor,) if tensor else allowed:
@@ -99,15 +105,15 @@ def layouts(
 
 
 def are_uneven(rooms: Sequence[float], tensor: int) -> bool:
-    """Whether stages reach so much more memory of these cards than ranks of one layer, each as large as the smallest,
-    that it is worth their hops."""
+    """True if pipeline stages reach clearly more memory of these GPUs than tensor parallel, where every rank is as
+    large as the smallest GPU."""
     by_stage = sum(min(rooms[at : at + tensor]) * tensor for at in range(0, len(rooms), tensor))
     return by_stage > _UNEVEN * len(rooms) * max(1.0, min(rooms))
 
 
 def staged(layers: int, rooms: Sequence[float], ends: tuple[float, float], *, tensor: int, nodes: int = 1) -> Layout:
-    """Layers by the room of each stage's smallest card, MiB. `ends` are MiB that the first and the last stage hold
-    beside their layers."""
+    """Return a layout with layers divided by the room of each stage's smallest GPU, MiB. `ends` are the MiB that the
+    first and the last stage hold in addition to their layers."""
     stages = len(rooms) // tensor
     if stages == 1:
         return Layout(tensor=tensor, nodes=nodes)
@@ -119,8 +125,8 @@ def staged(layers: int, rooms: Sequence[float], ends: tuple[float, float], *, te
 
 
 def split_layers(layers: int, rooms: Sequence[float]) -> tuple[int, ...]:
-    """In proportion to the rooms, at least one each: the least room of a layer is as large as can be. Raises ValueError
-    for more stages than layers."""
+    """Divide layers in proportion to the rooms, at least one for each stage, so that the smallest room per layer is as
+    large as possible. Raises ValueError if there are more stages than layers."""
     if layers < len(rooms):
         message = f"{len(rooms)} pipeline stages need as many layers, and the model has {layers}"
         raise ValueError(message)
@@ -132,7 +138,8 @@ def split_layers(layers: int, rooms: Sequence[float]) -> tuple[int, ...]:
 
 
 def choose_cards(cards: Sequence[Gpu], ranks: int) -> tuple[Gpu, ...]:
-    """For tensor parallel: of one kind where there are enough, linked ones first; else those with most memory free."""
+    """Return the GPUs for tensor parallel: of one kind if there are enough, linked ones first; else those with most
+    free memory."""
     kinds: dict[tuple[str | None, str | None, int | None], list[Gpu]] = {}
     for card in cards:
         kinds.setdefault((card.name, card.sm, card.vram_total_mib), []).append(card)
@@ -148,7 +155,7 @@ def _least_free(cards: Sequence[Gpu]) -> int:
 
 
 def _linked(cards: Sequence[Gpu], ranks: int) -> tuple[Gpu, ...]:
-    """The set with most free memory on its smallest card; of equals one whose cards are linked."""
+    """Return the GPU with most free memory, then GPUs linked to it by NVLink, then others; each by free memory."""
     order = sorted(cards, key=lambda card: (-(card.vram_free_mib or 0), card.index))
     first = order[0]
     peers = [card for card in order[1:] if card.index in first.nvlink_peers]
@@ -157,16 +164,16 @@ def _linked(cards: Sequence[Gpu], ranks: int) -> tuple[Gpu, ...]:
 
 
 def are_linked(cards: Sequence[Gpu]) -> bool:
-    """Whether each has a link to another of them."""
+    """True if each of the GPUs has NVLink to another one of them."""
     indices = {card.index for card in cards}
     return len(cards) > 1 and all(indices & set(card.nvlink_peers) - {card.index} for card in cards)
 
 
 def shm_needed_mib(ranks: int) -> int:
-    """Of /dev/shm; one rank needs none."""
+    """Return the MiB of /dev/shm that ranks on GPUs need; 0 for one rank."""
     return 0 if ranks == 1 else _BROADCAST_MIB + _REPLY_MIB * ranks
 
 
 def shm_of_workers_mib(ranks: int) -> int:
-    """Of the CPU build."""
+    """Return the MiB of /dev/shm that ranks of the CPU build need."""
     return _ONE_WORKER_MIB if ranks == 1 else shm_needed_mib(ranks)

@@ -1,4 +1,4 @@
-"""chips.yaml: what vLLM does on each compute capability, and which it needs for each way to store weights."""
+"""Abilities of vLLM by compute capability, and the capability that each quantization needs. The data is chips.yaml."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _DATA = Path(__file__).with_name("chips.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """`sm` is None for the CPU. `backends` in vLLM's order; `kv_types` with the first backend that takes each."""
+    """Abilities of vLLM on one chip. `sm` is None for the CPU. `backends` are in vLLM's order. `kv_types` maps each KV
+    cache type to the first backend that supports it."""
 
     sm: int | None
-    dtype: str  # that is best where a model is in 16 bits
+    dtype: str  # computation type for models whose own type the chip does not compute
     backends: tuple[str, ...]
     passed_over: Mapping[str, str]
     kv_types: Mapping[str, str]
-    gdn: str  # kernels of linear attention that vLLM takes by itself
+    gdn: str  # default kernels of linear attention
     block_size: int
     source: str
-    fp8_isa: tuple[str, ...] = ()  # instruction sets of a CPU, one of which an fp8 cache needs
+    fp8_isa: tuple[str, ...] = ()  # CPU only: an fp8 cache needs one of these instruction sets
 
     @property
     def has_bfloat16(self) -> bool:
@@ -38,29 +39,29 @@ class Chip:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsKernel:
-    """Of one method. `kernel` is what multiplies with such weights on the chip that was asked for."""
+    """Kernels for one quantization method. `kernel` is the one that multiplies with such weights on the given chip."""
 
     method: str
     least_sm: int
     kernel: str
     source: str
-    dtypes: tuple[str, ...] = ()  # that activations may have; empty: both of 16 bits
+    dtypes: tuple[str, ...] = ()  # allowed types of activations; empty: float16 and bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchemeChips:
-    """Compute capabilities that a scheme of a method runs on, from `least_sm` and below `below_sm`."""
+    """Compute capabilities that support a scheme of a quantization method: from `least_sm` to below `below_sm`."""
 
     least_sm: int
-    below_sm: int | None  # None: on all newer ones
+    below_sm: int | None  # None: no upper limit
     source: str
-    unless: str | None = None  # a flag of the engine that takes other kernels
+    unless: str | None = None  # flag of the engine that selects other kernels, which lifts the limits
 
     def runs_on(self, sm: int) -> bool:
         return self.least_sm <= sm and (self.below_sm is None or sm < self.below_sm)
 
     def describe(self) -> str:
-        """As in "SM 75 or newer", "SM 75 to below 100", "SM 90 alone"."""
+        """Return words such as "SM 75 or newer", "SM 75 to below 100" or "SM 90 alone"."""
         if self.below_sm is None:
             return f"SM {self.least_sm} or newer"
         is_one = self.below_sm == self.least_sm + 1
@@ -68,8 +69,8 @@ class SchemeChips:
 
 
 def chip_of(sm: str | None, *, isa: Sequence[str] = (), is_mla: bool = False) -> Chip:
-    """Of the CPU with these instruction sets for None; `is_mla` for a model with a latent cache. Raises ValueError for
-    a chip below all that vLLM has kernels for."""
+    """Return the abilities on a chip; if `sm` is None, on a CPU with the instruction sets `isa`. `is_mla` is True for a
+    model with a latent cache. Raises ValueError if vLLM has no kernels for so old a chip."""
     data = _load()
     if sm is None:
         return _on_cpu(_chip(None, data["cpu"], is_mla=is_mla), isa)
@@ -82,7 +83,7 @@ def chip_of(sm: str | None, *, isa: Sequence[str] = (), is_mla: bool = False) ->
 
 
 def weights_kernel(method: str, sm: int) -> WeightsKernel | None:
-    """None for a method that nobody has looked up."""
+    """Return the kernels of a quantization method; None if the method is not in chips.yaml."""
     row = _load()["quantization"].get(method)
     if row is None:
         return None
@@ -94,7 +95,7 @@ def weights_kernel(method: str, sm: int) -> WeightsKernel | None:
 
 
 def scheme_chips(scheme: str) -> SchemeChips | None:
-    """None for a scheme that nobody has looked up."""
+    """Return the compute capabilities for a scheme; None if the scheme is not in chips.yaml."""
     row = _load()["schemes"].get(scheme)
     if row is None:
         return None
@@ -102,7 +103,7 @@ def scheme_chips(scheme: str) -> SchemeChips | None:
 
 
 def methods_for(sm: int) -> tuple[str, ...]:
-    """Ways to store weights that a chip has kernels for."""
+    """Return the quantization methods that a chip has kernels for."""
     return tuple(name for name, row in _load()["quantization"].items() if row["from"] <= sm)
 
 
@@ -122,7 +123,7 @@ def _chip(sm: int | None, row: Mapping[str, Any], *, is_mla: bool) -> Chip:
 
 
 def _on_cpu(chip: Chip, isa: Sequence[str]) -> Chip:
-    """Without the types that its instruction sets do not reach."""
+    """Return the CPU without fp8 caches if it lacks the instruction sets for them."""
     if not set(chip.fp8_isa).isdisjoint(isa):
         return chip
     left = {name: backend for name, backend in chip.kv_types.items() if not name.startswith("fp8")}
@@ -131,7 +132,7 @@ def _on_cpu(chip: Chip, isa: Sequence[str]) -> Chip:
 
 @cache
 def _load() -> Mapping[str, Any]:
-    import yaml  # here: a start of another engine must not pay for it
+    import yaml  # imported here, so that starts of other engines do not pay for it
 
     found: Mapping[str, Any] = yaml.load(_DATA.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     return found

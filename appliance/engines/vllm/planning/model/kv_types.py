@@ -1,5 +1,7 @@
-"""Types of the KV cache: the one to serve with, chosen with the reason or refused with what there is instead, and those
-worth measuring. Pure."""
+"""KV cache types: the one to serve with, and those worth measuring. Pure.
+
+The choice comes with its reason; a refusal names the alternatives.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,25 @@ from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 from appliance.values import dataclass
 
-_ALIASES = {"fp8": "fp8_e4m3"}  # the same in the engine
+_ALIASES = {"fp8": "fp8_e4m3"}  # two names of the same type in vLLM
 _E5M2 = "fp8_e5m2"
 _BELOW_8_BITS = ("int4", "nvfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvTypes:
-    """In our words where we have one. `tried` are those of measuring, the chosen one first."""
+    """Chosen type and types worth measuring (`tried`, the chosen one first). 16 and 32-bit types have the appliance's
+    names, such as f16."""
 
     chosen: str
     tried: tuple[str, ...]
-    is_named: bool  # to the engine, which would take another one by itself
+    is_named: bool  # True if the flag is needed, since vLLM would choose another type by itself
     choice: Choice
 
 
 def choose_kv_types(settings: Settings, engine: EngineFacts, chip: Chip, dtype: str, weights: Quantization) -> KvTypes:
-    """Raises ConfigError (10) with the alternatives. A type that is named wins over the checkpoint's own
-    (layers/attention/attention.py of 0.32 and 0.33)."""
+    """Choose the KV cache type. Raises ConfigError (10) with the alternatives if the type that the user set is not
+    supported. A type given by the flag overrides the checkpoint's own (layers/attention/attention.py of 0.32, 0.33)."""
     own, there = OUR_TYPES[dtype], _offered(engine, chip, dtype, weights)
     if settings.kv_type != "auto":
         return _asked(settings, chip, dtype, there, weights)
@@ -57,14 +60,14 @@ def _asked(settings: Settings, chip: Chip, dtype: str, there: tuple[str, ...], w
 
 
 def _offered(engine: EngineFacts, chip: Chip, dtype: str, weights: Quantization) -> tuple[str, ...]:
-    """The exact one first."""
+    """Return the types that engine, chip and weights allow. The exact one, as wide as the model's, comes first."""
     never = ("auto", *ENGINE_TYPES.values(), *((_E5M2,) if weights.loads_kv_scales else ()))
     narrow = [name for name in chip.kv_types if name not in never]
     return (OUR_TYPES[dtype], *(name for name in narrow if not engine.kv_types or name in engine.kv_types))
 
 
 def _worth_measuring(own: str, there: tuple[str, ...]) -> tuple[str, ...]:
-    """None below 8 bits, which nobody asked for, and each once."""
+    """Return the types worth measuring, each once. Types below 8 bits are not tried unless the user asks for one."""
     wide = (name for name in there if not name.startswith(_BELOW_8_BITS))
     return (own, *(name for name in wide if name != own and _ALIASES.get(name) not in there))
 
@@ -81,7 +84,7 @@ def _why_not(asked: str, chip: Chip, dtype: str, weights: Quantization) -> str:
     if asked == _E5M2 and asked in chip.kv_types and weights.loads_kv_scales:
         return f": beside weights in {weights.name} vLLM refuses it"
     if chip.sm is None:
-        return f": it needs one of {', '.join(chip.fp8_isa)}, which this CPU has not" if chip.fp8_isa else ""
+        return f": it needs one of {', '.join(chip.fp8_isa)}, which this CPU lacks" if chip.fp8_isa else ""
     return (
         ": Triton reads fp8 from SM 89 on, and FlashInfer and FlashAttention begin with SM 80" if chip.sm < 80 else ""
     )

@@ -1,5 +1,7 @@
-"""Types of weights, kernels and backends, by compute capability: chosen with the reason, or refused with what there is
-instead. Pure."""
+"""Computation type, kernels and attention backend by compute capability. Pure.
+
+Each choice comes with its reason; a refusal names the alternatives.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,15 @@ from appliance.image_facts import AttentionBackend, EngineFacts
 from appliance.model import Model
 from appliance.plan.parts.choice import Choice
 
-# Our words for what the engine calls by its type, and back.
+# The appliance's names of types, with vLLM's names; OUR_TYPES is the reverse.
 ENGINE_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 OUR_TYPES = {value: name for name, value in ENGINE_TYPES.items()}
 _DTYPES = {"half": "float16", "float": "float32", **{name: name for name in OUR_TYPES}}
 
 
 def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
-    """Raises ConfigError (10) for bfloat16 on a chip without it, and for a type that the quantization has not."""
+    """Choose the computation type. Raises ConfigError (10) if the user set bfloat16 on a chip that lacks it, or a type
+    that the quantization does not support."""
     asked = pins.dtype if pins.dtype != "auto" else None
     if asked is not None:
         found = _DTYPES.get(asked)
@@ -50,16 +53,17 @@ def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
 
 
 def _only_types(shape: Shape, chip: Chip) -> tuple[str, ...]:
-    """Of activations, that a quantization allows on a GPU; none if it allows both of 16 bits."""
+    """Return the types of activations that the quantization is limited to on this GPU; empty if it has no limit."""
     method = shape.quantization.name
     found = weights_kernel(method, chip.sm) if method and chip.sm is not None else None
     return found.dtypes if found and chip.has_bfloat16 else ()
 
 
 def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
-    """Raises ModelUnreadableError (30) for weights, or scales of a cache, in no way that the engine knows."""
+    """Raise ModelUnreadableError (30) if the engine does not know the quantization of the weights or of the KV cache's
+    scales."""
     if shape.quantization.kv_problem:
-        message = f"model cannot be used: {model.path / 'config.json'}: vLLM ends over its kv_cache_scheme: "
+        message = f"model cannot be used: {model.path / 'config.json'}: vLLM refuses its kv_cache_scheme: "
         message += shape.quantization.kv_problem
         raise ModelUnreadableError(message, hint="take another quantization of it, or one without kv_cache_scheme")
     known = [each.name for each in engine.quantizations]
@@ -70,13 +74,13 @@ def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
         _refuse_method(model, method, engine, known)
     problem = next((each.problem for each in _of_linear(shape) if each.problem), None)
     if problem is not None:
-        message = f"model cannot be used: {model.path / 'config.json'}: vLLM ends over its quantization: {problem}"
+        message = f"model cannot be used: {model.path / 'config.json'}: vLLM refuses its quantization: {problem}"
         raise ModelUnreadableError(message, hint="take another quantization of it, or the model in 16 bits")
 
 
 def check_tokenizer(model: Model, pins: Pins) -> None:
-    """Raises ModelUnreadableError (30) for a folder without any tokenizer: vLLM ends over it after its imports. Also
-    online it looks for none elsewhere: a path is no name of a repository."""
+    """Raise ModelUnreadableError (30) for a folder without any tokenizer. vLLM would fail on it after its imports; it
+    never downloads one, since a path is not the name of a repository."""
     if model.tokenizer_files or "--skip-tokenizer-init" in pins.passed:
         return
     message = (
@@ -89,10 +93,13 @@ def check_tokenizer(model: Model, pins: Pins) -> None:
 
 
 def tokenizer_choice(model: Model) -> Choice | None:
-    """What is said of a folder that names a tokenizer and has no vocabulary for it: few need none."""
+    """Return a warning if the folder names a tokenizer but has no vocabulary file, else None. It is no error, since a
+    few tokenizers need none."""
     if set(model.tokenizer_files) != {"tokenizer_config.json"}:
         return None
-    why = "no vocabulary lies beside it, as tokenizer.json: vLLM ends at its start unless this tokenizer needs none"
+    why = (
+        "the folder has no vocabulary such as tokenizer.json: vLLM fails at its start unless this tokenizer needs none"
+    )
     return Choice(name="tokenizer", value="tokenizer_config.json", reason=why, source="model", is_refusal=True)
 
 
@@ -105,8 +112,8 @@ def _refuse_method(model: Model, method: str, engine: EngineFacts, known: Sequen
 
 
 def _of_linear(shape: Shape) -> Iterator[Scheme]:
-    """Schemes that some linear layer has: attention's, or the dense feed-forward's. Experts have kernels of their
-    own."""
+    """Yield the schemes used by linear layers of attention or the dense feed-forward. Experts are left out, since they
+    have kernels of their own."""
     stored = shape.quantization
     names = ("self_attn", "attn", "q_proj", "o_proj"), *([] if shape.experts else [("mlp", "gate_proj", "down_proj")])
     if any(stored.covers(*modules, layers=shape.layers) for modules in names):
@@ -114,8 +121,8 @@ def _of_linear(shape: Shape) -> Iterator[Scheme]:
 
 
 def quantization_choice(shape: Shape, chip: Chip, pins: Pins, sms: Sequence[int]) -> Choice | None:
-    """`sms` are those of all cards, `chip` the weakest of them. Raises NoKernelError (20) for weights that no kernel of
-    a card multiplies with."""
+    """Return the choice that names the quantization and its kernels; None for weights without quantization. `sms` are
+    those of all GPUs, `chip` is the weakest. Raises NoKernelError (20) if a GPU has no kernel for such weights."""
     method = shape.quantization.name
     if method is None:
         return None
@@ -123,7 +130,7 @@ def quantization_choice(shape: Shape, chip: Chip, pins: Pins, sms: Sequence[int]
     rows, group = shape.quantization.rows, shape.quantization.group
     group_words = f", blocks of {rows} × {group}" if rows else f", groups of {group}" if group else ""
     if found is None or chip.sm is None:
-        why = f"nobody looked up which kernels vLLM has for it on {chip.name}: it says so at its start"
+        why = f"its kernels on {chip.name} are unknown to the planner: vLLM refuses at its start if it has none"
         return Choice(name="quantization", value=method, reason=why + group_words, source="model")
     if chip.sm < found.least_sm:
         message = (
@@ -153,14 +160,14 @@ def _check_scheme(shape: Shape, name: str, pins: Pins, sms: Sequence[int]) -> No
     )
     others = [each for each in methods_for(stranger) if each != shape.quantization.name]
     hint = f"take the model as one of {', '.join(others)}, or in 16 bits"
-    other_way = f'; --engine-arg "{known.unless}" takes other kernels, which nobody tried' if known.unless else ""
+    other_way = f'; --engine-arg "{known.unless}" uses other kernels, which are untested' if known.unless else ""
     raise NoKernelError(message, hint=hint + other_way)
 
 
 def check_attention(shape: Shape, chip: Chip, pins: Pins, engine: EngineFacts) -> None:
-    """Raises ConfigError (10) for a backend that this GPU or this model cannot have."""
+    """Raise ConfigError (10) if the user set an attention backend that does not support this GPU or model."""
     asked = pins.attention_backend
-    if asked is None or chip.sm is None or not engine.attention:  # on a CPU none may be asked for
+    if asked is None or chip.sm is None or not engine.attention:  # the CPU build refuses the flag elsewhere
         return
     found = {each.name: _computes(each, chip.sm, is_mla="mla" in shape.kinds) for each in engine.attention}
     if not found.get(asked.upper()):
@@ -174,7 +181,8 @@ def _computes(backend: AttentionBackend, sm: int, *, is_mla: bool) -> bool:
 
 
 def attention_choice(chip: Chip, kv_type: str, pins: Pins) -> tuple[str | None, Choice]:
-    """A flag only where there is a reason: one that was asked for, or a chip where all but one are passed over."""
+    """Return the backend to name by the flag, or None, and the choice to report. The flag is used only if the user
+    asked for a backend, or if the chip supports a single one."""
     usual = chip.kv_types.get(ENGINE_TYPES.get(kv_type, kv_type), chip.backends[0])
     if pins.attention_backend:
         found = pins.attention_backend
@@ -188,7 +196,8 @@ def attention_choice(chip: Chip, kv_type: str, pins: Pins) -> tuple[str | None, 
 
 
 def gdn_choice(shape: Shape, chip: Chip, pins: Pins) -> tuple[str | None, Choice | None]:
-    """Kernels of linear attention. FlashInfer's are compiled at the first request, which then waits for them."""
+    """Return the kernels of linear attention to name by the flag, or None, and the choice to report. FlashInfer's
+    kernels are avoided, since they are compiled at the first request, which then waits."""
     if shape.linear is None:
         return None, None
     if pins.gdn_backend:

@@ -1,6 +1,6 @@
-"""How a folder's weights are stored, as its `quantization_config` has it: method, blocks, what is not quantized. Pure.
+"""Quantization of a model folder, read from its `quantization_config`: method, blocks, modules left out. Pure.
 
-Keys of vLLM 0.33.0's layers/quantization: `from_config` of each method.
+Keys are those of vLLM 0.33.0's layers/quantization, `from_config` of each method.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from appliance.engines.vllm.planning.model.schemes import Scheme, schemes_of
 from appliance.values import dataclass
 
-LIMIT = 1 << 20  # of any length or count: no published model comes near
+LIMIT = 1 << 20  # upper bound of any length or count, far above those of published models
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 _TOWER = re.compile(r"visual|vision|audio")
 _COMPRESSED = "compressed-tensors"
@@ -22,46 +22,51 @@ _MODELOPT = {
     "NVFP4": "modelopt_fp4",
     "MXFP8": "modelopt_mxfp8",
     "MIXED": "modelopt_mixed",
-}  # FP8 in its kinds: modelopt
+}  # all kinds of FP8 are "modelopt"
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """`name` as vLLM calls the method; None of a folder without one. A scale is shared by `group` inputs of a weight,
-    and of block-wise ones by `rows` outputs as well; None: by a whole row, or it is not told."""
+    """Quantization of a folder. `name` is vLLM's name of the method; None if the weights are not quantized.
+
+    A scale is shared by `group` inputs of a weight, and in block-wise methods also by `rows` outputs. None: a whole row
+    shares it, or the config does not say.
+    """
 
     name: str | None = None
     bits: int | None = None
     group: int | None = None
     rows: int | None = None
-    kv_type: str | None = None  # of a cache that the checkpoint has scales for
-    kv_problem: str | None = None  # why the engine would end over what is said of that cache
-    left_out: tuple[str, ...] = ()  # modules and patterns of modules that are as they were trained
-    schemes: tuple[Scheme, ...] = ()  # of methods that have several; empty: the method has one, or nobody looked
+    kv_type: str | None = None  # KV cache type that the checkpoint has scales for
+    kv_problem: str | None = None  # why vLLM would fail on the KV cache part of the config
+    left_out: tuple[str, ...] = ()  # modules, or patterns of modules, that are not quantized
+    schemes: tuple[Scheme, ...] = ()  # for methods with several; empty: the method has one, or it is unknown
 
     @property
     def loads_kv_scales(self) -> bool:
-        """Methods with a `KVCacheMethod` for attention layers, which fp8_e5m2 is refused beside."""
+        """True for methods with a `KVCacheMethod` for attention layers. vLLM refuses an fp8_e5m2 cache with them."""
         name = self.name or ""
         return name in ("fp8", "quark") or name.startswith("modelopt") or (name == _COMPRESSED and bool(self.kv_type))
 
     def covers(self, *modules: str, layers: int) -> bool:
-        """Whether a module of these names is quantized in any of so many layers."""
+        """True if a module with one of these names is quantized in at least one of so many layers."""
         named = [each for each in self.left_out if _names(each, modules) and not _TOWER.search(each)]
         found = [_LAYER.search(each) for each in named]
         return None not in found and len({match[1] for match in found if match}) < layers
 
 
 def _names(left_out: str, modules: Sequence[str]) -> bool:
-    """As a path or a pattern with one of them in it, or as a part of its name: `attn` leaves `self_attn` out."""
+    """True if an entry of `left_out` means one of these modules: it contains the name, or it is a part of the name, as
+    `attn` of `self_attn`."""
     return any(module in left_out or (left_out and left_out in module) for module in modules)
 
 
 def quantization_of(
     config: Mapping[str, Any], inner: Mapping[str, Any], *, has_kv_scales: bool = False
 ) -> Quantization:
-    """Of config.json and its language part. `has_kv_scales`: the files hold some."""
+    """Read the quantization from config.json and its language part. `has_kv_scales` is True if the weight files contain
+    scales for the KV cache."""
     found = next((each for each in _places(config, inner) if isinstance(each, Mapping)), None)
     if found is None:
         return Quantization()
@@ -91,7 +96,8 @@ def _places(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[obj
 
 
 def _name(found: Mapping[str, Any]) -> str | None:
-    """ModelOpt's algorithms are several methods: `override_quantization_method` of modelopt.py."""
+    """Return vLLM's name of the method, or None. ModelOpt's algorithms are several methods in vLLM, see
+    `override_quantization_method` of modelopt.py."""
     algorithm = str(found.get("quant_algo") or "").upper()
     named = str(found.get("quant_method") or ("modelopt" if algorithm else "")).lower()[:40]
     if named == "modelopt":
@@ -100,8 +106,11 @@ def _name(found: Mapping[str, Any]) -> str | None:
 
 
 def _kv_type(found: Mapping[str, Any], name: str | None) -> str | None:
-    """By `kv_cache_scheme` of compressed-tensors and ModelOpt, or ModelOpt's older `kv_cache_quant_algo`
-    (utils/torch_utils.py `get_kv_cache_quant_algo_string`, layers/attention/attention.py)."""
+    """Return the KV cache type that the config asks for, or None. It is in `kv_cache_scheme` of compressed-tensors and
+    ModelOpt, or in ModelOpt's older `kv_cache_quant_algo`.
+
+    Source: utils/torch_utils.py `get_kv_cache_quant_algo_string`, layers/attention/attention.py.
+    """
     scheme = found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
         bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
@@ -112,7 +121,8 @@ def _kv_type(found: Mapping[str, Any], name: str | None) -> str | None:
 
 
 def _kv_problem(scheme: object) -> str | None:
-    """As `validate_kv_cache_scheme` of compressed_tensors.py has it."""
+    """Return why vLLM would refuse the scheme, by the rules of `validate_kv_cache_scheme` in compressed_tensors.py.
+    None if it is accepted."""
     if scheme is None:
         return None
     if not isinstance(scheme, Mapping):
@@ -137,7 +147,8 @@ def _weights_of_groups(groups: object) -> list[Mapping[str, Any]]:
 
 
 def _block(found: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Outputs and inputs that share a scale: `weight_block_size` of fp8, `block_structure` of compressed-tensors."""
+    """Return the outputs and inputs that share a scale, or None: `weight_block_size` of fp8, `block_structure` of
+    compressed-tensors."""
     block = found.get("weight_block_size") or found.get("block_structure")
     if not isinstance(block, Sequence) or len(block) != 2 or not all(_is_size(size, LIMIT) for size in block):
         return None
@@ -153,7 +164,7 @@ def _is_size(value: object, most: int) -> bool:
 
 
 def _common(sizes: Iterable[int | None]) -> int | None:
-    """What is whole in each of them, which groups of several sizes ask for."""
+    """Return the least common multiple of the sizes, so that groups of every size stay whole. None without sizes."""
     found = {size for size in sizes if size}
     return min(math.lcm(*found), LIMIT) if found else None
 

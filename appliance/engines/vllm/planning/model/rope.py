@@ -1,7 +1,7 @@
-"""A context above the model's native length: refused, or reached by YaRN (arXiv 2309.00071) through --hf-overrides.
+"""Context lengths above the native one: refused, or reached by YaRN (arXiv 2309.00071) through --hf-overrides. Pure.
 
-vLLM takes `max_position_embeddings` as already scaled for most kinds of scaling, and multiplies for the others
-(config/model.py `_get_and_verify_max_len`, 0.32.0 and 0.33.0). Pure.
+For most kinds of RoPE scaling vLLM takes `max_position_embeddings` as the scaled length. For the others it multiplies
+the value by the factor (config/model.py `_get_and_verify_max_len`, 0.32.0 and 0.33.0).
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from appliance.settings import Settings
 from appliance.values import dataclass
 
 TRIED_FACTOR = 4.0  # the largest that Qwen's model cards name
-# Kinds whose factor vLLM does not multiply the native length by.
+# Kinds of scaling for which vLLM does not multiply the native length by the factor.
 _SCALED_ALREADY = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"})
 
 
 def wanted_context(settings: Settings, model: Model) -> int:
-    """Raises ConfigError (10) for a context that the model cannot keep, and for a scaling that it cannot have."""
+    """Return the context length that was asked for, else the native one. Raises ConfigError (10) if the model does not
+    reach it or cannot have the RoPE scaling that was asked for."""
     asked, native = settings.ctx_size, model.native_context
     if settings.rope_scaling == "yarn":
         _check_yarn(settings, model)
@@ -34,7 +35,7 @@ def wanted_context(settings: Settings, model: Model) -> int:
 
 
 def _check_reach(settings: Settings, model: Model, asked: int) -> None:
-    """Raises ConfigError (10) where vLLM would end over so long a context."""
+    """Raise ConfigError (10) if vLLM would refuse so long a context."""
     native, scaling = model.native_context, _own_scaling(model.config)
     message = f"context length is above the model's native {native:,}: {asked:,} ({settings.sources['ctx_size']})"
     if scaling is None:
@@ -53,7 +54,8 @@ def _check_reach(settings: Settings, model: Model, asked: int) -> None:
 
 
 def unused_reach(model: Model) -> Choice | None:
-    """What is said of a model whose own scaling reaches further than its `max_position_embeddings`."""
+    """Return a warning if the model's own YaRN scaling reaches further than its `max_position_embeddings`, else
+    None."""
     scaling, native = _own_scaling(model.config), model.native_context
     if scaling is None or scaling.kind != "yarn" or not scaling.reach or scaling.reach <= native:
         return None
@@ -65,7 +67,7 @@ def unused_reach(model: Model) -> Choice | None:
 
 
 def overrides_for(settings: Settings, model: Model) -> str | None:
-    """JSON of --hf-overrides; None up to the native length."""
+    """Return the JSON of --hf-overrides, or None without YaRN."""
     if settings.rope_scaling != "yarn" or settings.ctx_size is None:
         return None
     native = model.native_context
@@ -80,14 +82,14 @@ def overrides_for(settings: Settings, model: Model) -> str | None:
         "factor": math.ceil(settings.ctx_size / native * 10_000) / 10_000,
         "original_max_position_embeddings": native,
     }
-    # vLLM ends over a context above this, whatever the factor.
+    # vLLM refuses a context above max_position_embeddings, whatever the factor.
     changed: dict[str, Any] = {"rope_parameters": scaled, "max_position_embeddings": settings.ctx_size}
     name = next((key for key in ("text_config", "llm_config") if isinstance(model.config.get(key), Mapping)), None)
     return json.dumps({name: changed} if name else changed, sort_keys=True, separators=(",", ":"))
 
 
 def rope_words(settings: Settings, model: Model) -> str:
-    """As in "beyond the model's native 40,960 by YaRN, factor 3.2"."""
+    """Return words such as "beyond the model's native 40,960 by YaRN, factor 3.2"."""
     factor = (settings.ctx_size or 0) / model.native_context
     more = ", more than was tried by those who publish such models" if factor > TRIED_FACTOR else ""
     return (
@@ -113,19 +115,19 @@ def _check_yarn(settings: Settings, model: Model) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scaling:
-    """That config.json has. `original` is None where it does not tell which length is scaled."""
+    """RoPE scaling of config.json. `original` is the length before scaling; None if config.json does not say."""
 
     kind: str
     factor: float
     original: int | None
-    is_applied: bool  # the native length has the factor in it already
+    is_applied: bool  # True if the native length already includes the factor
 
     @property
     def reach(self) -> int | None:
         return int(self.factor * self.original) if self.original else None
 
     def derived(self, native: int) -> float:
-        """Tokens that vLLM takes at most."""
+        """Return the longest context that vLLM accepts, tokens."""
         return native if self.is_applied else native * self.factor
 
 

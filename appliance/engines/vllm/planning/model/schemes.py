@@ -1,9 +1,8 @@
-"""Schemes by which compressed-tensors and Quark store a linear layer, and what of any method vLLM ends over whatever
-the GPU. Pure.
+"""Schemes of linear layers in compressed-tensors and Quark, and configs that vLLM refuses on every GPU. Pure.
 
-Rules of vLLM 0.33.0, those of 0.32.0 are the same: layers/quantization/compressed_tensors/compressed_tensors.py
+Sources, the same in vLLM 0.32.0 and 0.33.0: layers/quantization/compressed_tensors/compressed_tensors.py
 `_get_scheme_from_parts`, quark/quark.py `_get_scheme_cls_from_config`, `from_config` of each method; defaults of
-compressed-tensors 0.17.0, quantization/quant_args.py. Which GPU computes a scheme is in chips.yaml.
+compressed-tensors 0.17.0, quantization/quant_args.py. The GPUs that support a scheme are in chips.yaml.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PACKED = "pack-quantized"
 _WHOLE = ("tensor", "channel")
 _GROUPED = ("channel", "group")
 _WIDEST = 1 << 7  # bits of a value
-# What `from_config` of the method takes, and ends over otherwise.
+# Values that `from_config` of each method accepts; it raises for others.
 _AWQ_BITS = (4,)
 _GPTQ_BITS = (4, 8)
 _INC_BITS = range(2, 9)
@@ -28,16 +27,17 @@ _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NV
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """`name` as chips.yaml has it; None if vLLM has none for it: then `problem` says why."""
+    """Scheme of some linear layers. `name` is the one in chips.yaml. It is None if vLLM does not support the config;
+    then `problem` says why."""
 
     name: str | None = None
     problem: str | None = None
-    is_of_experts: bool = False  # it is for the experts of a mixture alone
+    is_of_experts: bool = False  # True if only experts have this scheme
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Args:
-    """`QuantizationArgs` of compressed-tensors, with what it infers."""
+    """Arguments of a quantization, like `QuantizationArgs` of compressed-tensors with its inferred defaults."""
 
     bits: int
     is_float: bool
@@ -57,7 +57,8 @@ class _Args:
 
 
 def schemes_of(found: Mapping[str, Any], method: str | None) -> tuple[Scheme, ...]:
-    """Of a `quantization_config`, one for each of its groups. Empty for methods that have but one way."""
+    """Return the schemes of a `quantization_config`, one for each of its groups. Empty for methods with a single scheme
+    that vLLM accepts."""
     if method == "compressed-tensors":
         return tuple(_compressed(found))
     if method == "quark":
@@ -76,7 +77,7 @@ def _compressed(found: Mapping[str, Any]) -> Iterator[Scheme]:
             continue
         targets = group.get("targets")
         names = [str(each) for each in targets] if isinstance(targets, list) else []
-        if len(names) == 1 and names[0].endswith("Attention"):  # vLLM passes it over
+        if len(names) == 1 and names[0].endswith("Attention"):  # a group for the KV cache, which vLLM skips
             continue
         of_experts = bool(names) and all("experts" in name for name in names)
         if group["weights"].get("actorder") in (True, "group", "dynamic"):
@@ -108,7 +109,8 @@ def _args(found: object) -> _Args | None:
 
 
 def _scheme(weights: _Args, inputs: _Args | None, stored: str, *, has_output: bool) -> tuple[str | None, str | None]:
-    """In vLLM's order. None twice for what is not judged."""
+    """Return the scheme's name, or None and why vLLM refuses it. Both are None if the scheme is not judged. The rules
+    are in vLLM's order."""
     if weights.is_nvfp4:
         if inputs is not None and not inputs.is_nvfp4:
             return None, "its weights are NVFP4 and its activations something else, which vLLM does not take"
@@ -119,7 +121,7 @@ def _scheme(weights: _Args, inputs: _Args | None, stored: str, *, has_output: bo
         return "MXFP8", None
     if inputs is not None and _is_w4a8_fp8(weights, inputs):
         return "W4A8 fp8", None
-    if has_output:  # static activations of integers before and after: few, and not judged
+    if has_output:  # static integer activations on both sides: rare, so not judged
         return None, None
     if stored == _PACKED and _is_static_int(weights) and weights.strategy in _GROUPED:
         if inputs is None:
@@ -153,13 +155,14 @@ def _is_static_int(weights: _Args) -> bool:
 
 
 def _is_w4a8_fp8(weights: _Args, inputs: _Args) -> bool:
-    """`_is_fp8_w4a8`, which vLLM asks for on SM 90 alone; no later rule takes it."""
+    """True for W4A8 fp8, as in vLLM's `_is_fp8_w4a8`, which it checks only on SM 90. No later rule matches such
+    args."""
     is_4_bit = _is_static_int(weights) and (weights.bits, weights.strategy) == (4, "group") and weights.is_symmetric
     return is_4_bit and inputs.is_float and (inputs.bits, inputs.strategy) == (8, "token") and inputs.is_dynamic
 
 
 def _quark(found: Mapping[str, Any]) -> Iterator[Scheme]:
-    """Of all layers without a rule of their own."""
+    """Yield the scheme of all layers without a rule of their own (`global_quant_config`)."""
     whole = found.get("global_quant_config")
     whole = whole if isinstance(whole, Mapping) else {}
     types = [_quark_type(whole.get(name)) for name in ("weight", "input_tensors")]
@@ -176,7 +179,7 @@ def _quark_type(found: object) -> str:
 
 
 def _problem(found: Mapping[str, Any], method: str | None) -> str | None:
-    """Of methods whose `from_config` ends over a value."""
+    """Return why the method's `from_config` would refuse the config, or None."""
     bits = found.get("w_bit", found.get("bits"))
     if method in ("awq", "auto_awq") and type(bits) is int and bits not in _AWQ_BITS:
         return f"it has {bits} bits, and vLLM reads AWQ of 4"
@@ -187,7 +190,7 @@ def _problem(found: Mapping[str, Any], method: str | None) -> str | None:
         return f"it has {bits} bits, and vLLM reads AutoRound of 2 to 8"
     if method == "fp8":
         return _problem_of_fp8(found)
-    algorithm = found.get("quant_algo")  # ModelOpt's own file was laid over it
+    algorithm = found.get("quant_algo")  # from ModelOpt's nested `quantization`, which `quantization_of` merged in
     if (method or "").startswith("modelopt") and algorithm and str(algorithm).upper() not in _MODELOPT:
         return f"its quant_algo is {str(algorithm)[:40]!r}, and vLLM knows {', '.join(_MODELOPT)}"
     return None

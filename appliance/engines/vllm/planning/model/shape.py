@@ -1,6 +1,6 @@
-"""What vLLM makes of a folder's config.json: the kinds of its layers, what each keeps, and how its weights are stored.
+"""Shape of a model as vLLM reads it from config.json: kinds of layers, state of each, and storage of the weights.
 
-Names of keys are those of vLLM 0.33.0: transformers_utils/model_arch_config_convertor.py, models/qwen3_next.py and
+Keys are those of vLLM 0.33.0: transformers_utils/model_arch_config_convertor.py, models/qwen3_next.py and
 models/qwen3_5.py.
 """
 
@@ -18,7 +18,7 @@ from appliance.values import dataclass
 
 Kind = Literal["full", "sliding", "mla", "linear"]
 _HINT = "use a model of another architecture, or an image with another engine"
-# Names of torch's types, later ones too: `float4_e2m1fn_x2` has been added since.
+# Names of torch's types, including newer ones such as `float4_e2m1fn_x2`.
 _TORCH_DTYPE = re.compile(r"auto|half|float|double|(?:b?float|complex|q?u?int)\d+(?:_\w+)?")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PLAIN_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -27,10 +27,11 @@ _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True, kw_only=True)
 class LinearState:
-    """Of one layer with a gated delta rule: heads and lengths of keys and values, and the width of its convolution.
+    """State of one linear layer with a gated delta rule: heads and lengths of keys and values, width of its
+    convolution.
 
-    Kept by `gated_delta_net_state_shape` of layers/mamba/mamba_utils.py: a window of the convolution's input in the
-    model's type, and one matrix a value head in `type_bytes`.
+    By `gated_delta_net_state_shape` of layers/mamba/mamba_utils.py a layer keeps a window of the convolution's input in
+    the model's type, and one matrix for each value head with `type_bytes` per element.
     """
 
     key_heads: int
@@ -49,16 +50,16 @@ class LinearState:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Lengths are elements. `kinds` has one entry a layer of the trunk, draft layers are not among them."""
+    """Shape of a model. Lengths are in elements. `kinds` has one entry for each layer without draft layers."""
 
     title: str
     architecture: str
     kinds: tuple[Kind, ...]
     heads: int
     kv_heads: int
-    key_length: int  # of a head; of MLA the latent row with the rotated part
+    key_length: int  # of a head; for MLA the latent row with the rotated part
     value_length: int  # 0 for MLA
-    query_length: int  # of a head's query, before MLA makes it latent
+    query_length: int  # of a head's query; for MLA before it becomes latent
     output_length: int  # of a head's output
     window: int | None
     linear: LinearState | None
@@ -70,19 +71,19 @@ class Shape:
     expert_length: int
     shared_length: int
     dtype: str  # the model's own: float32, bfloat16 or float16
-    stored_bytes: int  # all weights as the files hold them, without draft layers
-    stored_types: tuple[tuple[str, int], ...]  # of all, with their bytes
+    stored_bytes: int  # size of all weights in the files, without draft layers
+    stored_types: tuple[tuple[str, int], ...]  # types of all weights, with their bytes
     draft_bytes: int
     drafts: int
     expert_bytes: int
     embedding_bytes: int
-    output_bytes: int  # all that is neither layer nor embedding, and a tied embedding once more
-    tied_bytes: int  # of an embedding that is the output, too
+    output_bytes: int  # everything except layers and embedding; if tied, including the embedding
+    tied_bytes: int  # size of an embedding that is also the output; 0 if the output is separate
     quantization: Quantization
     native_context: int
     has_vision: bool
-    sees: bool  # images, and not sound alone
-    is_exact: bool  # whether vLLM's KV cache is computed as it is, and not from above
+    sees: bool  # True if the model reads images; False if only sound
+    is_exact: bool  # True if the computed KV cache is exact; False if it is an upper bound
 
     @property
     def layers(self) -> int:
@@ -96,11 +97,12 @@ class Shape:
         return self.kinds.count(kind)
 
     def weights_bytes(self, dtype: str) -> int:
-        """As loaded."""
+        """Return the size of the weights once loaded, with unquantized weights converted to `dtype`."""
         return self.loaded(self.stored_bytes, dtype)
 
     def loaded(self, stored_bytes: int, dtype: str) -> int:
-        """Of weights that are stored in so many bytes: those without a quantization become `dtype`."""
+        """Return the loaded size of weights with this size in the files. Quantized weights keep it; others are
+        converted to `dtype`."""
         if self.quantization.name is not None:
             return stored_bytes
         served = sum(
@@ -114,7 +116,8 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def shape_of(model: Model) -> Shape:
-    """Raises ModelUnreadableError (30) for a config.json that lies or describes layers that are not known."""
+    """Return the shape of a model. Raises ModelUnreadableError (30) if config.json is inconsistent or describes unknown
+    layers."""
     inner = _inner(model.config)
     kinds = _kinds(model, inner)
     heads, kv_heads = model.heads, max(model.kv_heads, default=0)
@@ -161,7 +164,7 @@ def shape_of(model: Model) -> Shape:
 
 
 def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language part of a multimodal model."""
+    """Return the config with the keys of a multimodal model's language part on the top level."""
     for name in ("text_config", "llm_config"):
         if isinstance(config.get(name), Mapping):
             return {**config, **config[name]}
@@ -178,14 +181,15 @@ def _kinds(model: Model, inner: Mapping[str, Any]) -> tuple[Kind, ...]:
 
 
 def _plain(kind: LayerKind) -> Kind:
-    """By config.json alone `full`, `sliding` and `mla` are told apart."""
+    """Return vLLM's kind of a layer: `sliding`, `mla`, and `full` for every other kind."""
     if kind == "sliding":
         return "sliding"
     return "mla" if kind == "mla" else "full"
 
 
 def _mixed(model: Model, inner: Mapping[str, Any], layers: int) -> tuple[Kind, ...]:
-    """Linear attention with a full layer now and then: named one by one, or every n-th."""
+    """Return the kinds of a model with linear and full attention. config.json lists them (`layer_types`), or every n-th
+    layer is full (`full_attention_interval`)."""
     named = inner.get("layer_types")
     if isinstance(named, Sequence) and not isinstance(named, str):
         if len(named) != layers:
@@ -211,7 +215,7 @@ def _linear(model: Model, inner: Mapping[str, Any]) -> LinearState:
         key_length=_number(model, inner, "linear_key_head_dim", low=1),
         value_length=_number(model, inner, "linear_value_head_dim", low=1),
         kernel=_number(model, inner, "linear_conv_kernel_dim", default=4, low=1, high=64),
-        # Without a word of the config it is the convolution's type: config.py, Qwen3_5ForConditionalGenerationConfig.
+        # If the config does not say, it is the convolution's type: config.py, Qwen3_5ForConditionalGenerationConfig.
         type_bytes=_DTYPE_BYTES.get(str(kept), 4) if kept else _DTYPE_BYTES[own],
     )
 
@@ -226,7 +230,7 @@ def _window(model: Model, inner: Mapping[str, Any]) -> int | None:
 
 
 def _dtype(model: Model, inner: Mapping[str, Any]) -> str:
-    """What the config names, else what most bytes of the weights are; quantized ones are computed in bfloat16."""
+    """Return the type that the config names, else the type of most weight bytes; bfloat16 if all are quantized."""
     named = str(inner.get("dtype") or inner.get("torch_dtype") or "auto").removeprefix("torch.")
     if named in _DTYPE_BYTES:
         return named

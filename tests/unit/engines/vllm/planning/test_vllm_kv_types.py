@@ -67,7 +67,7 @@ def test_a_scheme_that_ends_the_engine_is_30_before_it_starts(scheme: object, sa
     with pytest.raises(ModelUnreadableError) as caught:
         best(ADA, stored_as(COMPRESSED | {"kv_cache_scheme": scheme}))
     assert caught.value.exit_code == 30
-    assert "config.json: vLLM ends over its kv_cache_scheme: " + said in caught.value.message
+    assert "config.json: vLLM refuses its kv_cache_scheme: " + said in caught.value.message
     assert caught.value.hint
 
 
@@ -142,7 +142,7 @@ def test_fp8_on_a_cpu_needs_its_instruction_sets(isa: str, kv_type: str) -> None
     with pytest.raises(ConfigError) as caught:
         best(CPU, "smollm2-135m", kv_type=kv_type)
     assert caught.value.exit_code == 10
-    assert "needs one of avx512f, amx_tile, which this CPU has not" in caught.value.message
+    assert "needs one of avx512f, amx_tile, which this CPU lacks" in caught.value.message
     assert "use auto, or one of bf16" in (caught.value.hint or "")
 
 

@@ -81,7 +81,7 @@ def test_an_image_for_gpus_says_which_it_passed_over(flags: dict[str, str]) -> N
     two = cards("2x4090", {"vram_free_mib": None}, {"sm": "70", "name": "Tesla V100"})
     error = on_cuda_image(two, **flags)
     assert error.exit_code == 23
-    assert "GPU 0 (NVIDIA GeForce RTX 4090): nobody says how much of its memory is free" in error.message
+    assert "GPU 0 (NVIDIA GeForce RTX 4090): the driver does not report its free memory" in error.message
     assert "GPU 1 (Tesla V100): this image has kernels for SM 75" in error.message
 
 
@@ -388,7 +388,7 @@ def test_values_of_the_users_own_win() -> None:
         ("--max-model-len 4096", "the setting ctx_size stands for"),
         ("--data-parallel-size 2", "cannot be given"),
         ("-O3", "cannot be given"),
-        ("--tensor-paralel-size 2", "this engine has not"),
+        ("--tensor-paralel-size 2", "this engine does not have"),
         ("--block-size 1k", "no whole number"),
         ("--gpu-memory-utilization 1.5", "no share above 0"),
         ("--compilation-config '{\"level\":3}'", "keys of --compilation-config that no plan takes over: level"),
@@ -431,9 +431,13 @@ def with_choices(words: str) -> Plan:
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        ("--scheduling-policy prioritie", "a value that --scheduling-policy has not: 'prioritie'", "one of priority"),
-        ("--dtype int3", "a value that --dtype has not: 'int3'", "one of auto, bfloat16"),
-        ("--mm-encoder-tp-mode weights x", "a value that --mm-encoder-tp-mode has not: 'x'", "one of"),
+        (
+            "--scheduling-policy prioritie",
+            "a value that --scheduling-policy does not accept: 'prioritie'",
+            "one of priority",
+        ),
+        ("--dtype int3", "a value that --dtype does not accept: 'int3'", "one of auto, bfloat16"),
+        ("--mm-encoder-tp-mode weights x", "a value that --mm-encoder-tp-mode does not accept: 'x'", "one of"),
     ],
 )
 def test_a_value_that_a_flag_does_not_list_is_10(words: str, said: str, hint: str) -> None:
@@ -516,7 +520,7 @@ def test_variables_of_the_network_reach_the_engine_on_one_host() -> None:
         ("VLLM_HOST_IP", "10.0.0.9", "127.0.0.1"),
         ("VLLM_LOGGING_PREFIX", "[n] ", "the log is read"),
         ("VLLM_LOGGING_LEVEL", "DEBUG", "the log is read"),
-        ("VLLM_USE_RUST_FRONTEND", "1", "of the other one"),
+        ("VLLM_USE_RUST_FRONTEND", "1", "the Python frontend only"),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "of a library"),
         ("TORCHINDUCTOR_CACHE_DIR", "/elsewhere", "of a library"),
     ],
@@ -594,7 +598,7 @@ def test_what_the_user_passes_through_moves_the_compile_key_and_is_named() -> No
 
 def test_quantized_weights_on_the_cpu_are_said_to_be_the_engines_business() -> None:
     found = reason(best(CPU, replace(folder_model("smollm2-135m"), config=AWQ)), "quantization")
-    assert found.startswith("nobody looked up which kernels vLLM has for it on the CPU")
+    assert found.startswith("its kernels on the CPU are unknown to the planner")
 
 
 @pytest.mark.parametrize(("peers", "said"), [(((1,), (0,)), "NVLink"), (((), ()), "PCIe")])

@@ -214,7 +214,7 @@ def test_a_folder_without_any_tokenizer_is_30(tmp_path: Path) -> None:
         assert read(folder).context
         (folder / name).unlink()
     (folder / "tokenizer_config.json").write_text("{}")
-    assert "no vocabulary lies beside it" in reason(read(folder), "tokenizer")
+    assert "the folder has no vocabulary" in reason(read(folder), "tokenizer")
 
 
 def test_yarn_of_config_json_is_reached_by_its_own_key() -> None:
