@@ -44,7 +44,7 @@ def busy() -> Iterator[Callable[[], None]]:
 
 
 def outcome(serving: Serving) -> str:
-    """Beside the other tests nothing is kept either."""
+    """Return the name of the event that ended the measurement. Other tests may disturb it, and then nothing is kept."""
     ends = ("bandwidth_measured", "bandwidth_disturbed")
     eventually(lambda: any(name in ends for name in serving.names()), timeout_s=WAIT_S)
     return next(name for name in serving.names() if name in ends)

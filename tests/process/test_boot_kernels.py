@@ -19,7 +19,7 @@ GONE = "llama_model_load_from_file_impl: no backends are loaded. hint: use ggml_
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """Of an image with three variants, which this CPU runs whatever it is, and a kernel check that likes them."""
+    """Return a home whose image has three variants, which run on any CPU, and a kernel check that passes them all."""
     home = Home.make(tmp_path / "home")
     home.set_variants("x64", "haswell", "zen4")
     home.set_kernel_check()
@@ -27,7 +27,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def variants(home: Home) -> list[str]:
-    """Of the engines that were started, in their order."""
+    """Return the CPU variant of each engine that was started, in order."""
     return [line.rpartition(" GGML_CPU_VARIANT=")[2] for line in home.started]
 
 

@@ -35,14 +35,14 @@ def profile_of(home: Home) -> dict[str, Any]:
 
 
 def key_of(plan: dict[str, Any]) -> str:
-    """Of a plan on the CPU, as measurements name it."""
+    """Return the key by which measurements name this plan, which is on the CPU."""
     launch = plan["launch"]
     numbers = f"context {plan['context']:,}, kv_type {plan['kv_type']}, threads {launch['threads']}"
     return f"{numbers}, ubatch {launch['ubatch']:,}, load_mode {launch['load_mode']}, placement CPU"
 
 
 def change(home: Home, alter: Callable[[dict[str, Any]], None]) -> None:
-    """Of the only profile, what is on the volume."""
+    """Alter the document of the only profile on the volume."""
     (path,) = home.profiles.glob("*.json")
     document = json.loads(path.read_text())
     alter(document)

@@ -180,7 +180,7 @@ def test_while_another_measures_it_again_it_is_used_at_once(home: Home) -> None:
 
 
 class Probes:
-    """Those of an engine that takes `times` as long as when it was measured, from the moment that this is said."""
+    """Probes of an engine that takes `times` as long as when it was measured, once `slow_down(times)` was called."""
 
     def __init__(self, home: Home, folder: Path, *knobs: str) -> None:
         self._slowdown = folder / "slowdown"

@@ -23,7 +23,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(path: Path) -> None:
-    """Of the size that it should have."""
+    """Overwrite the first 4,096 bytes of the file. Its size stays."""
     with path.open("r+b") as file:
         file.write(b"\xff" * 4096)
 

@@ -115,7 +115,7 @@ def asked(calls: list[str]) -> list[list[str]]:
 
 
 def test_a_cell_is_built_gated_and_pushed(place: Place) -> None:
-    """As `image / build` does it, each command accepted by the build half itself."""
+    """The job `image / build` runs these steps. The build half itself accepts each command that they give it."""
     calls = ran(place, "image/build")
     assert [words[0] for words in asked(calls)] == ["build", "verify", "build"]
     address = "https://git.example/team/appliance"

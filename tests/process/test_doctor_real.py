@@ -200,7 +200,7 @@ def test_beside_a_serving_appliance_the_port_is_its_own(ward: Ward) -> None:
 
 
 def test_a_driver_where_only_the_environment_says_so_reaches_the_engine(ward: Ward, nvml: Path, tmp_path: Path) -> None:
-    """As on GKE: its folder is in LD_LIBRARY_PATH, which the engine does not inherit."""
+    """GKE does this: the driver's folder is named only by LD_LIBRARY_PATH, which the engine does not inherit."""
     folder = tmp_path / "nvidia/lib64"
     folder.mkdir(parents=True)
     shutil.copy(nvml, folder)

@@ -259,7 +259,8 @@ async def test_the_hubs_own_client_finds_what_we_fetched(models: Path, shelf: Pa
 
 
 async def test_orphaned_partial_files_go_and_others_stay(models: Path, shelf: Path) -> None:
-    """Of the real client's, killed; of a blob that is there; and of last month. Another model's stays."""
+    """Three partial files go: one of the real client that was killed, one of a blob that is there, and one of last
+    month. A recent one of another blob stays."""
     folder = RepoFolder(root=models, name=FOLDER)
     folder.make()
     done = folder.blob("a" * 64)
@@ -373,7 +374,7 @@ async def test_offline_nothing_is_asked(models: Path, shelf: Path) -> None:
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can run as another user")
 def test_the_folder_that_refuses_is_named_and_not_the_volume(tmp_path: Path, shelf: Path) -> None:
-    """As an older client of another user left it: closed to the group."""
+    """An older client of another user left this folder, without the right to write for its group."""
     data = tmp_path / "data"
     for folder in (data, data / "models"):
         folder.mkdir()

@@ -82,7 +82,7 @@ async def test_a_file_lies_where_the_hubs_own_client_looks(volume: Volume, shelf
 
 
 def begins(hub: RunningHub) -> list[int]:
-    """Of each request to the CDN, the first byte that it asks for."""
+    """Return the first byte that each request to the CDN asks for."""
     asked = (row["range"] or "bytes=0-" for row in hub.requests(host="cdn"))
     return [int(words.removeprefix("bytes=").partition("-")[0]) for words in asked]
 
@@ -187,8 +187,8 @@ async def test_errors_that_pass(volume: Volume, shelf: Path, what: str) -> None:
 
 @pytest.mark.parametrize("asked", ["1", "+2"])
 async def test_a_server_is_left_alone_for_as_long_as_it_asks(volume: Volume, shelf: Path, asked: str) -> None:
-    """By either form of Retry-After; a date has no fractions, so that one in two seconds may be in little more than
-    one."""
+    """Retry-After has two forms: seconds, and a date. A date has no fractions, so that one in two seconds may be in
+    little more than one."""
     with running_hub(shelf, "--fail", "file=429*1", "--fail", "list=429*1", "--retry-after", asked) as hub:
         await volume.pull(hub)
         rows = hub.requests()
@@ -387,7 +387,7 @@ async def test_a_plain_address_with_a_hash(volume: Volume, shelf: Path) -> None:
 
 
 async def test_the_header_of_a_remote_file(tmp_path: Path, shelf: Path) -> None:
-    """As little as is enough, in a file of the whole size."""
+    """Only as many bytes are fetched as the header needs. The file on the disk has the whole size."""
     data = gguf_bytes(20 * MIB, seed=4)
     put(shelf, "Big-Q8_0.gguf", data)
     steps: list[int] = []

@@ -232,7 +232,7 @@ def test_a_trailer_is_no_header(quick: Stage) -> None:
 
 
 def test_a_body_is_no_header(quick: Stage) -> None:
-    """Also where a request begins in the piece in which another's body ends."""
+    """The second request begins in the same piece as the first one's body ends."""
     body = json.dumps({**CHAT, "filler": "x" * 200_000}).encode()
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with quick.raw(request + request[: len(HEAD) - 5]) as connection:

@@ -176,7 +176,7 @@ def test_a_key_that_is_asked_for_no_longer_goes(home: Home) -> None:
 
 
 def test_an_entry_of_the_model_before_is_not_left_behind(home: Home) -> None:
-    """That of the new model is there already, by the user's own hand; that of the old one is still ours."""
+    """The user has written the new model's entry by hand. The old model's entry is still ours, and goes."""
     path = home.write("continue")
     home.inject("continue", "--yes")
     text = path.read_text()

@@ -415,7 +415,7 @@ def test_a_gpu_that_cannot_be_used_is_never_replaced_by_the_cpu(
 
 
 def test_a_driver_that_tells_no_compute_capability_is_asked_without_it() -> None:
-    """As 470 is: the image's floor refuses it, and not an nvidia-smi that "failed"."""
+    """Driver 470 tells none. The message names the image's driver floor, and not an nvidia-smi that "failed"."""
     labels = ("--label", "io.appliance.sm=75", "--label", "io.appliance.driver.floor.sass=525")
     with on_host("--image", CUDA, *labels, "--nvidia-runtime") as host:
         host.gpu("Tesla T4, 470.256.02", lacking="compute_cap")

@@ -254,7 +254,7 @@ async def test_a_machine_that_never_is_quiet_is_measured_at_last(stage: IdleStag
 async def test_others_that_begin_to_work_end_measuring_which_begins_again_later(
     stage: IdleStage, why_no_room: str
 ) -> None:
-    """Also where nobody asks meanwhile."""
+    """Measuring begins again without a request in between."""
     others = Neighbours()
     measuring = Measuring(stage.folder, [60.0], BEST)
     async with running(stage.tuner(measuring, why_no_room=why_no_room, **others.told)) as task:
@@ -490,7 +490,8 @@ async def test_a_stop_while_the_last_requests_of_the_old_engine_run() -> None:
 
 
 async def test_an_engine_that_was_left_to_its_last_requests_goes_with_the_next() -> None:
-    """As where the next one is killed for lack of memory meanwhile, and a smaller one is to be loaded."""
+    """The new engine may be killed for lack of memory meanwhile. The old one must be gone before a smaller one
+    loads."""
     endless = fake_plan("predicted", "--chunks", "100000", "--chunk-interval", "0.03")
     async with idle_stage(endless) as stage, stage.openai() as client:
         first = stage.pid()

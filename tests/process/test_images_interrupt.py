@@ -93,7 +93,7 @@ def _ended(
 
 
 def _left(folder: Path) -> list[int]:
-    """Of those that the program wrote down; one that ended and that nobody has waited for yet is gone."""
+    """Return the pids that the program wrote down and that still run. A zombie counts as gone."""
     file = folder / "pids"
     pids = [int(word) for word in file.read_text().split()] if file.exists() else []
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]

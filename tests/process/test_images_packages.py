@@ -34,7 +34,7 @@ def signed(handler: BaseHTTPRequestHandler) -> None:
 
 
 def of_an_earlier_import(handler: BaseHTTPRequestHandler) -> None:
-    """As the service answers for a moment at which it took no snapshot."""
+    """Redirect to an earlier import, as the service does for a moment at which it took no snapshot."""
     if "20260718T023111Z" in handler.path:
         return signed(handler)
     handler.send_response(302)

@@ -114,7 +114,7 @@ async def test_our_own_work_is_no_disturbance_however_much_it_is() -> None:
 
 
 def test_work_in_another_tree_of_our_own_group_is_somebody_else_s(others: int) -> None:
-    """As by `docker exec`: it competes like any other."""
+    """`docker exec` starts such a tree: it competes like any other."""
     sample = query_load()
     assert others not in sample.own_pids
     theirs = query_load(own_pid=others)

@@ -111,7 +111,7 @@ class Stage:
             await served.host.stop()
 
     async def kill(self, served: ServedModel) -> None:
-        """As the kernel does; returns when another engine answers."""
+        """Kill the engine with SIGKILL, as the kernel does. Returns when another engine is ready."""
         pid = served.host.supervisor.pid if served.host.supervisor else None
         assert pid
         os.kill(pid, signal.SIGKILL)
@@ -193,7 +193,7 @@ async def test_where_no_smaller_plan_fits_the_end_says_so(stage: Stage) -> None:
 
 
 def kills(*, ago_s: float) -> tuple[MemoryKill, ...]:
-    """Of an engine that held more than any plan of the tests does."""
+    """Return two kills `ago_s` seconds ago, of an engine that held more than any plan of these tests does."""
     usable_mib = float(MACHINE.memory.usable_mib)
     return (MemoryKill(at_s=time.time() - ago_s, held_mib=1e6, usable_mib=usable_mib),) * 2
 
@@ -269,7 +269,7 @@ async def test_a_full_volume_forgets_in_the_next_process_and_not_in_this_one(tmp
 
 
 class NoThreads(ThreadPoolExecutor):
-    """As where the control group may have no more of them."""
+    """An executor that gets no thread, which happens if the control group may have no more of them."""
 
     def submit(self, *_: Any, **__: Any) -> Any:
         message = "can't start new thread"

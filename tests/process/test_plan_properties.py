@@ -162,7 +162,8 @@ def is_slower(one: tuple[Space, Plan], other: tuple[Space, Plan]) -> bool:
 
 
 def relied_on_s(space: Space, plan: Plan, tokens_in: int) -> float:
-    """Of split mode tensor, which is experimental, what a prediction may rely on."""
+    """Return the seconds that a prediction may promise. Split mode tensor's are multiplied, because that mode is
+    experimental."""
     return job_s(space, plan, tokens_in=tokens_in) * (TENSOR_CLEARLY if plan.placement.split_mode == TENSOR else 1.0)
 
 

@@ -42,7 +42,7 @@ def test_a_slice_has_its_own_share(machine_environment: PutMachine) -> None:
 
 
 def test_a_slice_has_its_share_where_the_memory_of_the_whole_is_refused(machine_environment: PutMachine) -> None:
-    """As in a container that was given slices only: the chip's name tells its size."""
+    """A container that was given slices only is refused the memory of the whole. The chip's name tells its size."""
     refused = {"gpu__0__memory_total": None, "gpu__0__memory_free": None}
     large, small = ask(machine_environment("a100-mig", **refused)).gpus
     assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / 2, 2039.04 / 8)

@@ -136,7 +136,8 @@ def traced(folder: Path, action: str) -> list[str]:
 
 
 def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
-    """By a new process with a sound disk: nothing is set aside, and what can be read is one of those."""
+    """Check the folder with a new store and a sound disk: nothing is set aside, and what it reads is one of
+    `allowed`."""
     store = ProfileStore(folder, pytest.fail)
     found = store.load(OLD.key)
     assert found in allowed

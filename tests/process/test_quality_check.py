@@ -282,7 +282,7 @@ def running_with(word: str) -> list[str]:
 
 
 def real(folder: Path) -> tuple[Plan, Start]:
-    """Of the model at `folder`/model.gguf with the real engine."""
+    """Return a plan for `folder`/model.gguf and a function that starts the real engine's reader of texts."""
     binary = find_engine(BINARY)
     engine = query_facts(find_engine("llama-server"))
     plan = planned_for(engine, folder / "model.gguf", {"ctx_size": "4096", "threads": "1"})

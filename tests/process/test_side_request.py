@@ -89,7 +89,7 @@ async def test_a_cache_that_is_too_small_for_the_conversation(models: dict[str, 
 
 
 async def test_the_fourth_slot_and_the_only_one_are_needed_by_others(models: dict[str, Path]) -> None:
-    """As the plan's words say: with a cache that is too small, one slot loses all at once, four at the fourth other."""
+    """The plan's words say so: with a cache that is too small, one slot loses all at once, four at the fourth other."""
     async with serving(models["gqa"], cache_ram_mib="2", parallel="1") as server:
         assert "read anew after another request" in _said(server, "idle_slots")
         assert share(*await chat_side_chat(server)) < 0.1

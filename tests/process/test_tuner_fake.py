@@ -55,7 +55,8 @@ def on_laptop() -> Space:
 
 @cache
 def laptop_plans() -> tuple[Plan, ...]:
-    """Of the same threads and kind of cache: with every window, ubatch and number of experts in host memory."""
+    """Return the plans with the best plan's KV type, threads and load mode: every context length, ubatch and number of
+    experts in host memory."""
     best = on_laptop().best
     alike = (best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
     return tuple(p for p in on_laptop().all() if (p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike)
@@ -93,7 +94,7 @@ class Bench:
             self._stolen_s += 1
 
     def sample(self) -> LoadSample:
-        """Of a machine on which nothing else runs."""
+        """Return a sample of a machine on which nothing else runs. Stolen time is what `tell` has added."""
         return LoadSample(time_s=time.monotonic(), cpus=1, busy_s=0.0, steal_s=self._stolen_s, own_s=0.0)
 
     async def tune(
@@ -146,7 +147,7 @@ class Bench:
 
 
 def few() -> list[Plan]:
-    """Of two numbers of threads and two ubatches."""
+    """Return the plans with the best plan's KV type and load mode, 8 or 4 threads, and a ubatch of 512 or 256."""
     alike = (on_cpu().best.kv_type, launch_of(on_cpu().best).load_mode)
     found = [p for p in on_cpu().all() if (p.kv_type, launch_of(p).load_mode) == alike]
     return [p for p in found if launch_of(p).threads in (8, 4) and launch_of(p).ubatch in (512, 256)]
@@ -379,7 +380,8 @@ async def test_for_context_the_window_is_as_large_as_can_be_read_along_with(sock
 
 
 def few_experts_are_fast(plan: Plan) -> float:
-    """As a larger window has less of the model on the card, it is slower; never so slow that it cannot be read."""
+    """Return ms a token: more for a larger context, which leaves more experts in host memory. All are fast enough to
+    read along."""
     return 0.02 * plan.placement.cpu_expert_layers
 
 

@@ -131,7 +131,7 @@ esac
         return [row["message"] for row in rows if row["event"] == name]
 
     def count_starts(self) -> Counter[str]:
-        """Of engines so far, by what they were started for."""
+        """Return how many engines were started so far, by what they were started for."""
         readings = len(self.starts.read_text().splitlines()) if self.starts.exists() else 0
         steps = self.events("tune_step")
         drafts = sum(step.endswith("draft tokens") for step in steps)

@@ -44,7 +44,7 @@ def made(folder: Path) -> VllmHome:
 
 @contextmanager
 def host(home: Home, rank: int, port: int, **settings: str) -> Iterator[Serving]:
-    """Of two. The leader listens on `port`."""
+    """Start one of two hosts. The leader, of rank 0, listens on `port`."""
     own = {"port": str(port)} if rank == 0 else {}
     given = {"nodes": "2", "node_rank": str(rank), "leader": f"127.0.0.1:{port}", **own, **settings}
     with home.serving(**given) as serving:
@@ -144,7 +144,8 @@ def waits(leader: Serving) -> str:
 
 
 def words_of(line: str, *, rank: str | None = None) -> list[str]:
-    """Of a command line without what is each host's own; `--headless` last."""
+    """Return the engine's options on a command line, with `--headless` last. If `rank` is given, it replaces the line's
+    own."""
     words = line.split()[4:]
     if rank is not None:
         words[words.index("--node-rank") + 1] = rank

@@ -74,7 +74,7 @@ def reserve(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def decided(plan: dict[str, Any]) -> tuple[Any, ...]:
-    """By the card: the host's memory goes up and down by itself."""
+    """Return what the card alone decides of a plan. The host's memory is left out: it goes up and down by itself."""
     return plan["context"], plan["launch"], plan["placement"], reserve(plan)
 
 

@@ -88,8 +88,8 @@ class Home:
         return home
 
     def calm(self) -> None:
-        """As if nothing else had been at work when its profiles were measured: beside other tests something may be, and
-        what was disturbed is measured once more by a start that finds the machine at rest."""
+        """Mark the profiles as measured without a disturbance. Other tests may disturb a measurement, and a start on a
+        machine at rest measures a disturbed profile once more."""
         for path in self.profiles.glob("*.json"):
             path.write_text(json.dumps({**json.loads(path.read_text()), "disturbance": None, "disturbed_times": 0}))
 
@@ -277,7 +277,7 @@ class Serving:
         return self.ask("POST", "/v1/chat/completions", body, key=key or self.home.key)
 
     def measure_now(self) -> None:
-        """As somebody who waits for it asks: beside whatever else this machine does."""
+        """Ask for measuring, as a user does who waits for it. It then begins whatever else this machine does."""
         begin = lambda: self.ask("POST", "/appliance/v1/tuning", key=self.home.key)[0] == 202  # noqa: E731
         eventually(begin, what=lambda: f"measuring: {self.text}")
 
@@ -312,7 +312,8 @@ class Serving:
         return counts
 
     def engine_pids(self) -> list[int]:
-        """Of every process that has a socket of this appliance in its command line: it serves, or it is measured."""
+        """Return the pids of all processes with a socket of this appliance in their command line: engines that serve or
+        are measured."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:

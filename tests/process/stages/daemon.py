@@ -45,7 +45,7 @@ class Host:
 
     @property
     def model_path(self) -> str:
-        """Of the first model, as `model` makes it."""
+        """The path of the first model, which `model` writes."""
         return str(self.folder / "tiny.gguf")
 
     def model(self, name: str = "tiny.gguf") -> str:
@@ -114,7 +114,7 @@ sys.exit({code})
         return Done(code=program.returncode, out=out, err=err)
 
     def end(self, name: str, code: int) -> None:
-        """As if the container ended by itself."""
+        """End the container with this exit code, as if it ended by itself."""
         with APIClient(self.environment["DOCKER_HOST"], version="1.45") as client:
             client.kill(f"appliance-{name}", signal=str(code))
 

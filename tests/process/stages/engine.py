@@ -32,7 +32,8 @@ def find_engine(name: str) -> Path:
 
 
 def plain_environment(binary: Path) -> dict[str, str]:
-    """Of an engine whose kernels are the same on every CPU: those of the plainest variant that is there."""
+    """Return the environment of an engine with the plainest CPU variant that is there: its kernels are the same on
+    every CPU."""
     names = [path.name for path in binary.parent.glob("libggml-cpu-*.so")]
     table = files("appliance.engines.llama.process").joinpath("cpu_variants.yaml").read_text(encoding="utf-8")
     variants = parse_variants(names, table)

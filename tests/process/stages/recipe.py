@@ -82,5 +82,5 @@ def error_of(home: Home, **settings: str) -> tuple[int, str]:
 
 
 def put(home: Home, weights: Path, name: str) -> None:
-    """By hand, as it is."""
+    """Copy the file to the volume unchanged, as a user would by hand."""
     (home.data / "models" / name).write_bytes((weights / REPO / name).read_bytes())

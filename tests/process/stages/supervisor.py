@@ -74,7 +74,8 @@ def descriptor_count() -> int:
 
 
 def children() -> set[int]:
-    """Of this process, zombies too. Looked at and not waited for: another test's may be among them."""
+    """Return the pids of this process's children, zombies included. They are not waited for: another test's may be
+    among them."""
     lists = Path("/proc/self/task").glob("*/children")
     return {int(pid) for text in lists for pid in text.read_text(encoding="ascii").split()}
 
