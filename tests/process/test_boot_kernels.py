@@ -42,7 +42,7 @@ def events(serving: Serving, name: str) -> list[dict[str, Any]]:
 
 
 def served(home: Home, **settings: str) -> list[dict[str, Any]]:
-    """One start that answers, and what it said."""
+    """Return the events of one start that answered a chat."""
     with home.serving(tune="off", **settings) as serving:
         serving.wait_ready()
         assert serving.chat()[0] == 200
@@ -133,7 +133,7 @@ def test_the_verb_that_measures_goes_on_with_the_next_variant(home: Home) -> Non
 
 
 def test_the_next_fastest_is_measured_beside_the_usual_and_serves_where_it_is_faster(home: Home) -> None:
-    """Instructions promise what a CPU need not keep: one that lowers its clock for them, one with half of the units."""
+    """Newer instructions can be slower: a CPU may lower its clock for them, or have half of the units."""
     home.set_variants("haswell", "zen4")
     home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=zen4 ")
     done = home.command("tune", beside=None, **FEW)
@@ -216,7 +216,7 @@ def test_one_that_dies_while_it_is_measured_in_idle_time_gives_way_to_the_next(h
 
 
 def test_what_is_told_of_speeds_is_current_where_the_plan_that_served_was_the_best(home: Home) -> None:
-    """The runner-up of the kernels is looked at only when measuring begins: from then on plans say their variant."""
+    """The second kernel variant is looked at only when measuring begins. Plans name their variant from then on."""
     home.set_variants("haswell", "zen4")
     home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=haswell ")
     with home.serving(tune="idle", idle_s="3600", threads="1", **FEW) as serving:
@@ -239,7 +239,7 @@ def test_what_is_told_of_speeds_is_current_where_the_plan_that_served_was_the_be
 
 
 def test_what_is_told_of_speeds_where_the_best_plan_does_not_load(home: Home) -> None:
-    """What serves on was measured as well, under another name, and it is not the best."""
+    """The plan that keeps serving was measured under another name, and is not the best."""
     home.set_variants("haswell", "zen4")
     home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=zen4 ")
     script = home.folder / "engine/llama-server"  # on every socket but that of trials

@@ -77,8 +77,8 @@ def test_a_crowd_without_a_key_ends_nothing(home: Home, tmp_path: Path, limits: 
 
 @contextmanager
 def without_files(serving: Serving) -> Iterator[None]:
-    """It can open nothing more; what is open stays. The limit is of the numbers that descriptors may have, of which it
-    keeps the first for its end."""
+    """Let the appliance open nothing more in the block; what is open stays. The limit is on the numbers of descriptors,
+    and the lowest ones stay for its end."""
     pid = serving.process.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (KEPT, before[1]))

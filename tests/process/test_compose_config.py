@@ -30,7 +30,7 @@ REPLICAS = ("appliance-1", "appliance-2")
 
 
 def compose(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """With no Docker behind it: whoever asked it would end with another error."""
+    """Run `docker compose` without a daemon: a command that asks Docker fails with another error."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     nowhere = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
     argv = ["docker", "compose", *words]

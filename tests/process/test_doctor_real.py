@@ -61,8 +61,8 @@ esac
         path.chmod(0o755)
 
     def need_library_path(self, folder: Path) -> None:
-        """The engine sees GPUs, and starts, only where its library path is its own folder and then this one;
-        what it is, it says only without one."""
+        """Make the engine see GPUs, and start, only if LD_LIBRARY_PATH is its own folder and then `folder`. It answers
+        --version and --help only without one."""
         facts = self.folder / "facts/engine_facts.json"
         engine = parse_engine_facts(facts.read_text())
         flags = ("--device", "--gpu-layers", "--split-mode", "--tensor-split", "--main-gpu")
@@ -340,7 +340,8 @@ def test_an_engine_that_saw_its_gpus_is_not_asked_at_the_next_start(ward: Ward, 
 
 
 def _ended_or_past_the_checks(serving: Any) -> None:
-    """What the planner then makes of a fake engine is not asked here."""
+    """Wait until the checks are passed or the appliance has ended otherwise. How the planner treats a fake engine is
+    not tested here."""
     deadline = time.monotonic() + 90
     while serving.process.poll() is None and "engine_start" not in serving.names():
         assert time.monotonic() < deadline, serving.text

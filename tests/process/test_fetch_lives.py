@@ -76,7 +76,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def ignore(_: FetchProgress) -> None:
-    """Progress is not what is looked at."""
+    """Do nothing with progress."""
 
 
 def room(folder: Path) -> int:
@@ -123,7 +123,7 @@ def test_a_stop_waits_for_no_hub_and_loses_nothing(tmp_path: Path, shelf: Path, 
 
 
 def test_a_stop_while_the_hub_is_silent(tmp_path: Path, shelf: Path) -> None:
-    """The question to the hub cannot be taken back; nobody waits for its answer."""
+    """A request to the hub cannot be cancelled. The stop does not wait for its answer."""
     with running_hub(shelf, "--hang", "list") as hub, begin(hub, tmp_path / "data", "pull", REPO) as program:
         until(lambda: bool(hub.requests()), "a question")
         began = time.monotonic()
@@ -152,7 +152,7 @@ async def test_every_wait_can_be_cancelled(models: Path, shelf: Path, knobs: tup
 
 
 async def test_one_that_waits_tells_of_the_file_also_once_it_is_whole(models: Path, shelf: Path) -> None:
-    """Between the other's last byte and its leave of the lock the file has another name."""
+    """The file is renamed after the other process's last byte and before it releases the lock."""
     folder = RepoFolder(root=models, name=FOLDER)
     folder.make()
     folder.partial(SHA256).write_bytes(DATA[:MIB])

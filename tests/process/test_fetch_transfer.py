@@ -110,7 +110,7 @@ async def test_a_body_that_is_short_and_says_nothing_of_it(volume: Volume, shelf
 
 
 async def test_a_large_file_comes_in_pieces(volume: Volume, shelf: Path) -> None:
-    """No request asks for more than a piece; what the hub's CDN would not send at once it sends in several."""
+    """No request asks for more than a piece: the hub's CDN does not send a file of any size at once."""
     with running_hub(shelf, "--cut-after", str(3 * MIB // 2), "--cuts", "1") as hub:
         settings = hub.settings(piece_bytes=2 * MIB)
         (path,) = await volume.fetch(await resolve(REPO, settings), settings)
@@ -251,7 +251,7 @@ async def test_a_blob_of_another_size_is_fetched_anew(volume: Volume, shelf: Pat
 
 @pytest.mark.parametrize("knobs", [["--listed-size", "1"], ["--listed-sha256", "0" * 64]])
 async def test_a_listing_that_is_of_another_file(volume: Volume, shelf: Path, knobs: list[str]) -> None:
-    """The hub tells once more what it is about to send: nothing of another file is fetched."""
+    """The hub names the file again before it sends it, so that nothing of another file is fetched."""
     with running_hub(shelf, *knobs) as hub:
         with pytest.raises(DownloadError, match=f"not the one that was listed: {NAME}: expected .*, got ") as caught:
             await volume.pull(hub)

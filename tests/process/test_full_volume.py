@@ -31,7 +31,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 def fill(home: Home) -> Path:
-    """To the last page."""
+    """Fill the volume to the last page, and return the file that does."""
     path = home.data / "fill"
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:

@@ -68,7 +68,7 @@ def is_open(connection: socket.socket) -> bool:
 
 
 def dribble(connection: socket.socket, until: Callable[[], bool]) -> None:
-    """A byte now and then, as long as it goes."""
+    """Send a byte now and then until `until` holds."""
     while not until():
         with contextlib.suppress(ConnectionError):
             connection.sendall(b"x")
@@ -134,7 +134,7 @@ def test_it_is_told_in_the_words_of_the_clients_api(quick: Stage) -> None:
 
 
 def test_a_slow_upload_that_goes_on_lives(quick: Stage) -> None:
-    """Five times as long as a body may pause, at twice the slowest rate."""
+    """The upload takes five times as long as a body may pause, at twice the slowest rate."""
     filler = b" " * 60
     body = json.dumps(CHAT).encode()
     with quick.raw(HEAD + b"Content-Length: %d\r\n\r\n" % (len(body) + 60 * len(filler))) as connection:

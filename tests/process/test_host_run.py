@@ -496,7 +496,7 @@ def test_a_recipe_that_does_not_exist_is_said_by_the_program_that_knows() -> Non
 
 @contextmanager
 def installed(*knobs: str) -> Iterator[Host]:
-    """The package alone, where no `build_matrix.yaml` lies beside it."""
+    """Yield a host whose package has no `build_matrix.yaml` beside it."""
     with on_host(*knobs) as host:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "appliance", host.folder / "lib/appliance", ignore=ignored)

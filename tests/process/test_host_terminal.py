@@ -42,11 +42,12 @@ class Terminal:
         os.write(self._terminal, text.encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C, as the signal that it is: of a typed one the kernel drops, at times, what is printed in answer."""
+        """Send SIGINT. A typed Ctrl-C would not do: the kernel sometimes drops what is printed in answer to it."""
         os.kill(self._pid, signal.SIGINT)
 
     def interrupt_until(self, words: str) -> None:
-        """Again after a while: a signal between the prompt and the wait for a key wakes no `input()` of readline's."""
+        """Interrupt again and again until `words` appear. A signal between the prompt and the wait for a key does not
+        wake readline's `input()`."""
         for _ in range(int(LIMIT_S / AGAIN_S)):
             self.interrupt()
             while words not in self.shown[self._seen :] and self._read(AGAIN_S):

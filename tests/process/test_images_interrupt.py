@@ -78,7 +78,7 @@ def _ended(
     words: list[str],
     number: signal.Signals = signal.SIGINT,
 ) -> subprocess.CompletedProcess[str]:
-    """With a program of that name that hangs; sent the signal as soon as that one runs."""
+    """Run `images` with a program of this name that hangs, and send `number` as soon as that program runs."""
     (folder / program).write_text(HANGING)
     (folder / program).chmod(0o755)
     argv = [sys.executable, "-m", "images", *words]

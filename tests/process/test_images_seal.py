@@ -45,7 +45,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
 
 @pytest.fixture
 def job(tmp_path: Path) -> build.Job:
-    """With the cell's own rendered files, in a project of the test's own."""
+    """Return a job with the cell's rendered files, in a project of its own."""
     cell = matrix.select(matrix.load(ROOT).cells, "llama-cpu")[0]
     shutil.copytree(ROOT / cell.folder, tmp_path / cell.folder)
     (tmp_path / build.ARCHIVES).mkdir(parents=True)
@@ -86,7 +86,8 @@ def test_a_step_that_fails_is_exit_60(
 
 
 def test_a_build_without_the_cache_ends_with_the_label(tmp_path: Path, job: build.Job, log: Log) -> None:
-    """Every step once, then twice from the cache: the manifest, and the archive with its hash."""
+    """The first build runs every step. Two builds from the cache follow: for the manifest, and for the archive with its
+    hash."""
     reproduce.export(tmp_path, job, ())
     with oci.opened(job.archive) as tar:
         config = oci.json_blob(tar, str(oci.manifest_of(tar)["config"]["digest"]))

@@ -27,7 +27,7 @@ SELECTED = "appliance:llama-cu130-sm89: an RTX 4090\nrendered\nnot chosen:\n  ll
 
 
 class Workplace:
-    """Whose PATH holds nothing else, so that a GPU of the machine that tests is not seen."""
+    """A checkout of the Makefile with a PATH of its own, so that this machine's GPU is not seen."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -254,7 +254,7 @@ def test_the_tests_look_at_what_building_takes(place: Workplace) -> None:
 
 @pytest.fixture
 def tested(place: Workplace) -> Workplace:
-    """With the programs that the stages of `make test` run."""
+    """Return a workplace with the programs that the stages of `make test` run."""
     for tool in ("nproc", "make", "rm", "tee", "git"):
         if not (place.folder / "bin" / tool).exists():
             (place.folder / "bin" / tool).symlink_to(str(shutil.which(tool)))

@@ -49,8 +49,8 @@ MACHINE = MACHINES["cpu-limit-8g"]
 
 
 class Killed(Llama):
-    """The engine, its server a fake. The kernel counts one kill more each time it is asked; a plan of a longer context
-    than `most` is killed as it loads."""
+    """llama.cpp's engine with a fake server. The kernel's count of kills grows with each question. A plan with more
+    context than `most` is killed as it loads."""
 
     def __init__(self) -> None:
         self.most = 10**9
@@ -91,7 +91,7 @@ class Stage:
 
     @asynccontextmanager
     async def serving(self, **flags: str) -> AsyncIterator[tuple[ServedModel, asyncio.Task[None]]]:
-        """From readiness on; the task ends with the engine's error."""
+        """Serve the model from readiness on. The task ends with the engine's error."""
         served = self.made(**flags)
         backend = Backend(
             name="any",

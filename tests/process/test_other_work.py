@@ -28,7 +28,7 @@ EVERY_S = 0.7  # the kernel counts in hundredths of a second: of less than half 
 
 @dataclass
 class Served:
-    """What is asked of a served model. `others` is the share of two CPUs that other programs take."""
+    """The parts of a served model that are used here. `others` is the share of two CPUs that other programs take."""
 
     hardware: Hardware
     others: float = 0.0

@@ -112,7 +112,7 @@ ACTIONS: dict[str, tuple[Action, tuple[Profile | None, ...]]] = {
 
 
 def prepared(folder: Path, action: str) -> list[str]:
-    """A store as it was before; what is told goes to the list."""
+    """Make a store for the action. Returns an empty list, for what the store tells later."""
     folder.mkdir()
     store = ProfileStore(folder, pytest.fail)
     assert store.save(OLD)
@@ -331,7 +331,7 @@ class Saver:
 
 
 def savers(folder: Path, count: int) -> Iterator[Saver]:
-    """One after the other, each of which has to be killed."""
+    """Yield processes that save, one after the other. The test has to kill each."""
     argv = [sys.executable, "-B", "-c", SAVER, str(ROOT), str(folder)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin

@@ -55,7 +55,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """Without what the shell takes: comments, and where input comes from."""
+        """The words of the command, without comments and without what is redirected into it."""
         return shlex.split(re.sub(r"\[[^]]*\]", "", self.text.partition(" <")[0]), comments=True)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def commands() -> Iterator[Command]:
 
 
 def _whole(lines: list[str]) -> str:
-    """With the lines that it goes on in."""
+    """Return the first line, joined with the lines that continue it."""
     text = lines[0].strip()
     for line in lines[1:]:
         if not text.endswith("\\"):
@@ -172,7 +172,7 @@ def test_images_understands_it(command: Command) -> None:
 
 
 def test_images_does_it() -> None:
-    """Where a command has changes to make, with --dry-run."""
+    """Commands that would change something run with --dry-run."""
     asked = []
     for command in OF_IMAGES:
         words = command.words[3:]
@@ -273,7 +273,8 @@ def test_the_python_snippet_runs() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What hands over, and a `make venv` whose Python says what it was asked to run."""
+    """Return a copy of the code that hands over to .venv, with a `make venv` whose Python prints what it was asked to
+    run."""
     (tmp_path / "images").mkdir()
     for name in ("images/__init__.py", "images/own_python.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -285,7 +286,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def bare(clone: Path, *words: str, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
-    """-S: without what is installed beside the standard library."""
+    """Run `images` with -S: only the standard library is there."""
     argv = [sys.executable, "-S", "-m", "images", *words]
     env = {"PATH": path}
     return subprocess.run(argv, cwd=clone, env=env, capture_output=True, text=True, timeout=300, check=False)

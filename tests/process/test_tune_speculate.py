@@ -60,7 +60,7 @@ def space_of(
 
 
 class Stage:
-    """Chooses on a fake engine, and keeps what each start was told."""
+    """A chooser on a fake engine. `starts` has the words that each start was given."""
 
     def __init__(self, make_command: MakeCommand, hardware: Hardware, model: Model) -> None:
         self.make_command, self.hardware, self.model = make_command, hardware, model
@@ -98,7 +98,7 @@ def stage(make_command: MakeCommand, hardware: Hardware, model: Model) -> Stage:
 
 
 def test_the_laws_best_is_found_and_those_beside_it_are_measured(stage: Stage) -> None:
-    """(1 + .8 + .64 + .51) / (1 + 3 * .3) = 1.55 is the most that it gives."""
+    """Three draft tokens give the most: (1 + .8 + .64 + .51) / (1 + 3 * .3) = 1.55."""
     speculation, why, tried = stage.choose("--guess", "draft-mtp:0.3,0.8", "--guess", "ngram-mod:0.3,0.1")
     assert speculation is not None
     assert (speculation.kind, speculation.tokens) == ("mtp", 3)

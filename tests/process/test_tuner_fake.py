@@ -112,7 +112,7 @@ class Bench:
     async def widen(
         self, here: Space, plans: Sequence[Plan], *, mode: Mode, kept: Sequence[Measurement], budget_s: float = 1000.0
     ) -> tuple[Plan, ...]:
-        """All that were measured then."""
+        """Measure plans for the mode. Returns all plans that have been measured."""
         tuner = self._tuner(here, plans, mode, "chat", budget_s, kept)
         await tuner.widen(2)
         return tuner.measured
@@ -190,8 +190,8 @@ async def test_the_first_look_is_at_the_prediction_at_three_depths(socket_path: 
 async def test_at_half_a_token_a_second_the_first_look_decodes_what_the_budget_has_room_for(
     socket_path: Path, budget_s: float, fewest: int, most: int
 ) -> None:
-    """At the least what warming up took: a figure there always is. The engine of this test does not wait, so that how
-    fast this machine is matters little."""
+    """It decodes at least as much as warming up did, so that there is always a figure. The fake engine does not really
+    wait: this machine's speed matters little."""
     bench = Bench(socket_path, lambda plan: 2000.0, prefill_ms=lambda plan: 100.0)
     tuned = await bench.tune(on_cpu(), [on_cpu().best], budget_s=budget_s)
     (point,) = bench.done[0].points
@@ -341,7 +341,7 @@ async def test_when_the_budget_is_used_up_the_best_so_far_is_taken(socket_path: 
 
 
 def contexts() -> dict[int, Plan]:
-    """The fastest prediction of each."""
+    """Return the plan that is predicted to be the fastest for each context length."""
     found: dict[int, Plan] = {}
     for plan in sorted(laptop_plans(), key=lambda plan: plan.speed.job_s if plan.speed else 0.0):
         found.setdefault(plan.context, plan)

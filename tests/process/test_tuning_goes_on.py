@@ -69,7 +69,7 @@ def on_laptop(kv_checks: object) -> Space:
 
 
 class OnSpace(Started):
-    """The engine with another space of plans."""
+    """The engine with `make_space` as its space of plans."""
 
     def __init__(self, start: Callable[[Plan], Command], make_space: Callable[[object], Space]) -> None:
         super().__init__(start)
@@ -109,7 +109,7 @@ esac
         return fake_command(self.socket_path, *QUICK, *GUESSES, *speculation_arguments(plan, ENGINE), *self.knobs(plan))
 
     def made(self, settings: Settings = SETTINGS, make_space: Callable[[object], Space] = space) -> ServedModel:
-        """A model whose engine is not started, but for what is measured."""
+        """Return a served model whose engine is started only for measuring."""
         install = Install(engine_dir=self.folder, facts=ENGINE, cache_dir=self.folder, stall_timeout_s=60.0)
         inputs = Inputs(
             settings=settings,
@@ -141,11 +141,12 @@ esac
         return Counter(scored_chunks=readings, drafts=drafts, slots=slots)
 
     async def run_until(self, is_there: Callable[[Partial], bool]) -> Profile | None:
-        """The profile of a tuning that gets to its end before that is there; else it is broken off then."""
+        """Return the profile of a whole tuning. If `is_there` holds first, the tuning is broken off and None is
+        returned."""
         return await self._until(measure(self.made()), is_there)
 
     async def widen_until(self, profile: Profile, is_there: Callable[[Partial], bool]) -> Profile | None:
-        """The same of what the mode `context` wants beside the profile, on a laptop."""
+        """Do the same as `run_until` for what mode `context` measures after the profile, on a laptop."""
         return await self._until(measure_more(self.made(FOR_CONTEXT, on_laptop), profile), is_there)
 
     async def _until(self, story: Coroutine[Any, Any, Profile], is_there: Callable[[Partial], bool]) -> Profile | None:

@@ -130,14 +130,14 @@ def join_and_lose(near: VllmHome, far: VllmHome, leader: Serving, follower: Serv
 
 
 def leave_in_mid_body(port: int) -> None:
-    """Which a leader must bear: its followers may be killed at any moment."""
+    """Leave in the middle of a request. A leader must bear that: its followers may be killed at any moment."""
     head = f"POST /appliance/v1/group HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(f"{head}{{".encode())
 
 
 def waits(leader: Serving) -> str:
-    """What a client is told, once it is that a host is waited for."""
+    """Return the leader's message if it says that it waits for a host, else an empty text."""
     _, document = leader.ask("GET", "/health/ready")
     said = str(document["message"])
     return said if "waiting for host" in said else ""

@@ -57,7 +57,7 @@ async def counts(socket_path: Path) -> dict[str, int]:
 
 
 async def streaming(socket_path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """In its middle."""
+    """Begin an endless stream and return it in its middle."""
     reader, writer = await ask(socket_path, "/v1/completions", ENDLESS)
     assert b"word" in await reader.readuntil(b"word")
     return reader, writer

@@ -50,13 +50,13 @@ def find_model() -> Path:
 
 
 def session_with(command: Command) -> aiohttp.ClientSession:
-    """On the socket of an engine that is up."""
+    """Return a client's session on the socket of an engine that is up."""
     connector = aiohttp.UnixConnector(path=str(command.socket_path))
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=3600))
 
 
 class Started(Llama):
-    """The engine, its server another program."""
+    """llama.cpp's engine with another program as its server."""
 
     def __init__(self, start: Callable[[Plan], Command]) -> None:
         self._start = start
@@ -66,7 +66,7 @@ class Started(Llama):
 
 
 def bench_of(start: Callable[[Plan], Command]) -> Bench:
-    """Only servers are started with it, each as `start` says."""
+    """Return a bench whose engines `start` starts. Nothing else of the engine exists."""
     nowhere = Path("/nonexistent")
     facts = EngineFacts(version="1", build=1, commit="abc", flags=(), kv_types=())
     install = Install(engine_dir=nowhere, facts=facts, cache_dir=nowhere)

@@ -58,7 +58,7 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]], *, timeout
 
 
 def is_alive(pid: int) -> bool:
-    """False for a zombie too; `is_known` tells those."""
+    """True if the process runs. A zombie does not; `is_known` is True for it as well."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
