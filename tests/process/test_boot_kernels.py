@@ -198,7 +198,7 @@ def test_one_that_dies_while_serving_is_replaced_without_an_end(home: Home) -> N
 
 
 def test_one_that_dies_while_it_is_measured_in_idle_time_gives_way_to_the_next(home: Home) -> None:
-    """It serves, and dies of what only measuring does: the next variant takes over, and is measured."""
+    """The engine serves, and dies only in a trial. The next variant takes over, and is measured."""
     home.set_engine("--sigill-before-ready", where="WHERE")
     script = home.folder / "engine/llama-server"
     script.write_text(script.read_text().replace("*WHERE*", "*m.sock*=zen4*"))

@@ -145,7 +145,7 @@ def test_what_the_first_token_does_not_need_is_imported_after_it(known: Home) ->
 
 
 def test_the_second_start_serves_from_the_profile_without_measuring(known: Home, tuned: Home) -> None:
-    """In another folder, too: the model's path is not the profile's."""
+    """The model is in another folder: its path is no part of the profile."""
     with known.serving() as serving:
         serving.wait_ready()
         assert serving.chat()[0] == 200
@@ -375,7 +375,7 @@ def test_what_was_interrupted_goes_on_at_the_next_start(home: Home) -> None:
 
 
 def test_sigterm_in_mid_stream_ends_it_with_an_error_event(known: Home) -> None:
-    """With everything that can hold it up: a client that stays, and an engine that ignores SIGTERM."""
+    """Two things hold the end up: a client that stays, and an engine that ignores SIGTERM."""
     known.set_engine("--chunks", "100000", "--chunk-interval", "0.02", "--hold-streams", "--ignore-sigterm")
     with known.serving() as serving:
         serving.wait_ready()

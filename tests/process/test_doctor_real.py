@@ -44,7 +44,7 @@ class Ward(Home):
         self.set_image(cell=f"llama-cu130-sm{sm}", cuda="13.0", sm=(sm,), driver_floor_sass="580")
 
     def set_words(self, *, build: int = 1, devices: str = "  (none)", complaint: str = "") -> None:
-        """What the engine's binary says of itself; it serves as before."""
+        """Set what the engine's binary answers about itself. It still serves."""
         path = self.folder / "engine/llama-server"
         serving = path.with_name("serving")
         if not serving.exists():
@@ -112,7 +112,7 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_with_a_port_in_use_the_code_is_a_starts_as_well(ward: Ward, is_damaged: bool) -> None:
-    """A start reads its model before it listens: a damaged one is told first."""
+    """A start reads its model before it listens, so that a damaged model is reported first."""
     if is_damaged:
         (ward.data / "models/small.gguf").write_bytes(b"no model")
     with socket.socket() as holder:

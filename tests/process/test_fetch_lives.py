@@ -61,7 +61,7 @@ def size_of(path: Path) -> int:
 
 
 def client_of(hub: RunningHub, cache: Path, *words: str) -> subprocess.Popen[str]:
-    """The hub's own client, which downloads into `cache`."""
+    """Start the hub's own client, which downloads into `cache`."""
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(cache)}
     argv = [sys.executable, "-c", CLIENT, str(cache), *words]
     return subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
@@ -85,7 +85,7 @@ def room(folder: Path) -> int:
 
 
 def test_a_killed_download_is_gone_on_with(tmp_path: Path, shelf: Path) -> None:
-    """Nothing is fetched twice: the second run asks for the rest of what the first had written."""
+    """The second run asks only for the rest, so that nothing is fetched twice."""
     data = tmp_path / "data"
     path = partial(data / "models")
     with running_hub(shelf, *SLOW, str(tmp_path / "hurry")) as hub:
@@ -181,7 +181,7 @@ async def test_two_that_want_the_same_wait_for_one_download(tmp_path: Path, shel
     hurry = tmp_path / "hurry"
 
     def on_progress(progress: FetchProgress) -> None:
-        """The other one goes on slowly until this one was seen to wait, and to be told of more."""
+        """Let the other download go on slowly until this one has waited, and has been told of more bytes."""
         seen.append(progress)
         waited = [each.bytes_done for each in seen if each.waiting_for]
         if waited and waited[-1] > waited[0]:
@@ -228,7 +228,7 @@ async def test_one_that_waits_goes_on_when_the_other_is_killed(tmp_path: Path, s
 
 
 async def test_the_hubs_own_client_holds_the_same_lock(models: Path, shelf: Path, tmp_path: Path) -> None:
-    """It downloads, we wait for it and take its blob; what it finds of ours it does not fetch again."""
+    """The hub's client downloads. We wait for it and take its blob, and nothing is sent twice."""
     seen: list[FetchProgress] = []
 
     def on_progress(progress: FetchProgress) -> None:
@@ -326,7 +326,7 @@ async def test_a_disk_that_fills_up_with_a_file_of_unknown_size(tmp_path: Path, 
 
 
 async def cached(folder: Path, hub: HubSettings) -> Wanted:
-    """A cache of somebody else, filled."""
+    """Fill a cache of somebody else."""
     wanted = await resolve(REPO, hub)
     await fetch(wanted, folder, hub, ignore)
     return wanted
@@ -393,7 +393,7 @@ def test_the_folder_that_refuses_is_named_and_not_the_volume(tmp_path: Path, she
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can run as another user")
 def test_another_user_of_group_0_goes_on(tmp_path: Path, shelf: Path) -> None:
-    """Every container may run as another user: what one left, the next finishes, and a third replaces."""
+    """Every container may run as another user. The second finishes what the first left, and a third replaces it."""
     data = tmp_path / "data"
     data.mkdir()
     data.chmod(0o775)

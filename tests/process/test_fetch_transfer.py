@@ -88,7 +88,7 @@ def begins(hub: RunningHub) -> list[int]:
 
 
 async def test_a_connection_that_is_cut_at_every_megabyte(volume: Volume, shelf: Path) -> None:
-    """What is in the client's buffer when a connection breaks is lost with it: nothing else is asked for twice."""
+    """A broken connection loses only what is in the client's buffer. Nothing else is asked for twice."""
     with running_hub(shelf, "--cut-after", str(MIB)) as hub:
         (path,) = await volume.pull(hub)
         asked = [*begins(hub), len(DATA)]

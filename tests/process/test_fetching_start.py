@@ -74,7 +74,7 @@ def test_an_empty_volume_is_filled_and_served(tmp_path: Path, weights: Path) -> 
 
 
 def fetching(answer: tuple[int, Any]) -> Any:
-    """The document of a download that has a rate by now."""
+    """Return the document of a download once it has a rate, else None."""
     status, document = answer
     assert status in (0, 503), document
     return document if document and document.get("bytes_per_s") and document.get("bytes_done") else None
@@ -126,7 +126,7 @@ def test_a_kill_costs_no_byte(tmp_path: Path, weights: Path) -> None:
 
 
 def begins(hub: RunningHub) -> set[int]:
-    """Where the bodies that were asked for began."""
+    """Return the first byte of each body that the hub was asked for."""
     ranges = [row["range"] or "bytes=0-" for row in hub.requests()]
     return {int(text.removeprefix("bytes=").partition("-")[0]) for text in ranges}
 

@@ -21,7 +21,7 @@ NARROW = {"ubatch": "512", "load_mode": "mmap", "kv_type": "f16", "speculation":
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
-    """Its volume holds 2 MiB."""
+    """Return a home on a volume of 2 MiB."""
     home = Home.make(tmp_path / "home")
     shutil.rmtree(home.data)
     with tmpfs(home.data, "size=2m"):

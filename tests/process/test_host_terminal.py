@@ -66,7 +66,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def _read(self, limit_s: float = LIMIT_S) -> bool:
-        """Whether the program said something within the limit; it may have ended."""
+        """True if the program wrote something within the limit. False if it was silent or has ended."""
         if not select.select([self._terminal], [], [], limit_s)[0]:
             return False
         try:

@@ -27,7 +27,7 @@ Log = Callable[[], list[list[str]]]
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
-    """A `docker` on the PATH that builds nothing; what it was asked."""
+    """Put a `docker` that builds nothing on the PATH, and return a function that tells how it was called."""
     program, said = tmp_path / "bin/docker", tmp_path / "log"
     program.parent.mkdir()
     text = (ROOT / "tests/fakes/fake_buildx.py").read_text("utf-8")
@@ -126,7 +126,7 @@ class Loading(Engine):
 def test_a_tree_that_is_edited_while_it_is_built_makes_no_image(
     run: int, tmp_path: Path, job: build.Job, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its labels are of what was read before."""
+    """The image's labels describe the files that were read before the edit."""
     for path in render.inputs(job.cell):
         copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

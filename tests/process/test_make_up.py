@@ -122,7 +122,7 @@ def test_a_model_runs_on_the_image_for_this_machine(place: Workplace) -> None:
 
 
 def test_nothing_is_copied_to_the_volume(place: Workplace) -> None:
-    """A name on the volume may be what an interrupted copy left, and an image knows what it serves."""
+    """A file on the volume may be the rest of an interrupted copy, and an image knows what it serves."""
     place.make("up", "APPLIANCE_PROJECT=p1", "APPLIANCE_VOLUME=v1")
     (started,) = place.called("docker compose")
     assert "--project-name p1" in started
@@ -264,7 +264,7 @@ def tested(place: Workplace) -> Workplace:
 
 
 def stages(place: Workplace) -> list[str]:
-    """What pytest was started on, in its order."""
+    """Return the folders of tests that pytest was started on, in order."""
     return [line.split()[-1].removeprefix("tests/") for line in place.called("-m pytest")]
 
 

@@ -170,7 +170,7 @@ async def test_a_second_kill_in_a_new_process_counts_and_so_does_its_end(stage: 
 
 
 async def test_a_load_that_is_killed_again_and_again_ends_with_a_plan_that_loads(stage: Stage) -> None:
-    """Under `restart: always`: the first kill ends the process, the second the plan."""
+    """With `restart: always` the first kill ends the process, the second the plan."""
     whole = stage.made().space.predicted
     stage.engine.most = whole.context - 1
     with pytest.raises(EngineError, match="memory killer") as caught:

@@ -118,7 +118,7 @@ def test_what_is_not_there_ends_with_what_is(home: Home, store: Path, model: str
 
 
 def test_an_import_that_is_stopped_leaves_nothing(home: Home, tmp_path: Path, weights: bytes) -> None:
-    """Its source is closed to others, so that it is copied, and long enough to be met in the middle."""
+    """The source is closed to others, so that it is copied, and large enough to be stopped in the middle."""
     source = tmp_path / "big.gguf"
     source.write_bytes(weights)
     with source.open("r+b") as file:

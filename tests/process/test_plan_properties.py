@@ -100,7 +100,7 @@ def small_machine(total_mib: int = 8000) -> Hardware:
     ),
 )
 def test_no_plan_is_beaten_in_context_and_in_speed_by_another_of_its_space(hardware: Hardware, model: Model) -> None:
-    """Whatever its ubatch. Of split mode tensor `clearly` says what counts."""
+    """The other plan may have any ubatch. `clearly` says what counts for split mode tensor."""
     found = planned(hardware, model)
     assume(found is not None)
     assert found is not None
@@ -258,7 +258,8 @@ def kept_context(plan: Plan, beside: Plan) -> float:
 
 
 def test_a_faster_card_takes_no_speed_away() -> None:
-    """Found with this property: with a ubatch of 256 a layer more lay on the slow cards, and with a faster one not."""
+    """Found with this property: a ubatch of 256 put one more layer on the slow cards, and with a faster card it did
+    not."""
     cards = [gpu(at, free_mib=2500, gb_s=200.0, lanes=1) for at in range(2)]
     slow = with_gpus(small_machine(), [*cards, gpu(2, free_mib=4000, gb_s=360.0, lanes=4)])
     model = stacked([layer_of(dense_mib=600)] * 12, 40960)
@@ -269,7 +270,8 @@ def test_a_faster_card_takes_no_speed_away() -> None:
 
 
 def test_a_faster_card_of_two_takes_no_speed_away_that_a_prediction_may_rely_on() -> None:
-    """Found with this property: whole layers gained what split mode tensor has to be ahead by, which gained nothing."""
+    """Found with this property: the faster card sped up whole layers by the lead that split mode tensor needs. Split
+    mode tensor itself gained nothing."""
     cards = [gpu(at, free_mib=6000, gb_s=360.0) for at in range(2)]
     slow = with_gpus(small_machine(), cards)
     model = stacked([layer_of(dense_mib=600, k_elements=1024, v_elements=1024)] * 7, 131072)
@@ -296,7 +298,8 @@ def test_a_third_card_with_a_slow_link_takes_no_pair_apart() -> None:
 
 
 def test_a_fourth_card_takes_no_context_away() -> None:
-    """Found with this property: a ubatch of 256 left more context on two of three, and was not taken with a fourth."""
+    """Found with this property: a ubatch of 256 gave more context on two of three cards, and was not taken with a
+    fourth."""
     full = layer_of(dense_mib=20, k_elements=1024, v_elements=1024)
     model = stacked([sliding(full) if at % 2 else full for at in range(5)], 131072)
     three = [
@@ -395,8 +398,8 @@ def terms(memory: Memory) -> list[float]:
     stacked([layer_of(dense_mib=1500, expert_mib=2500)] * 7, 40960, experts=8),
 )
 def test_modes_are_ordered_in_context_and_in_speed(hardware: Hardware, model: Model) -> None:
-    """Each with a ubatch of its own, which one may have room for and another reads a long prompt sooner with; with one
-    for all of them a chat is all that counts."""
+    """Each mode has its own ubatch. One may have no room for a ubatch with which another reads a long prompt sooner.
+    With one ubatch for all, only a chat's speed counts."""
     found = {mode: planned(hardware, model, mode=mode) for mode in MODES}
     assert len({plan is None for plan in found.values()}) == 1
     speed, balanced, context = (found[mode] for mode in MODES)

@@ -274,7 +274,7 @@ async def test_a_check_that_is_cancelled_leaves_no_process(plan: Plan) -> None:
 
 
 def running_with(word: str) -> list[str]:
-    """Processes that have this word in their command line."""
+    """Return the pids of processes that have this word in their command line."""
     found: list[str] = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has gone meanwhile

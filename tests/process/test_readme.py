@@ -88,7 +88,7 @@ ALL = list(commands())
 
 
 def those(*begin: str) -> list[Command]:
-    """Each distinct command that begins with these words, with the first place that prints it."""
+    """Return each distinct command that begins with these words, at the first place that prints it."""
     found = (command for command in ALL if tuple(command.words[: len(begin)]) == begin)
     return list({tuple(command.words): command for command in reversed(list(found))}.values())[::-1]
 
@@ -150,7 +150,7 @@ OF_IMAGES = those("python3", "-m", "images")
 
 
 def why_not_run(words: list[str]) -> str | None:
-    """Why a command of `images` is only read by its parser; None if it is run."""
+    """Return why a command of `images` is only parsed; None if it is run."""
     if "|" in words[0]:
         return "it is the list of verbs"
     if PLACEHOLDERS.search(" ".join(words)):
@@ -186,7 +186,7 @@ def test_images_does_it() -> None:
 
 
 def test_a_benchmark_takes_these_words() -> None:
-    """None is run, for each measures for minutes."""
+    """The words are looked for in --help, because each benchmark measures for minutes."""
     found = [command for command in those("python3", "-m") if command.words[2] != "images"]
     modules = sorted({command.words[2] for command in found})
     helps = dict(zip(modules, run_all([[module, "--help"] for module in modules]), strict=True))
@@ -232,7 +232,7 @@ OF_HOSTS = "/appliance/v1/group"
 
 
 def addresses() -> Iterator[tuple[str, str]]:
-    """Page and path of each address of our port, whole or without host, of either README and all pages."""
+    """Yield page and path of each address of our port, with host or without, in the READMEs and all pages."""
     for page in ("README.zh-CN.md", *PAGES):
         text = (ROOT / page).read_text("utf-8")
         for path in dict.fromkeys((*ADDRESS.findall(text), *ROUTE.findall(text))):

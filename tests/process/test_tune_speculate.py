@@ -88,7 +88,7 @@ class Stage:
 
     @property
     def sizes(self) -> list[int]:
-        """How many tokens were guessed, start by start."""
+        """The number of draft tokens of each start, in order; 0 if there was no draft."""
         return [int(words.split()[3]) if words else 0 for words in self.starts]
 
 
@@ -280,7 +280,7 @@ def test_the_real_engine_guesses_by_n_grams(real: Real) -> None:
 
 
 def test_the_real_engine_serves_in_silence_with_a_draft_of_other_tokens(real: Real, tmp_path: Path) -> None:
-    """Why vocabularies are compared before: nothing but a line in its log tells."""
+    """The engine only writes a line to its log, which is why vocabularies are compared before."""
     found = smollm()
     path = write_gguf(tmp_path / "other.gguf", SMALL["gqa"], with_data=True)
     with pytest.raises(ModelUnreadableError, match="it has 512 tokens, not 49,152"):

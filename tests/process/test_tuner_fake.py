@@ -296,7 +296,7 @@ async def test_interrupted_it_goes_on_and_repeats_nothing(socket_path: Path) -> 
 
 
 async def test_what_an_interrupted_tuning_has_spent_is_not_there_again(socket_path: Path) -> None:
-    """Else one that is broken off again and again would look on as long as there are plans."""
+    """A tuning that is broken off again and again would otherwise go on as long as there are plans."""
     whole = Bench(socket_path)
     await whole.tune(on_cpu(), few())
     (first, *_) = whole.done
@@ -310,7 +310,7 @@ async def test_what_an_interrupted_tuning_has_spent_is_not_there_again(socket_pa
 async def test_an_interrupted_tuning_whose_first_plan_is_not_possible_any_more_keeps_its_depths(
     socket_path: Path,
 ) -> None:
-    """The largest window that fits has another size after a restart: it was the one that was looked at deeply."""
+    """After a restart the largest context that fits has another size. The earlier one was measured at all depths."""
     first = Bench(socket_path)
     await first.tune(on_cpu(), few())
     deepest = next(m.points[-1].depth for m in first.done if len(m.points) == 3)
@@ -363,7 +363,7 @@ async def test_balanced_serves_the_largest_window_that_keeps_its_share_of_speed(
 
 
 async def test_for_context_the_window_is_as_large_as_can_be_read_along_with(socket_path: Path) -> None:
-    """Where all of it is too slow when full, the same plan with a part of it is measured."""
+    """If the whole context is too slow when full, the same plan is measured with a part of it."""
     best = on_cpu().best
     assert best.context == 16384
     # 10 ms and 10 more with every 2,048 tokens: 15 tok/s are 66.7 ms, reached at 11,600; 7 % faster at 10,775.
@@ -386,7 +386,7 @@ def few_experts_are_fast(plan: Plan) -> float:
 
 
 async def measured_for_speed(socket_path: Path) -> tuple[list[Plan], tuple[Measurement, ...]]:
-    """Every window's plan, and what is known of the smallest's."""
+    """Return one plan for each context length, and the measurements of the smallest one's."""
     plans = sorted(contexts().values(), key=lambda plan: plan.context)
     tuned = await Bench(socket_path, few_experts_are_fast).tune(on_laptop(), plans[:1], mode="speed")
     return plans, tuned.measurements
@@ -487,7 +487,7 @@ async def test_an_engine_that_does_no_work_is_an_error_of_its_own(socket_path: P
 
 
 async def test_a_first_look_at_an_engine_that_spins_ends(socket_path: Path) -> None:
-    """It uses a core and comes to no end: no stall timer sees that."""
+    """The engine uses a core and never ends, which no stall timer sees."""
     bench = Bench(socket_path, knobs=lambda plan: ("--works-s", "inf"))
     look = FirstSampling(wanted=640, work_s=1.0, deep_s=1.0, most_s=0.5)
     watch = partial(Watch, bench.hardware, {}, sample=bench.sample)

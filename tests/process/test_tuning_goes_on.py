@@ -326,7 +326,7 @@ async def test_a_number_of_slots_that_failed_is_tried_once_more(stage: Stage) ->
 
 
 async def test_what_another_mode_wants_is_kept_and_goes_on_where_it_was_broken_off(stage: Stage) -> None:
-    """On a laptop with a GPU, where there are many contexts, and all of them hold."""
+    """A laptop with a GPU has many context lengths, and all of them hold."""
     found = await stage.run_until(lambda kept: False)
     assert found is not None
     plan = min(on_laptop(found.kv_checks).all(), key=lambda each: each.context)

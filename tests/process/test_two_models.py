@@ -37,7 +37,7 @@ LIMIT_S = 300.0
 
 
 class Front:
-    """What a client sees, and the models behind it."""
+    """A client's view of the gateway, and the models behind it."""
 
     def __init__(self, homes: Sequence[Home], slots: Sequence[ModelSlot], gateway: Gateway) -> None:
         self.slots = slots

@@ -54,7 +54,7 @@ class VllmHome(Home):
         return home
 
     def set_installed(self, **facts: object) -> None:
-        """What vLLM's own Python says of it when it is asked."""
+        """Make the engine's Python answer these facts about the installed vLLM."""
         answer = self.folder / "engine/installed.json"
         answer.write_text(json.dumps({name: facts[name] for name in SAYS}))
         python = self.folder / "engine/bin/python"
