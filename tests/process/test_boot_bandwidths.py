@@ -15,7 +15,7 @@ import pytest
 from tests.process.stages.boot import Home, Serving, eventually
 
 WAIT_S = 90.0  # on a machine that may be busy
-PATIENCE_S = 300.0  # where what is disturbed is tried again ever less often
+PATIENCE_S = 300.0  # a disturbed measurement is repeated at growing intervals
 
 
 @pytest.fixture

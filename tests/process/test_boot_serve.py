@@ -51,7 +51,7 @@ def change(home: Home, alter: Callable[[dict[str, Any]], None]) -> None:
 
 def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> None:
     predicted = home.plan()["launch"]["threads"]
-    fast = max(1, predicted - 1)  # one that the search looks at, on a machine with one CPU too
+    fast = max(1, predicted - 1)  # the search tries it even on a machine with one CPU
     knobs = ("--decode-ms", f"{fast}:5,20", "--prefill-ms", "256:1,8")
     may_load = home.folder / "may-load"
     home.set_engine(*knobs, "--load-until", str(may_load))
@@ -503,7 +503,7 @@ def test_tuning_off_serves_the_prediction_and_keeps_no_profile(home: Home) -> No
 
 def test_the_verb_tune_measures_again_and_ends(known: Home) -> None:
     before = profile_of(known)
-    # Also on a busy machine: what was disturbed replaces what was disturbed, and nothing else.
+    # On a busy machine the new measurement is disturbed, and may replace only a disturbed one.
     change(known, lambda document: document.update(disturbance="made up"))
     known.set_engine("--decode-ms", "1")
     done = known.command("tune")

@@ -16,9 +16,9 @@ from appliance.image_facts import dump_facts, parse_engine_facts
 from appliance.profile import Profile, ProfileStore, parse_profile
 from tests.process.stages.boot import Home, Serving, eventually
 
-PATIENCE_S = 300.0  # beside others a probe takes its time
+PATIENCE_S = 300.0  # a probe waits while other programs are at work
 BESIDE = "; it counts for nothing: "
-NOT_BEGUN = ": not begun; "  # and tried again ever less often, which no test waits for
+NOT_BEGUN = ": not begun; "  # repeated at growing intervals, which no test waits for
 NO_MORE = "probes decided nothing; there are no more before the next start"
 WORDS = "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower, twice"
 
@@ -131,7 +131,7 @@ def test_a_provisional_one_of_yesterday_is_measured_once_more_unless_the_machine
             assert serving.document("status")["standing"] == serving.document("profile")["standing"] == standing
         serving.terminate()
     after = only_profile(home)
-    if was_quiet:  # a second time that something else was at work is the last
+    if was_quiet:  # a second disturbed measurement is not repeated
         assert after.disturbed_times == (2 if after.disturbance else 0)
 
 

@@ -12,7 +12,7 @@ from tests.shapes import SMALL, write_gguf
 
 CONTEXT, TOKENS = 512, 300
 PATIENCE_S = 600
-ROUNDS = 50  # of which one has to meet: on a fast machine the first may be done before the second has come
+ROUNDS = 50  # one must meet: on a fast machine the first request may end before the second comes
 FULL = b'"code":"context_full"'
 
 

@@ -81,7 +81,7 @@ def fetching(answer: tuple[int, Any]) -> Any:
 
 
 def test_clients_are_told_when_to_come_back(tmp_path: Path, weights: Path) -> None:
-    import http.client  # here: no other test looks at headers, and costs of a start are none of this one's
+    import http.client  # here: only this test looks at headers
 
     with empty_home(tmp_path, weights, "--bytes-per-s=50000") as (home, _), home.serving() as serving:
         serving.event("fetch")

@@ -277,7 +277,7 @@ def test_the_oldest_silent_one_gives_way(narrow: Stage) -> None:
         eventually(lambda: not is_open(silent[0]))
         assert is_open(silent[1])
         assert is_open(idle)
-        # For the question above, and for this one if the connection of the one above is not gone yet.
+        # Once for /v1/models, and again for the metrics if the first request's connection is still there.
         assert closed(narrow, "made_room") in (1, 2)
 
 

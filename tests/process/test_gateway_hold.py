@@ -230,7 +230,7 @@ def test_an_engine_that_fails_while_a_body_still_comes_is_not_asked(held: Stage,
 
 
 def test_the_sdk_is_told_of_it(held: Stage) -> None:
-    has_begun = threading.Event()  # the answer, that is: before it an error is one by status, which the SDK words anew
+    has_begun = threading.Event()  # the answer has begun: an earlier error comes as a status, which the SDK words anew
 
     def chat() -> Any:
         with held.openai() as client:

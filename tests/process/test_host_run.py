@@ -37,7 +37,7 @@ def test_it_ends_with_the_endpoint_and_the_key() -> None:
     environment = {"APPLIANCE_DRAIN_S=30", "APPLIANCE_MODEL=/models/tiny.gguf", "APPLIANCE_MODE=speed"}
     assert set(created["Env"]) == environment | {"APPLIANCE_CTX_SIZE=4096"}
     assert created["HostConfig"]["ReadonlyRootfs"] is True
-    # Of what has served: of a start that fails the first failure is told.
+    # Restarts are set only once it has served: a start that fails tells its first failure.
     assert "RestartPolicy" not in created["HostConfig"]
     assert restarts == [{"RestartPolicy": {"Name": "on-failure", "MaximumRetryCount": 5}}]
     [mount] = created["HostConfig"]["Mounts"]

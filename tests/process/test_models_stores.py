@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_while_it_is_copied_leaves_nothing(home: Home, tmp_
     shutil.rmtree(home.data)
     with tmpfs(home.data, "size=300m") as data:
         (data / "models").mkdir()
-        for _ in range(20):  # until the copy was not over before the room was taken
+        for _ in range(20):  # until the room is taken before the copy is over
             with subprocess.Popen(
                 [sys.executable, "-c", EATER, str(data / "eaten"), str(data / "models")],
                 stdin=subprocess.PIPE,

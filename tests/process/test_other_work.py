@@ -23,7 +23,7 @@ from appliance.serve.model.served_model import ServedModel
 from tests.builders import profile
 from tests.process.stages.supervisor import eventually
 
-EVERY_S = 0.7  # the kernel counts in hundredths of a second: of less than half a second nothing is told
+EVERY_S = 0.7  # the kernel counts in hundredths of a second: shorter intervals are ignored
 
 
 @dataclass

@@ -45,7 +45,7 @@ CLEARLY_ROUNDED = (1 + EVEN_FOR) / AS_FAST
 SLACK = 1.02  # a split that is as fast as chance allows is taken where it is even
 WIDE_MOE = layer_of(dense_mib=1500, expert_mib=2500, k_elements=1024, v_elements=1024)
 MODES = ("speed", "balanced", "context")
-# Few are the same in each run, so that `make test` says the same of the same planner; many are new ones each week.
+# A few examples are the same in each run, so that `make test` is repeatable. Many examples are new ones each week.
 patient = settings(
     max_examples=SOME, deadline=None, derandomize=SOME < MANY, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -212,8 +212,8 @@ def test_the_old_profile_stays_until_the_new_one_is_on_the_disk(tmp_path: Path) 
         *("open_lock", "lock", "remove", "remove", "remove"),
         *("create", "write", "set_modified", "sync", "close", "rename"),
         *("open_folder", "sync", "close"),
-        "remove",  # what was said of the old one, if anything
-        "remove",  # what was kept goes last: until then a tuning could go on from it
+        "remove",  # the stale mark of the old one, if there is one
+        "remove",  # the checkpoint goes last: a tuning can resume from it until then
         "close",
     ]
 

@@ -79,7 +79,7 @@ class Bench:
         self._knobs = knobs
         self.started: list[str] = []
         self.done: list[Measurement] = []
-        self.disturbed = 0  # in so many steps a hypervisor takes the CPU away
+        self.disturbed = 0  # the number of steps in which a hypervisor steals CPU time
         self._stolen_s = 0.0
 
     def start(self, plan: Plan) -> Command:
@@ -90,7 +90,7 @@ class Bench:
     def tell(self, step: Step) -> None:
         if self.disturbed and step.what != "loading":
             self.disturbed -= 1
-            time.sleep(SHORTEST_S)  # of less nobody can tell
+            time.sleep(SHORTEST_S)  # shorter intervals tell nothing
             self._stolen_s += 1
 
     def sample(self) -> LoadSample:

@@ -39,14 +39,14 @@ from tests.process.stages.supervisor import eventually, fake_command
 READER = Path(__file__).parents[1] / "fakes/fake_perplexity.py"
 KEY = Key(parts={"build": "b1", "model": "m1"})
 IMAGE, ENGINE = facts(has_cuda=False)
-# A type below q8_0 carries more, guessing pays, and fewer slots than users may: every kind of step is there. No step
-# is left out for lack of time.
+# Every kind of step occurs: a type below q8_0 holds more context, drafts pay, and fewer slots than users may pay.
+# The budget is enough for all steps.
 FLAGS = {"threads": "4", "ubatch": "512", "load_mode": "mmap", "users": "3", "mode": "speed", "cache_ram_mib": "1792"}
 SETTINGS = resolve_settings({**FLAGS, "budget_s": "30000"}, {})
 FOR_CONTEXT = replace(SETTINGS, mode="context")
 MACHINE = MACHINES["cpu-limit-8g"]
 GUESSES = ("--guess", "ngram-mod:0.01,0.9")
-QUICK = ("--decode-ms", "0.001", "--prefill-ms", "0.001")  # as told, not as it takes: no answer is later than its time
+QUICK = ("--decode-ms", "0.001", "--prefill-ms", "0.001")  # what the fake reports; it does not wait
 WAIT_S = 120.0
 
 

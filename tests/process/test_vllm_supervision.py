@@ -34,7 +34,7 @@ ENDLESS = {"model": "m", "prompt": "a", "max_tokens": 10**6, "stream": True}
 def _subreaper() -> Iterator[None]:
     become_subreaper()
     yield
-    # Orphans of other tests' programs would become children of this process: they are to be somebody else's.
+    # Orphans of other tests' programs would otherwise become children of this process.
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
 
 

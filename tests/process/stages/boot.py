@@ -152,7 +152,7 @@ esac
             "port": str(free_port()),  # `doctor` looks at it, and whoever has 11435 is no part of a test
             "log": "json",
             "tune": "off",  # a test of measuring says `first` or `idle`
-            # The plans of a fake engine are all as fast as each other: a tuner looks at many before it believes that.
+            # All plans of a fake engine are equally fast, so that a tuner measures many before it stops.
             "budget_s": "10",
             **settings,
         }
