@@ -23,7 +23,7 @@ from tests.process.stages.supervisor import MakeCommand, fake_command
 
 @pytest.fixture(scope="package", autouse=True)
 def _alone() -> Iterator[None]:
-    """The results are the same on a machine with Docker, whatever runs there, and on one without."""
+    """Hide Docker and what runs there, so that the results are the same on a machine with it and without."""
     with pytest.MonkeyPatch.context() as patch:
         be_alone(patch)
         yield
@@ -31,14 +31,15 @@ def _alone() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
-    """A run that a shell has put behind it with `&` ignores SIGINT, and so would every program that a test starts."""
+    """Heed SIGINT again: a run that a shell started with `&` ignores it, and so would every program that a test
+    starts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _process_is_left_as_it_was() -> Iterator[None]:
-    """Which test runs after which, and in which worker, is nobody's to say."""
+    """Fail a test that leaves its process changed: any other test may come next there."""
     before = own_process()
     yield
     assert own_process() == before
@@ -59,7 +60,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 @pytest.fixture
 def socket_path() -> Iterator[Path]:
-    """Short, as a unix socket's path must be: pytest's own temporary folders can exceed its 108 bytes."""
+    """A short path for a unix socket, which may have 108 bytes: pytest's own temporary folders can exceed them."""
     folder = Path(tempfile.mkdtemp(prefix="sv", dir="/tmp"))
     yield folder / "e.sock"
     shutil.rmtree(folder)

@@ -30,14 +30,14 @@ INTERVAL_S = 2.0
 
 
 def samples(share: float) -> Iterator[LoadSample]:
-    """Before a block and after it, in which others took that share of the CPUs."""
+    """Return a sample before a block and one after it. Others took `share` of the CPUs in between."""
     for at in (0, 1):
         yield LoadSample(time_s=at * INTERVAL_S, cpus=4, busy_s=at * INTERVAL_S * 4 * share, steal_s=0.0, own_s=0.0)
 
 
 @dataclass
 class Served:
-    """What measuring asks of a served model. `others` is what is seen by each watch in turn."""
+    """The parts of a served model that measuring uses. `others` has one share of the CPUs for each watch, in turn."""
 
     hardware: Hardware
     folder: Path

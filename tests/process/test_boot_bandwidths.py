@@ -15,12 +15,12 @@ import pytest
 from tests.process.stages.boot import Home, Serving, eventually
 
 WAIT_S = 90.0  # on a machine that may be busy
-PATIENCE_S = 300.0  # where what is disturbed is tried again ever less often
+PATIENCE_S = 300.0  # a disturbed measurement is repeated at growing intervals
 
 
 @pytest.fixture
 def home(tuned: Home, tmp_path: Path) -> Home:
-    """Its profile holds: nothing else is measured."""
+    """Return a home with a profile that holds, so that only bandwidths are measured."""
     return tuned.copy(tmp_path / "home")
 
 
@@ -30,7 +30,8 @@ def speeds_of(home: Home) -> Any:
 
 @pytest.fixture
 def busy() -> Iterator[Callable[[], None]]:
-    """Others' work on half of the CPUs at least, which is ten times of what counts; until it is called."""
+    """Keep at least half of the CPUs busy with others' work, ten times the threshold. Yields a function that ends
+    it."""
     count = (len(os.sched_getaffinity(0)) + 1) // 2
     others = [subprocess.Popen((sys.executable, "-I", "-S", "-c", "while True: pass")) for _ in range(count)]
 
@@ -44,7 +45,7 @@ def busy() -> Iterator[Callable[[], None]]:
 
 
 def outcome(serving: Serving) -> str:
-    """Beside the other tests nothing is kept either."""
+    """Return the name of the event that ended the measurement. Other tests may disturb it, and then nothing is kept."""
     ends = ("bandwidth_measured", "bandwidth_disturbed")
     eventually(lambda: any(name in ends for name in serving.names()), timeout_s=WAIT_S)
     return next(name for name in serving.names() if name in ends)
@@ -93,7 +94,7 @@ def last(names: list[str], name: str) -> int:
 
 @pytest.fixture
 def may_read(home: Home) -> Path:
-    """The child that reads memory waits until this file is there."""
+    """Make the child that reads memory wait until this file is there."""
     release = home.folder / "may-read"
     wait = f"while 'appliance.probe.bandwidth.dram' in sys.orig_argv and not pathlib.Path({str(release)!r}).exists():"
     (home.folder / "site").mkdir()
@@ -109,7 +110,8 @@ def test_a_request_stops_it_and_it_begins_again(home: Home, may_read: Path) -> N
         asked = 0
 
         def is_stopped() -> bool:
-            """Where others were at work before it was asked, the next time is as good."""
+            """True if a chat has stopped a measurement. Each begin gets a chat: other programs may end one before its
+            chat comes."""
             nonlocal asked
             if (begun := serving.names().count("bandwidth_measure")) > asked:
                 asked = begun

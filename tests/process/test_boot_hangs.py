@@ -61,7 +61,7 @@ def metrics(serving: Serving) -> str:
 
 
 def assert_back(serving: Serving) -> None:
-    """It answers again, and what happened is counted."""
+    """Check that the engine answers again, and that one hang and one restart are counted."""
     serving.wait_ready()
     if isinstance(serving.home, VllmHome):
         assert serving.chat()[0] == 200

@@ -48,7 +48,8 @@ def test_it_serves_the_prediction_measures_beside_it_and_changes_over(home: Home
 
 
 def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path: Path) -> None:
-    """The fake takes 10 ms a token and 10 more with every 2,048: with 16,384 in the context nobody reads along."""
+    """The fake takes 10 ms a token, and 10 more for every 2,048 in the context. At 16,384 it is too slow to read
+    along."""
     home = Home.make(tmp_path / "home")
     write_model(home.data / "models/small.gguf", context=16384)
     done = home.command("tune", beside=None, budget_s="60", **NARROW)
@@ -130,7 +131,8 @@ def test_a_provisional_profile_is_measured_once_more_and_whoever_waits_does_not_
 
 
 def test_measuring_begins_at_once_when_it_is_asked_for(home: Home) -> None:
-    """With what `make up WAIT=tuned` sends; measuring beside begins 3 s after the last request otherwise."""
+    """`make up WAIT=tuned` sends this request. Without it, measuring beside the engine that serves begins 3 s after the
+    last request."""
     with home.serving(tune="idle", idle_s="3600", speculation="off") as serving:
         serving.wait_ready()
         assert serving.document("status")["tuning"] in ("waiting", "measuring")

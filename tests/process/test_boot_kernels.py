@@ -19,7 +19,7 @@ GONE = "llama_model_load_from_file_impl: no backends are loaded. hint: use ggml_
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """Of an image with three variants, which this CPU runs whatever it is, and a kernel check that likes them."""
+    """Return a home whose image has three variants, which run on any CPU, and a kernel check that passes them all."""
     home = Home.make(tmp_path / "home")
     home.set_variants("x64", "haswell", "zen4")
     home.set_kernel_check()
@@ -27,7 +27,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def variants(home: Home) -> list[str]:
-    """Of the engines that were started, in their order."""
+    """Return the CPU variant of each engine that was started, in order."""
     return [line.rpartition(" GGML_CPU_VARIANT=")[2] for line in home.started]
 
 
@@ -42,7 +42,7 @@ def events(serving: Serving, name: str) -> list[dict[str, Any]]:
 
 
 def served(home: Home, **settings: str) -> list[dict[str, Any]]:
-    """One start that answers, and what it said."""
+    """Return the events of one start that answered a chat."""
     with home.serving(tune="off", **settings) as serving:
         serving.wait_ready()
         assert serving.chat()[0] == 200
@@ -133,7 +133,7 @@ def test_the_verb_that_measures_goes_on_with_the_next_variant(home: Home) -> Non
 
 
 def test_the_next_fastest_is_measured_beside_the_usual_and_serves_where_it_is_faster(home: Home) -> None:
-    """Instructions promise what a CPU need not keep: one that lowers its clock for them, one with half of the units."""
+    """Newer instructions can be slower: a CPU may lower its clock for them, or have half of the units."""
     home.set_variants("haswell", "zen4")
     home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=zen4 ")
     done = home.command("tune", beside=None, **FEW)
@@ -198,7 +198,7 @@ def test_one_that_dies_while_serving_is_replaced_without_an_end(home: Home) -> N
 
 
 def test_one_that_dies_while_it_is_measured_in_idle_time_gives_way_to_the_next(home: Home) -> None:
-    """It serves, and dies of what only measuring does: the next variant takes over, and is measured."""
+    """The engine serves, and dies only in a trial. The next variant takes over, and is measured."""
     home.set_engine("--sigill-before-ready", where="WHERE")
     script = home.folder / "engine/llama-server"
     script.write_text(script.read_text().replace("*WHERE*", "*m.sock*=zen4*"))
@@ -216,7 +216,7 @@ def test_one_that_dies_while_it_is_measured_in_idle_time_gives_way_to_the_next(h
 
 
 def test_what_is_told_of_speeds_is_current_where_the_plan_that_served_was_the_best(home: Home) -> None:
-    """The runner-up of the kernels is looked at only when measuring begins: from then on plans say their variant."""
+    """The second kernel variant is looked at only when measuring begins. Plans name their variant from then on."""
     home.set_variants("haswell", "zen4")
     home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=haswell ")
     with home.serving(tune="idle", idle_s="3600", threads="1", **FEW) as serving:
@@ -239,7 +239,7 @@ def test_what_is_told_of_speeds_is_current_where_the_plan_that_served_was_the_be
 
 
 def test_what_is_told_of_speeds_where_the_best_plan_does_not_load(home: Home) -> None:
-    """What serves on was measured as well, under another name, and it is not the best."""
+    """The plan that keeps serving was measured under another name, and is not the best."""
     home.set_variants("haswell", "zen4")
     home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=zen4 ")
     script = home.folder / "engine/llama-server"  # on every socket but that of trials

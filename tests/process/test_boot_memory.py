@@ -31,7 +31,7 @@ USING = (
 
 @pytest.fixture
 def home(tmp_path: Path, machine_environment: PutMachine) -> Home:
-    """On a described laptop with one GPU, with a model of 8,192 tokens that lies on it whole."""
+    """Return a home on a described laptop with one GPU. The model has 8,192 tokens of context and fits on the GPU."""
     home = Home.make(tmp_path / "home")
     (home.data / "models/small.gguf").unlink()
     write_gguf(home.data / "models/gqa.gguf", SMALL["gqa"])
@@ -117,7 +117,7 @@ def test_the_window_gives_way_where_the_layers_were_asked_for(home: Home) -> Non
 
 
 def test_what_was_free_when_the_engine_began_counts_where_its_log_tells_it(home: Home) -> None:
-    """Less than what is held back: nothing of this GPU is left to plan with."""
+    """The log says less than the GPU's reserve, so the next plan uses no GPU."""
     refuse(home, 1, where="--device CUDA0 ", free_mib=20)
     with home.serving(tune="off") as serving:
         serving.wait_ready()

@@ -46,7 +46,8 @@ def answers(serving: Serving) -> None:
     ids=str,
 )
 def test_a_crowd_without_a_key_ends_nothing(home: Home, tmp_path: Path, limits: tuple[int, int], crowd: int) -> None:
-    """While the engine loads, while it serves, after it was killed, and while another is measured beside it."""
+    """The crowd is there while the engine loads, while it serves, after it was killed, and while another is
+    measured."""
     loaded = tmp_path / "loaded"
     home.set_engine("--load-until", str(loaded))
     home.open_files = limits
@@ -77,8 +78,8 @@ def test_a_crowd_without_a_key_ends_nothing(home: Home, tmp_path: Path, limits: 
 
 @contextmanager
 def without_files(serving: Serving) -> Iterator[None]:
-    """It can open nothing more; what is open stays. The limit is of the numbers that descriptors may have, of which it
-    keeps the first for its end."""
+    """Let the appliance open nothing more in the block; what is open stays. The limit is on the numbers of descriptors,
+    and the lowest ones stay for its end."""
     pid = serving.process.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (KEPT, before[1]))
@@ -95,7 +96,7 @@ def lacks(serving: Serving) -> list[str]:
 
 @pytest.mark.parametrize("event", ["listening", "engine_start"])
 def test_a_start_goes_on_when_there_are_files_again(home: Home, tmp_path: Path, event: str) -> None:
-    """While it chooses what to serve, and while the engine loads."""
+    """Files are lacking while the start chooses what to serve, or while the engine loads."""
     loaded = tmp_path / "loaded"
     home.set_engine("--load-until", str(loaded))
     with home.serving() as serving:
@@ -135,7 +136,7 @@ def test_a_killed_engine_is_back_when_there_are_files_again(home: Home) -> None:
 
 
 def test_measuring_goes_on_when_there_are_files_again(home: Home, tmp_path: Path) -> None:
-    """Its imports, its probes and its engines all fail meanwhile."""
+    """Measuring's imports, probes and engines all fail meanwhile."""
     with home.serving(tune="idle", idle_s="1", **NARROW) as serving:
         serving.wait_ready()
         with without_files(serving):

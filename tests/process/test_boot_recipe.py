@@ -22,7 +22,7 @@ from tests.process.stages.boot import Home
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """Whose facts name a recipe; two models are on the volume."""
+    """Return a home whose image names a recipe, with two models on the volume."""
     made = Home.make(tmp_path / "home")
     path = made.folder / "facts/image_facts.json"
     path.write_text(dump_facts(replace(parse_image_facts(path.read_text()), recipe="tiny")))

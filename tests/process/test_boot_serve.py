@@ -35,14 +35,14 @@ def profile_of(home: Home) -> dict[str, Any]:
 
 
 def key_of(plan: dict[str, Any]) -> str:
-    """Of a plan on the CPU, as measurements name it."""
+    """Return the key by which measurements name this plan, which is on the CPU."""
     launch = plan["launch"]
     numbers = f"context {plan['context']:,}, kv_type {plan['kv_type']}, threads {launch['threads']}"
     return f"{numbers}, ubatch {launch['ubatch']:,}, load_mode {launch['load_mode']}, placement CPU"
 
 
 def change(home: Home, alter: Callable[[dict[str, Any]], None]) -> None:
-    """Of the only profile, what is on the volume."""
+    """Alter the document of the only profile on the volume."""
     (path,) = home.profiles.glob("*.json")
     document = json.loads(path.read_text())
     alter(document)
@@ -51,7 +51,7 @@ def change(home: Home, alter: Callable[[dict[str, Any]], None]) -> None:
 
 def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> None:
     predicted = home.plan()["launch"]["threads"]
-    fast = max(1, predicted - 1)  # one that the search looks at, on a machine with one CPU too
+    fast = max(1, predicted - 1)  # the search tries it even on a machine with one CPU
     knobs = ("--decode-ms", f"{fast}:5,20", "--prefill-ms", "256:1,8")
     may_load = home.folder / "may-load"
     home.set_engine(*knobs, "--load-until", str(may_load))
@@ -145,7 +145,7 @@ def test_what_the_first_token_does_not_need_is_imported_after_it(known: Home) ->
 
 
 def test_the_second_start_serves_from_the_profile_without_measuring(known: Home, tuned: Home) -> None:
-    """In another folder, too: the model's path is not the profile's."""
+    """The model is in another folder: its path is no part of the profile."""
     with known.serving() as serving:
         serving.wait_ready()
         assert serving.chat()[0] == 200
@@ -375,7 +375,7 @@ def test_what_was_interrupted_goes_on_at_the_next_start(home: Home) -> None:
 
 
 def test_sigterm_in_mid_stream_ends_it_with_an_error_event(known: Home) -> None:
-    """With everything that can hold it up: a client that stays, and an engine that ignores SIGTERM."""
+    """Two things hold the end up: a client that stays, and an engine that ignores SIGTERM."""
     known.set_engine("--chunks", "100000", "--chunk-interval", "0.02", "--hold-streams", "--ignore-sigterm")
     with known.serving() as serving:
         serving.wait_ready()
@@ -503,7 +503,7 @@ def test_tuning_off_serves_the_prediction_and_keeps_no_profile(home: Home) -> No
 
 def test_the_verb_tune_measures_again_and_ends(known: Home) -> None:
     before = profile_of(known)
-    # Also on a busy machine: what was disturbed replaces what was disturbed, and nothing else.
+    # On a busy machine the new measurement is disturbed, and may replace only a disturbed one.
     change(known, lambda document: document.update(disturbance="made up"))
     known.set_engine("--decode-ms", "1")
     done = known.command("tune")

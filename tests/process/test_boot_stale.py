@@ -16,16 +16,16 @@ from appliance.image_facts import dump_facts, parse_engine_facts
 from appliance.profile import Profile, ProfileStore, parse_profile
 from tests.process.stages.boot import Home, Serving, eventually
 
-PATIENCE_S = 300.0  # beside others a probe takes its time
+PATIENCE_S = 300.0  # a probe waits while other programs are at work
 BESIDE = "; it counts for nothing: "
-NOT_BEGUN = ": not begun; "  # and tried again ever less often, which no test waits for
+NOT_BEGUN = ": not begun; "  # repeated at growing intervals, which no test waits for
 NO_MORE = "probes decided nothing; there are no more before the next start"
 WORDS = "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower, twice"
 
 
 @pytest.fixture
 def home(tuned: Home, tmp_path: Path) -> Home:
-    """With a mark beside the profile."""
+    """Return a home whose profile is marked stale."""
     home = tuned.copy(tmp_path / "home")
     assert ProfileStore(home.profiles, pytest.fail).mark_stale(only_profile(home), WORDS)
     return home
@@ -52,8 +52,8 @@ def why_stale(home: Home) -> str | None:
 
 
 def was_replaced(serving: Serving, old: Profile) -> bool:
-    """Whether a start that is ready has put another profile in the stale one's place, after checking that it did what
-    it says. It did not where the machine was busy, nor where that began as it measured and the old one was calm."""
+    """True if a start that is ready has replaced the stale profile. False if the machine was busy, or if it became busy
+    while measuring and the old profile was undisturbed. Fails if the log says otherwise."""
     said = serving.event("profile_stale")["message"]
     assert said.startswith(f"profile {old.key.id} is stale: ")
     has_measured = said.endswith("; nothing else is at work: measuring again")
@@ -131,7 +131,7 @@ def test_a_provisional_one_of_yesterday_is_measured_once_more_unless_the_machine
             assert serving.document("status")["standing"] == serving.document("profile")["standing"] == standing
         serving.terminate()
     after = only_profile(home)
-    if was_quiet:  # a second time that something else was at work is the last
+    if was_quiet:  # a second disturbed measurement is not repeated
         assert after.disturbed_times == (2 if after.disturbance else 0)
 
 
@@ -166,7 +166,7 @@ def test_a_pinned_one_is_never_measured_again(home: Home) -> None:
 
 
 def test_while_another_measures_it_again_it_is_used_at_once(home: Home) -> None:
-    """The other is this process: a start would measure only on a machine that is quiet."""
+    """This process holds the lock of measuring, because a start would measure only on a quiet machine."""
     store = ProfileStore(home.profiles, pytest.fail)
     with store.tuning(only_profile(home).key) as is_ours, home.serving(tune="first") as serving:
         assert is_ours
@@ -180,7 +180,7 @@ def test_while_another_measures_it_again_it_is_used_at_once(home: Home) -> None:
 
 
 class Probes:
-    """Those of an engine that takes `times` as long as when it was measured, from the moment that this is said."""
+    """Probes of an engine that takes `times` as long as when it was measured, once `slow_down(times)` was called."""
 
     def __init__(self, home: Home, folder: Path, *knobs: str) -> None:
         self._slowdown = folder / "slowdown"
@@ -191,13 +191,13 @@ class Probes:
 
     @staticmethod
     def of(serving: Serving) -> tuple[list[str], list[str]]:
-        """What was said of the undisturbed ones, and of the others."""
+        """Return the messages of undisturbed probes, and those of disturbed ones."""
         said = [event["message"] for event in serving.events if event["event"] == "profile_probed"]
         said = [words for words in said if NO_MORE not in words]
         return [words for words in said if BESIDE not in words], [words for words in said if BESIDE in words]
 
     def until(self, serving: Serving, verdict: str) -> None:
-        """Skips the test where the machine never was quiet for long enough."""
+        """Wait for the verdict. Skips the test if the machine was never quiet for long enough."""
 
         def is_told() -> bool:
             return f"profile_{verdict}" in serving.names() or NO_MORE in serving.text or NOT_BEGUN in serving.text

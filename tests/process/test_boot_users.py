@@ -35,7 +35,7 @@ def test_a_number_of_slots_that_was_asked_for_is_not_measured(home: Home) -> Non
 
 
 def test_where_the_time_does_not_do_for_slots_the_planned_number_stays_and_why_is_kept(home: Home) -> None:
-    home.set_engine("--decode-ms", "600000")  # of a token, as the engine says, without taking it
+    home.set_engine("--decode-ms", "600000")  # what the fake reports for a token; it does not wait
     said = events(home.command("tune", users="2"))
     (warning,) = [event["message"] for event in said if event["event"] == "slots_not_measured"]
     assert warning.startswith("4 slots for 2 users were not measured: ")

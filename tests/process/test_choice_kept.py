@@ -23,7 +23,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(path: Path) -> None:
-    """Of the size that it should have."""
+    """Overwrite the first 4,096 bytes of the file. Its size stays."""
     with path.open("r+b") as file:
         file.write(b"\xff" * 4096)
 
@@ -73,7 +73,8 @@ def test_a_file_that_was_damaged_since_is_not_served_as_it_was_chosen(tmp_path: 
 
 
 def test_what_becomes_possible_later_is_said_and_not_taken(tmp_path: Path, weights: Path) -> None:
-    """On a volume without room for the better one, which then gets some. `plan` says what a start would serve."""
+    """The volume has no room for the better file at first, and gets some later. `plan` says what a start would
+    serve."""
     with empty_home(tmp_path, weights) as (home, hub):
         shutil.rmtree(home.data)
         with tmpfs(home.data, "size=20m"):
@@ -101,7 +102,7 @@ def test_what_becomes_possible_later_is_said_and_not_taken(tmp_path: Path, weigh
 
 
 def test_what_is_here_now_and_better_is_chosen(tmp_path: Path, weights: Path) -> None:
-    """Who fetches the better one by hand wants it."""
+    """A user who fetches the better file by hand wants it."""
     with empty_home(tmp_path, weights) as (home, _):
         put(home, weights, "Tiny-large-q8_0.gguf")
         with home.serving() as serving:

@@ -93,14 +93,14 @@ def place(tmp_path: Path) -> Place:
 
 
 def job(name: str) -> dict[str, Step]:
-    """Its steps that have a shell, by name."""
+    """Return the job's steps that have a shell, by name."""
     workflow, _, wanted = name.partition("/")
     found = [step for step in ci_steps.load(ROOT) if (step.workflow, step.job) == (workflow, wanted)]
     return {step.name: step for step in found if step.script}
 
 
 def ran(place: Place, name: str, **more: str) -> list[str]:
-    """What the steps of a job called, one after the other; none of them may fail."""
+    """Run the job's steps one after the other, and return the programs that they called. None may fail."""
     for step in job(name).values():
         if step.name not in ("Containerd image store", "Free disk"):  # of the runner alone
             done = place.run(step, **more)
@@ -109,13 +109,13 @@ def ran(place: Place, name: str, **more: str) -> list[str]:
 
 
 def asked(calls: list[str]) -> list[list[str]]:
-    """What was asked of the build half."""
+    """Return the words of each call of the build half."""
     mark = "python -m images "
     return [line.removeprefix(mark).split() for line in calls if line.startswith(mark)]
 
 
 def test_a_cell_is_built_gated_and_pushed(place: Place) -> None:
-    """As `image / build` does it, each command accepted by the build half itself."""
+    """The job `image / build` runs these steps. The build half itself accepts each command that they give it."""
     calls = ran(place, "image/build")
     assert [words[0] for words in asked(calls)] == ["build", "verify", "build"]
     address = "https://git.example/team/appliance"

@@ -30,7 +30,7 @@ REPLICAS = ("appliance-1", "appliance-2")
 
 
 def compose(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """With no Docker behind it: whoever asked it would end with another error."""
+    """Run `docker compose` without a daemon: a command that asks Docker fails with another error."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     nowhere = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
     argv = ["docker", "compose", *words]
@@ -146,7 +146,7 @@ def test_the_appliance_is_that_of_the_one_box_file(front: str) -> None:
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_fronts_secrets_reach_it_as_variables_that_nobody_else_sees(front: str, tmp_path: Path) -> None:
-    """Its own shell line, with `env` in place of its program."""
+    """The front's own shell line runs, with `env` in place of its program."""
     make_secrets(tmp_path)
     shell, flags, script = services(front)[front]["entrypoint"]
     script = script.replace("$$", "$")  # `config` writes it as it would have to be read again

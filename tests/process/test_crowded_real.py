@@ -12,19 +12,20 @@ from tests.shapes import SMALL, write_gguf
 
 CONTEXT, TOKENS = 512, 300
 PATIENCE_S = 600
-ROUNDS = 50  # of which one has to meet: on a fast machine the first may be done before the second has come
+ROUNDS = 50  # one must meet: on a fast machine the first request may end before the second comes
 FULL = b'"code":"context_full"'
 
 
 def asked(number: int, **more: Any) -> dict[str, Any]:
-    """More than half of the context, most of it generated, and each time another beginning."""
+    """Return a request that takes more than half of the context, most of it generated. `number` gives each a prefix of
+    its own."""
     text = f"{number} is a number. " + "Count on. " * 5
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
 
 
 def round_of_two(serving: Serving, number: int) -> bool:
-    """A stream, and once it has begun another request; whether they met."""
+    """Run a stream and, once it has begun, another request. True if the stream ended because the context was full."""
     with serving.stream(**asked(number)) as stream:
         stream.settimeout(PATIENCE_S)
         begun = read_until(stream, b"data: ")

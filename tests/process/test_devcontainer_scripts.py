@@ -83,7 +83,7 @@ def test_a_check_of_none_is_refused() -> None:
 
 
 def test_what_is_promised_is_looked_for(tmp_path: Path) -> None:
-    """On a machine that is no devcontainer nearly nothing is as promised, and each line says what was seen."""
+    """This machine is no devcontainer, so that nearly nothing is as promised. Each line says what was seen."""
     done = run("check", "cpu")
     lines = done.stdout.splitlines()
     assert done.returncode == 61

@@ -44,7 +44,7 @@ class Ward(Home):
         self.set_image(cell=f"llama-cu130-sm{sm}", cuda="13.0", sm=(sm,), driver_floor_sass="580")
 
     def set_words(self, *, build: int = 1, devices: str = "  (none)", complaint: str = "") -> None:
-        """What the engine's binary says of itself; it serves as before."""
+        """Set what the engine's binary answers about itself. It still serves."""
         path = self.folder / "engine/llama-server"
         serving = path.with_name("serving")
         if not serving.exists():
@@ -61,8 +61,8 @@ esac
         path.chmod(0o755)
 
     def need_library_path(self, folder: Path) -> None:
-        """The engine sees GPUs, and starts, only where its library path is its own folder and then this one;
-        what it is, it says only without one."""
+        """Make the engine see GPUs, and start, only if LD_LIBRARY_PATH is its own folder and then `folder`. It answers
+        --version and --help only without one."""
         facts = self.folder / "facts/engine_facts.json"
         engine = parse_engine_facts(facts.read_text())
         flags = ("--device", "--gpu-layers", "--split-mode", "--tensor-split", "--main-gpu")
@@ -112,7 +112,7 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_with_a_port_in_use_the_code_is_a_starts_as_well(ward: Ward, is_damaged: bool) -> None:
-    """A start reads its model before it listens: a damaged one is told first."""
+    """A start reads its model before it listens, so that a damaged model is reported first."""
     if is_damaged:
         (ward.data / "models/small.gguf").write_bytes(b"no model")
     with socket.socket() as holder:
@@ -200,7 +200,7 @@ def test_beside_a_serving_appliance_the_port_is_its_own(ward: Ward) -> None:
 
 
 def test_a_driver_where_only_the_environment_says_so_reaches_the_engine(ward: Ward, nvml: Path, tmp_path: Path) -> None:
-    """As on GKE: its folder is in LD_LIBRARY_PATH, which the engine does not inherit."""
+    """GKE does this: the driver's folder is named only by LD_LIBRARY_PATH, which the engine does not inherit."""
     folder = tmp_path / "nvidia/lib64"
     folder.mkdir(parents=True)
     shutil.copy(nvml, folder)
@@ -340,7 +340,8 @@ def test_an_engine_that_saw_its_gpus_is_not_asked_at_the_next_start(ward: Ward, 
 
 
 def _ended_or_past_the_checks(serving: Any) -> None:
-    """What the planner then makes of a fake engine is not asked here."""
+    """Wait until the checks are passed or the appliance has ended otherwise. How the planner treats a fake engine is
+    not tested here."""
     deadline = time.monotonic() + 90
     while serving.process.poll() is None and "engine_start" not in serving.names():
         assert time.monotonic() < deadline, serving.text

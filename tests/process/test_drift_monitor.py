@@ -41,7 +41,7 @@ KINDS: Mapping[Kind | None, str] = {None: "none", "ngram": "ngram-mod", "mtp": "
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """As the fake engine was measured."""
+    """Return the profile that the verb `tune` made of the fake engine."""
     home = Home.make(tmp_path_factory.mktemp("tuned") / "home")
     home.set_engine(*QUICK_TO_READ)
     few = {"kv_type": "f16", "load_mode": "mmap", "ubatch": "512", "speculation": "off"}

@@ -66,7 +66,8 @@ def test_the_engine_finds_the_driver_and_keeps_its_own_libraries(layout: Path, t
 
 
 def test_why_the_backend_does_not_load_is_asked_as_the_engine_is_started(layout: Path, tmp_path: Path) -> None:
-    """An engine that lists nothing: told of the folder its backend loads, and there is nothing to complain of."""
+    """The engine lists no device. With the driver's folder in its library path its backend loads, and nothing is
+    said."""
     engine = tmp_path / "engine"
     engine.mkdir()
     shutil.copy(layout / "engine" / OWN, engine / OWN)

@@ -61,7 +61,7 @@ def size_of(path: Path) -> int:
 
 
 def client_of(hub: RunningHub, cache: Path, *words: str) -> subprocess.Popen[str]:
-    """The hub's own client, which downloads into `cache`."""
+    """Start the hub's own client, which downloads into `cache`."""
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(cache)}
     argv = [sys.executable, "-c", CLIENT, str(cache), *words]
     return subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
@@ -76,7 +76,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def ignore(_: FetchProgress) -> None:
-    """Progress is not what is looked at."""
+    """Do nothing with progress."""
 
 
 def room(folder: Path) -> int:
@@ -85,7 +85,7 @@ def room(folder: Path) -> int:
 
 
 def test_a_killed_download_is_gone_on_with(tmp_path: Path, shelf: Path) -> None:
-    """Nothing is fetched twice: the second run asks for the rest of what the first had written."""
+    """The second run asks only for the rest, so that nothing is fetched twice."""
     data = tmp_path / "data"
     path = partial(data / "models")
     with running_hub(shelf, *SLOW, str(tmp_path / "hurry")) as hub:
@@ -123,7 +123,7 @@ def test_a_stop_waits_for_no_hub_and_loses_nothing(tmp_path: Path, shelf: Path, 
 
 
 def test_a_stop_while_the_hub_is_silent(tmp_path: Path, shelf: Path) -> None:
-    """The question to the hub cannot be taken back; nobody waits for its answer."""
+    """A request to the hub cannot be cancelled. The stop does not wait for its answer."""
     with running_hub(shelf, "--hang", "list") as hub, begin(hub, tmp_path / "data", "pull", REPO) as program:
         until(lambda: bool(hub.requests()), "a question")
         began = time.monotonic()
@@ -152,7 +152,7 @@ async def test_every_wait_can_be_cancelled(models: Path, shelf: Path, knobs: tup
 
 
 async def test_one_that_waits_tells_of_the_file_also_once_it_is_whole(models: Path, shelf: Path) -> None:
-    """Between the other's last byte and its leave of the lock the file has another name."""
+    """The file is renamed after the other process's last byte and before it releases the lock."""
     folder = RepoFolder(root=models, name=FOLDER)
     folder.make()
     folder.partial(SHA256).write_bytes(DATA[:MIB])
@@ -181,7 +181,7 @@ async def test_two_that_want_the_same_wait_for_one_download(tmp_path: Path, shel
     hurry = tmp_path / "hurry"
 
     def on_progress(progress: FetchProgress) -> None:
-        """The other one goes on slowly until this one was seen to wait, and to be told of more."""
+        """Let the other download go on slowly until this one has waited, and has been told of more bytes."""
         seen.append(progress)
         waited = [each.bytes_done for each in seen if each.waiting_for]
         if waited and waited[-1] > waited[0]:
@@ -228,7 +228,7 @@ async def test_one_that_waits_goes_on_when_the_other_is_killed(tmp_path: Path, s
 
 
 async def test_the_hubs_own_client_holds_the_same_lock(models: Path, shelf: Path, tmp_path: Path) -> None:
-    """It downloads, we wait for it and take its blob; what it finds of ours it does not fetch again."""
+    """The hub's client downloads. We wait for it and take its blob, and nothing is sent twice."""
     seen: list[FetchProgress] = []
 
     def on_progress(progress: FetchProgress) -> None:
@@ -259,7 +259,8 @@ async def test_the_hubs_own_client_finds_what_we_fetched(models: Path, shelf: Pa
 
 
 async def test_orphaned_partial_files_go_and_others_stay(models: Path, shelf: Path) -> None:
-    """Of the real client's, killed; of a blob that is there; and of last month. Another model's stays."""
+    """Three partial files go: one of the real client that was killed, one of a blob that is there, and one of last
+    month. A recent one of another blob stays."""
     folder = RepoFolder(root=models, name=FOLDER)
     folder.make()
     done = folder.blob("a" * 64)
@@ -325,7 +326,7 @@ async def test_a_disk_that_fills_up_with_a_file_of_unknown_size(tmp_path: Path, 
 
 
 async def cached(folder: Path, hub: HubSettings) -> Wanted:
-    """A cache of somebody else, filled."""
+    """Fill a cache of somebody else."""
     wanted = await resolve(REPO, hub)
     await fetch(wanted, folder, hub, ignore)
     return wanted
@@ -373,7 +374,7 @@ async def test_offline_nothing_is_asked(models: Path, shelf: Path) -> None:
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can run as another user")
 def test_the_folder_that_refuses_is_named_and_not_the_volume(tmp_path: Path, shelf: Path) -> None:
-    """As an older client of another user left it: closed to the group."""
+    """An older client of another user left this folder, without the right to write for its group."""
     data = tmp_path / "data"
     for folder in (data, data / "models"):
         folder.mkdir()
@@ -392,7 +393,7 @@ def test_the_folder_that_refuses_is_named_and_not_the_volume(tmp_path: Path, she
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can run as another user")
 def test_another_user_of_group_0_goes_on(tmp_path: Path, shelf: Path) -> None:
-    """Every container may run as another user: what one left, the next finishes, and a third replaces."""
+    """Every container may run as another user. The second finishes what the first left, and a third replaces it."""
     data = tmp_path / "data"
     data.mkdir()
     data.chmod(0o775)

@@ -44,7 +44,8 @@ def shelf(tmp_path: Path) -> Path:
 
 
 def refusal(hub: RunningHub, data: Path, text: str, token: str, *knobs: str) -> FatalError:
-    """Of `models pull TEXT`, without a process for each; `knobs` are settings as name=value, and sha256=."""
+    """Return the error of `models pull TEXT`, run in this process. `knobs` are settings as name=value, and
+    `sha256=`."""
     flags = {name: value for name, _, value in (knob.partition("=") for knob in knobs)}
     sha256 = flags.pop("sha256", None)
     environment = hub.environment(HF_TOKEN=token)

@@ -25,7 +25,7 @@ def shelf(tmp_path: Path) -> Path:
 
 
 def read_all(handle: int) -> str:
-    """Until nobody writes any more, which a terminal tells by an error."""
+    """Return all text until nobody writes any more, which a terminal tells by an error."""
     data = b""
     while True:
         try:

@@ -82,13 +82,13 @@ async def test_a_file_lies_where_the_hubs_own_client_looks(volume: Volume, shelf
 
 
 def begins(hub: RunningHub) -> list[int]:
-    """Of each request to the CDN, the first byte that it asks for."""
+    """Return the first byte that each request to the CDN asks for."""
     asked = (row["range"] or "bytes=0-" for row in hub.requests(host="cdn"))
     return [int(words.removeprefix("bytes=").partition("-")[0]) for words in asked]
 
 
 async def test_a_connection_that_is_cut_at_every_megabyte(volume: Volume, shelf: Path) -> None:
-    """What is in the client's buffer when a connection breaks is lost with it: nothing else is asked for twice."""
+    """A broken connection loses only what is in the client's buffer. Nothing else is asked for twice."""
     with running_hub(shelf, "--cut-after", str(MIB)) as hub:
         (path,) = await volume.pull(hub)
         asked = [*begins(hub), len(DATA)]
@@ -110,7 +110,7 @@ async def test_a_body_that_is_short_and_says_nothing_of_it(volume: Volume, shelf
 
 
 async def test_a_large_file_comes_in_pieces(volume: Volume, shelf: Path) -> None:
-    """No request asks for more than a piece; what the hub's CDN would not send at once it sends in several."""
+    """No request asks for more than a piece: the hub's CDN does not send a file of any size at once."""
     with running_hub(shelf, "--cut-after", str(3 * MIB // 2), "--cuts", "1") as hub:
         settings = hub.settings(piece_bytes=2 * MIB)
         (path,) = await volume.fetch(await resolve(REPO, settings), settings)
@@ -187,8 +187,8 @@ async def test_errors_that_pass(volume: Volume, shelf: Path, what: str) -> None:
 
 @pytest.mark.parametrize("asked", ["1", "+2"])
 async def test_a_server_is_left_alone_for_as_long_as_it_asks(volume: Volume, shelf: Path, asked: str) -> None:
-    """By either form of Retry-After; a date has no fractions, so that one in two seconds may be in little more than
-    one."""
+    """Retry-After has two forms: seconds, and a date. A date has no fractions, so that one in two seconds may be in
+    little more than one."""
     with running_hub(shelf, "--fail", "file=429*1", "--fail", "list=429*1", "--retry-after", asked) as hub:
         await volume.pull(hub)
         rows = hub.requests()
@@ -251,7 +251,7 @@ async def test_a_blob_of_another_size_is_fetched_anew(volume: Volume, shelf: Pat
 
 @pytest.mark.parametrize("knobs", [["--listed-size", "1"], ["--listed-sha256", "0" * 64]])
 async def test_a_listing_that_is_of_another_file(volume: Volume, shelf: Path, knobs: list[str]) -> None:
-    """The hub tells once more what it is about to send: nothing of another file is fetched."""
+    """The hub names the file again before it sends it, so that nothing of another file is fetched."""
     with running_hub(shelf, *knobs) as hub:
         with pytest.raises(DownloadError, match=f"not the one that was listed: {NAME}: expected .*, got ") as caught:
             await volume.pull(hub)
@@ -387,7 +387,7 @@ async def test_a_plain_address_with_a_hash(volume: Volume, shelf: Path) -> None:
 
 
 async def test_the_header_of_a_remote_file(tmp_path: Path, shelf: Path) -> None:
-    """As little as is enough, in a file of the whole size."""
+    """Only as many bytes are fetched as the header needs. The file on the disk has the whole size."""
     data = gguf_bytes(20 * MIB, seed=4)
     put(shelf, "Big-Q8_0.gguf", data)
     steps: list[int] = []

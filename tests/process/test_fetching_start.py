@@ -74,14 +74,14 @@ def test_an_empty_volume_is_filled_and_served(tmp_path: Path, weights: Path) -> 
 
 
 def fetching(answer: tuple[int, Any]) -> Any:
-    """The document of a download that has a rate by now."""
+    """Return the document of a download once it has a rate, else None."""
     status, document = answer
     assert status in (0, 503), document
     return document if document and document.get("bytes_per_s") and document.get("bytes_done") else None
 
 
 def test_clients_are_told_when_to_come_back(tmp_path: Path, weights: Path) -> None:
-    import http.client  # here: no other test looks at headers, and costs of a start are none of this one's
+    import http.client  # here: only this test looks at headers
 
     with empty_home(tmp_path, weights, "--bytes-per-s=50000") as (home, _), home.serving() as serving:
         serving.event("fetch")
@@ -126,7 +126,7 @@ def test_a_kill_costs_no_byte(tmp_path: Path, weights: Path) -> None:
 
 
 def begins(hub: RunningHub) -> set[int]:
-    """Where the bodies that were asked for began."""
+    """Return the first byte of each body that the hub was asked for."""
     ranges = [row["range"] or "bytes=0-" for row in hub.requests()]
     return {int(text.removeprefix("bytes=").partition("-")[0]) for text in ranges}
 

@@ -165,6 +165,6 @@ def test_a_template_without_tools_says_so(unable: Engine, choice: Any, is_stream
 
 
 def test_a_template_without_tools_takes_them_all_the_same(unable: Engine) -> None:
-    """As a hint, which may be ignored: `auto` promises nothing."""
+    """`auto` promises no call: such a template may ignore the tools."""
     status, body = unable.post("/v1/chat/completions", asked("auto", 0, max_tokens=4))
     assert status == 200, body

@@ -21,7 +21,7 @@ NARROW = {"ubatch": "512", "load_mode": "mmap", "kv_type": "f16", "speculation":
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
-    """Its volume holds 2 MiB."""
+    """Return a home on a volume of 2 MiB."""
     home = Home.make(tmp_path / "home")
     shutil.rmtree(home.data)
     with tmpfs(home.data, "size=2m"):
@@ -31,7 +31,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 def fill(home: Home) -> Path:
-    """To the last page."""
+    """Fill the volume to the last page, and return the file that does."""
     path = home.data / "fill"
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:

@@ -68,7 +68,7 @@ def is_open(connection: socket.socket) -> bool:
 
 
 def dribble(connection: socket.socket, until: Callable[[], bool]) -> None:
-    """A byte now and then, as long as it goes."""
+    """Send a byte now and then until `until` holds."""
     while not until():
         with contextlib.suppress(ConnectionError):
             connection.sendall(b"x")
@@ -134,7 +134,7 @@ def test_it_is_told_in_the_words_of_the_clients_api(quick: Stage) -> None:
 
 
 def test_a_slow_upload_that_goes_on_lives(quick: Stage) -> None:
-    """Five times as long as a body may pause, at twice the slowest rate."""
+    """The upload takes five times as long as a body may pause, at twice the slowest rate."""
     filler = b" " * 60
     body = json.dumps(CHAT).encode()
     with quick.raw(HEAD + b"Content-Length: %d\r\n\r\n" % (len(body) + 60 * len(filler))) as connection:
@@ -232,7 +232,7 @@ def test_a_trailer_is_no_header(quick: Stage) -> None:
 
 
 def test_a_body_is_no_header(quick: Stage) -> None:
-    """Also where a request begins in the piece in which another's body ends."""
+    """The second request begins in the same piece as the first one's body ends."""
     body = json.dumps({**CHAT, "filler": "x" * 200_000}).encode()
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with quick.raw(request + request[: len(HEAD) - 5]) as connection:
@@ -277,7 +277,7 @@ def test_the_oldest_silent_one_gives_way(narrow: Stage) -> None:
         eventually(lambda: not is_open(silent[0]))
         assert is_open(silent[1])
         assert is_open(idle)
-        # For the question above, and for this one if the connection of the one above is not gone yet.
+        # Once for /v1/models, and again for the metrics if the first request's connection is still there.
         assert closed(narrow, "made_room") in (1, 2)
 
 

@@ -113,7 +113,7 @@ def test_without_keys_the_door_is_open() -> None:
 
 
 def last(stage: Stage) -> dict[str, Any]:
-    """The last that was tokenized, by its path: what the gateway asks by itself may come after it."""
+    """Return the engine's last /tokenize request. The gateway's own requests may come after it."""
     found: dict[str, Any] = [each for each in stage.engine_saw()["requests"] if each["path"] == "/tokenize"][-1]
     return found
 

@@ -38,7 +38,7 @@ def held(shared: Stage) -> Iterator[Stage]:
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Runs `work` beside; its result comes into the list, or the exception that it raised."""
+    """Run `work` in a thread. The list gets its result, or the exception that it raised."""
     results: list[Any] = []
 
     def run() -> None:
@@ -158,7 +158,7 @@ def test_many_are_held_and_all_are_served(held: Stage) -> None:
 
 
 def test_the_phase_may_change_while_a_request_is_sent(held: Stage) -> None:
-    """Ready when it came, away when its body was whole."""
+    """The engine is ready when the request comes, and away when its body is whole."""
     held.progress = READY
     data = json.dumps(STREAM).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
@@ -230,7 +230,7 @@ def test_an_engine_that_fails_while_a_body_still_comes_is_not_asked(held: Stage,
 
 
 def test_the_sdk_is_told_of_it(held: Stage) -> None:
-    has_begun = threading.Event()  # the answer, that is: before it an error is one by status, which the SDK words anew
+    has_begun = threading.Event()  # the answer has begun: an earlier error comes as a status, which the SDK words anew
 
     def chat() -> Any:
         with held.openai() as client:
@@ -270,7 +270,7 @@ def odd() -> Iterator[Stage]:
 
 
 def end_of(odd: Stage, path: str, act: str) -> bytes:
-    """What a held stream is sent after the comments."""
+    """Return what a held stream is sent after the last comment."""
     with odd.post(path, {"act": act, "stream": True}) as connection:
         read_until(connection, COMMENT)
         odd.progress = READY

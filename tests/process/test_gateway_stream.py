@@ -359,7 +359,7 @@ def test_a_stream_that_runs_is_told_why_it_ends(odd: Stage) -> None:
 
 
 def settled(figure: Callable[[], int], quiet_s: float = 0.5) -> int:
-    """The first value that stays the same for `quiet_s`: every buffer on the way is full then."""
+    """Return the first value that stays the same for `quiet_s`. Every buffer on the way is full then."""
     value, since = figure(), time.monotonic()
 
     def is_quiet() -> bool:

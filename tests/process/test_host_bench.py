@@ -219,7 +219,7 @@ def test_a_key_that_is_refused_says_where_it_was_from(tmp_path: Path) -> None:
 
 
 def test_a_key_is_needed_by_chats_alone_on_some_servers() -> None:
-    """Where the list of models is open, the first request meets the refusal."""
+    """The list of models needs no key there, so that the first chat is refused."""
     with endpoint("--key", "sk-right", "--no-models") as url:
         code, _, err = ended(url, *SHORT, "--model", "fake")
     assert code == 10

@@ -176,7 +176,7 @@ def test_a_key_that_is_asked_for_no_longer_goes(home: Home) -> None:
 
 
 def test_an_entry_of_the_model_before_is_not_left_behind(home: Home) -> None:
-    """That of the new model is there already, by the user's own hand; that of the old one is still ours."""
+    """The user has written the new model's entry by hand. The old model's entry is still ours, and goes."""
     path = home.write("continue")
     home.inject("continue", "--yes")
     text = path.read_text()
@@ -370,7 +370,7 @@ def test_nobody_to_ask_writes_nothing(home: Home) -> None:
 
 
 def asked(home: Home, answer: str, meanwhile: str | None = None) -> tuple[int, str]:
-    """At a terminal: the question is answered, after the file was written to by somebody else."""
+    """Run inject at a terminal and answer its question. `meanwhile` is written to the file before the answer."""
     ours, theirs = pty.openpty()
     argv = home.argv("zed", "--url", home.url)
     with subprocess.Popen(
@@ -409,7 +409,7 @@ def test_a_file_that_changed_while_it_asked_is_left_alone(home: Home) -> None:
 
 
 def test_what_was_written_is_as_it_was_when_the_rest_cannot_be(home: Home) -> None:
-    """Continue has two files, which are small; the record comes last, and is larger than a file may be here."""
+    """Continue's two files are small enough to write. The record comes last, and exceeds the limit on a file's size."""
     home.write("continue")
     before = home.snapshot()
     code, _, err = home.inject("continue", "--yes", most_bytes=700)

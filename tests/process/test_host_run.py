@@ -37,7 +37,7 @@ def test_it_ends_with_the_endpoint_and_the_key() -> None:
     environment = {"APPLIANCE_DRAIN_S=30", "APPLIANCE_MODEL=/models/tiny.gguf", "APPLIANCE_MODE=speed"}
     assert set(created["Env"]) == environment | {"APPLIANCE_CTX_SIZE=4096"}
     assert created["HostConfig"]["ReadonlyRootfs"] is True
-    # Of what has served: of a start that fails the first failure is told.
+    # Restarts are set only once it has served: a start that fails tells its first failure.
     assert "RestartPolicy" not in created["HostConfig"]
     assert restarts == [{"RestartPolicy": {"Name": "on-failure", "MaximumRetryCount": 5}}]
     [mount] = created["HostConfig"]["Mounts"]
@@ -415,7 +415,7 @@ def test_a_gpu_that_cannot_be_used_is_never_replaced_by_the_cpu(
 
 
 def test_a_driver_that_tells_no_compute_capability_is_asked_without_it() -> None:
-    """As 470 is: the image's floor refuses it, and not an nvidia-smi that "failed"."""
+    """Driver 470 tells none. The message names the image's driver floor, and not an nvidia-smi that "failed"."""
     labels = ("--label", "io.appliance.sm=75", "--label", "io.appliance.driver.floor.sass=525")
     with on_host("--image", CUDA, *labels, "--nvidia-runtime") as host:
         host.gpu("Tesla T4, 470.256.02", lacking="compute_cap")
@@ -496,7 +496,7 @@ def test_a_recipe_that_does_not_exist_is_said_by_the_program_that_knows() -> Non
 
 @contextmanager
 def installed(*knobs: str) -> Iterator[Host]:
-    """The package alone, where no `build_matrix.yaml` lies beside it."""
+    """Yield a host whose package has no `build_matrix.yaml` beside it."""
     with on_host(*knobs) as host:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "appliance", host.folder / "lib/appliance", ignore=ignored)

@@ -42,11 +42,12 @@ class Terminal:
         os.write(self._terminal, text.encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C, as the signal that it is: of a typed one the kernel drops, at times, what is printed in answer."""
+        """Send SIGINT. A typed Ctrl-C would not do: the kernel sometimes drops what is printed in answer to it."""
         os.kill(self._pid, signal.SIGINT)
 
     def interrupt_until(self, words: str) -> None:
-        """Again after a while: a signal between the prompt and the wait for a key wakes no `input()` of readline's."""
+        """Interrupt again and again until `words` appear. A signal between the prompt and the wait for a key does not
+        wake readline's `input()`."""
         for _ in range(int(LIMIT_S / AGAIN_S)):
             self.interrupt()
             while words not in self.shown[self._seen :] and self._read(AGAIN_S):
@@ -65,7 +66,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def _read(self, limit_s: float = LIMIT_S) -> bool:
-        """Whether the program said something within the limit; it may have ended."""
+        """True if the program wrote something within the limit. False if it was silent or has ended."""
         if not select.select([self._terminal], [], [], limit_s)[0]:
             return False
         try:

@@ -28,7 +28,8 @@ def engine(*knobs: str) -> Iterator[str]:
 
 @contextmanager
 def engine_told(*knobs: str) -> Iterator[tuple[str, Callable[[], list[str]]]]:
-    """Its address, and the policies of restarts that it was told, once it is asked for no more."""
+    """Yield the fake Docker engine's address, and a function that ends it and returns the restart policies that it was
+    told."""
     with subprocess.Popen([sys.executable, str(FAKE), *knobs], stdout=subprocess.PIPE, text=True) as fake:
         try:
             assert fake.stdout

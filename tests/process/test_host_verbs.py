@@ -126,7 +126,8 @@ def test_every_verb_takes_the_name_as_a_word_and_as_a_flag() -> None:
 
 
 def test_a_list_has_the_model_of_what_somebody_else_started() -> None:
-    """Of weights in its image, say: asked while it serves, and its image's recipe when it does not."""
+    """Such a container may have weights in its image. It is asked for its model while it serves; after that the image's
+    recipe tells it."""
     port = free_port()
     with on_host("--label", "io.appliance.recipe=demo") as host:
         with APIClient(host.environment["DOCKER_HOST"], version="1.45") as client:

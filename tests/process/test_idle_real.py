@@ -40,7 +40,7 @@ async def stage() -> AsyncIterator[IdleStage]:
 
 
 async def chat(stage: IdleStage, tokens: int = 24) -> tuple[str, int, str | None]:
-    """Who answered, with how many pieces, and why it ended."""
+    """Return a streamed chat's model name, number of chunks with text, and finish reason."""
     async with stage.openai() as client:
         events = await client.chat.completions.create(
             model="any", messages=MESSAGES, stream=True, max_tokens=tokens, temperature=0

@@ -188,7 +188,7 @@ async def test_who_waits_for_the_result_waits_for_no_idle_period(
 
 
 async def test_one_sitting_an_idle_period(stage: IdleStage) -> None:
-    """Its time is over and more is left to measure: that the machine is idle is no reason to measure for ever."""
+    """The sitting is over and more is left to measure. Measuring goes on only after the next request."""
     measuring = Measuring(stage.folder, [0.0, 0.0, 60.0])
     async with running(stage.tuner(measuring)):
         await eventually(lambda: len(measuring.sittings) == 2)
@@ -202,7 +202,7 @@ async def test_one_sitting_an_idle_period(stage: IdleStage) -> None:
 
 
 class Neighbours:
-    """What else the machine does: at each look, and meanwhile."""
+    """Other programs of this machine: the answer at each look, and an event while it measures."""
 
     def __init__(self, *looks: str) -> None:
         self.looks = list(looks)
@@ -254,7 +254,7 @@ async def test_a_machine_that_never_is_quiet_is_measured_at_last(stage: IdleStag
 async def test_others_that_begin_to_work_end_measuring_which_begins_again_later(
     stage: IdleStage, why_no_room: str
 ) -> None:
-    """Also where nobody asks meanwhile."""
+    """Measuring begins again without a request in between."""
     others = Neighbours()
     measuring = Measuring(stage.folder, [60.0], BEST)
     async with running(stage.tuner(measuring, why_no_room=why_no_room, **others.told)) as task:
@@ -298,8 +298,8 @@ async def test_who_waits_for_the_result_waits_for_no_quiet_machine(stage: IdleSt
 async def test_between_requests_that_come_too_soon_no_engine_is_loaded_for_nothing(
     stage: IdleStage, hurries: bool
 ) -> None:
-    """Each pause is a tenth of what is needed. Whoever waits for the result has one load tried, since requests may be
-    over; and when they are, it is measured."""
+    """Each pause is a tenth of the time needed. If somebody waits for the result, one load is tried all the same,
+    because requests may be over. It is measured once they are."""
     stage.backend.traffic.pauses.extend([2.0] * 32)
     measuring = Measuring(stage.folder, [60.0], BEST)
     tuner = stage.tuner(measuring, need_s=lambda: 20.0)
@@ -384,7 +384,7 @@ async def test_a_held_client_is_told_what_happens(stage: IdleStage) -> None:
 
 
 async def test_once_an_idle_period(stage: IdleStage) -> None:
-    """Its sitting ends by itself and more is left to measure: only a request opens the next period."""
+    """The sitting ends and more is left to measure. Only a request opens the next period."""
     measuring = Measuring(stage.folder, [0.0, 0.0, 60.0])
     async with running(stage.tuner(measuring, why_no_room=NO_ROOM, idle_s=0.1)):
         await eventually(lambda: len(stage.events("idle_back")) == 1)
@@ -490,7 +490,8 @@ async def test_a_stop_while_the_last_requests_of_the_old_engine_run() -> None:
 
 
 async def test_an_engine_that_was_left_to_its_last_requests_goes_with_the_next() -> None:
-    """As where the next one is killed for lack of memory meanwhile, and a smaller one is to be loaded."""
+    """The new engine may be killed for lack of memory meanwhile. The old one must be gone before a smaller one
+    loads."""
     endless = fake_plan("predicted", "--chunks", "100000", "--chunk-interval", "0.03")
     async with idle_stage(endless) as stage, stage.openai() as client:
         first = stage.pid()

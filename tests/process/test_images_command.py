@@ -103,7 +103,7 @@ def test_a_rendered_file_that_is_no_text_is_drift(project: Path, tmp_path: Path)
 
 
 def test_a_file_that_cannot_be_written_is_exit_60(project: Path, tmp_path: Path) -> None:
-    """Wherever that shows: here a folder stands where a generated file belongs."""
+    """A folder stands where a generated file belongs."""
     _copy(project, tmp_path)
     (tmp_path / "docker-bake.json").mkdir()
     done = _run(tmp_path, "bake")
@@ -169,7 +169,7 @@ def _run(root: Path, *argv: str, before: tuple[str, ...] = ()) -> subprocess.Com
 
 
 def _copy(project: Path, target: Path) -> None:
-    """What `render` reads, so that a test may damage it."""
+    """Copy the files that `render` reads, so that a test may damage them."""
     needed = ("__init__.py", "documents.py", "image_facts.py", "values.py")
     sources = [project / "build_matrix.yaml", *(project / "appliance" / name for name in needed)]
     sources += [path for path in (project / "images").rglob("*") if path.is_file() and "__pycache__" not in path.parts]

@@ -78,7 +78,7 @@ def _ended(
     words: list[str],
     number: signal.Signals = signal.SIGINT,
 ) -> subprocess.CompletedProcess[str]:
-    """With a program of that name that hangs; sent the signal as soon as that one runs."""
+    """Run `images` with a program of this name that hangs, and send `number` as soon as that program runs."""
     (folder / program).write_text(HANGING)
     (folder / program).chmod(0o755)
     argv = [sys.executable, "-m", "images", *words]
@@ -93,7 +93,7 @@ def _ended(
 
 
 def _left(folder: Path) -> list[int]:
-    """Of those that the program wrote down; one that ended and that nobody has waited for yet is gone."""
+    """Return the pids that the program wrote down and that still run. A zombie counts as gone."""
     file = folder / "pids"
     pids = [int(word) for word in file.read_text().split()] if file.exists() else []
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]

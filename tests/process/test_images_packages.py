@@ -34,7 +34,7 @@ def signed(handler: BaseHTTPRequestHandler) -> None:
 
 
 def of_an_earlier_import(handler: BaseHTTPRequestHandler) -> None:
-    """As the service answers for a moment at which it took no snapshot."""
+    """Redirect to an earlier import, as the service does for a moment at which it took no snapshot."""
     if "20260718T023111Z" in handler.path:
         return signed(handler)
     handler.send_response(302)
@@ -68,7 +68,7 @@ class Service:
 
 @contextmanager
 def serving(answer: Answer | None) -> Iterator[Service]:
-    """None: takes the connection and never says a word."""
+    """Serve `answer`. With None the service accepts connections and never answers."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -79,7 +79,7 @@ def serving(answer: Answer | None) -> Iterator[Service]:
                 service.is_over.wait()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the paths are kept."""
+            """Log nothing: `asked` keeps the paths."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     service = Service(f"http://127.0.0.1:{server.server_port}/archive")
@@ -127,7 +127,7 @@ def test_a_snapshot_that_is_none_is_not_taken(cell: Cell, answer: Answer, why: s
 
 
 def test_a_service_that_says_nothing_is_waited_for_once_and_not_for_long(cell: Cell) -> None:
-    """The whole question, resolving and connecting included, with the time limit of the command itself."""
+    """The time limit is the command's own. It covers name resolution and connecting as well."""
     with serving(None) as service:
         archives = Archives(service.root, timeout_s=snapshot.TIMEOUT_S)
         begin_s = time.monotonic()
@@ -178,7 +178,7 @@ def test_a_snapshot_that_fails_in_the_middle_is_given_up_for_the_whole_command(c
 
 @pytest.mark.parametrize("tried", [None, Mirror(root="http://near"), Mirror(root="http://h", timestamp=TIMESTAMP)])
 def test_every_hint_can_be_followed_as_it_stands(project: Path, cell: Cell, tried: Mirror | None) -> None:
-    """What it names is taken by the option that it names, and is not what failed just now."""
+    """The option that a hint names accepts the hint's value, which is not the one that just failed."""
     lock = debian.load(project, cell.base, "linux/amd64")
     assert lock
     hint = Archives(matrix.load(project).snapshot).hint(lock, tried)

@@ -27,7 +27,7 @@ Log = Callable[[], list[list[str]]]
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
-    """A `docker` on the PATH that builds nothing; what it was asked."""
+    """Put a `docker` that builds nothing on the PATH, and return a function that tells how it was called."""
     program, said = tmp_path / "bin/docker", tmp_path / "log"
     program.parent.mkdir()
     text = (ROOT / "tests/fakes/fake_buildx.py").read_text("utf-8")
@@ -45,7 +45,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
 
 @pytest.fixture
 def job(tmp_path: Path) -> build.Job:
-    """With the cell's own rendered files, in a project of the test's own."""
+    """Return a job with the cell's rendered files, in a project of its own."""
     cell = matrix.select(matrix.load(ROOT).cells, "llama-cpu")[0]
     shutil.copytree(ROOT / cell.folder, tmp_path / cell.folder)
     (tmp_path / build.ARCHIVES).mkdir(parents=True)
@@ -86,7 +86,8 @@ def test_a_step_that_fails_is_exit_60(
 
 
 def test_a_build_without_the_cache_ends_with_the_label(tmp_path: Path, job: build.Job, log: Log) -> None:
-    """Every step once, then twice from the cache: the manifest, and the archive with its hash."""
+    """The first build runs every step. Two builds from the cache follow: for the manifest, and for the archive with its
+    hash."""
     reproduce.export(tmp_path, job, ())
     with oci.opened(job.archive) as tar:
         config = oci.json_blob(tar, str(oci.manifest_of(tar)["config"]["digest"]))
@@ -125,7 +126,7 @@ class Loading(Engine):
 def test_a_tree_that_is_edited_while_it_is_built_makes_no_image(
     run: int, tmp_path: Path, job: build.Job, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its labels are of what was read before."""
+    """The image's labels describe the files that were read before the edit."""
     for path in render.inputs(job.cell):
         copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

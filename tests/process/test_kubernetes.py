@@ -87,14 +87,15 @@ def test_kubernetes_knows_every_field(overlay: str, version: str) -> None:
 
 
 def is_foreign(resource: Resource) -> bool:
-    """Of a group with a definition in tests/data/crds."""
+    """True if tests/data/crds has a definition of the resource's group."""
     group = resource["apiVersion"].partition("/")[0]
     return any(name.startswith(f"{group}_") for name in definitions())
 
 
 @cache
 def definitions() -> dict[str, dict[str, Any]]:
-    """By file. Each is what its source has."""
+    """Return the definition in each file of tests/data/crds, after a check of the SHA-256 that sources.yaml has for
+    it."""
     found = {}
     for name, row in yaml.safe_load((CRDS / "sources.yaml").read_text()).items():
         text = gzip.decompress((CRDS / f"{name}.gz").read_bytes())

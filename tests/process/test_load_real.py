@@ -83,7 +83,7 @@ async def test_our_own_work_is_counted_as_ours(hardware: Hardware) -> None:
 
 
 def everything_is_ours() -> LoadSample:
-    """All processes and the kernel's own threads: whoever uses this machine, it is our own work."""
+    """Return a sample in which all processes and the kernel's threads are our own work."""
     kthreadd = Path("/proc/2/comm")
     if not kthreadd.is_file() or kthreadd.read_text() != "kthreadd\n":
         pytest.skip("a container sees only its own processes: those of others would be foreign")
@@ -114,7 +114,7 @@ async def test_our_own_work_is_no_disturbance_however_much_it_is() -> None:
 
 
 def test_work_in_another_tree_of_our_own_group_is_somebody_else_s(others: int) -> None:
-    """As by `docker exec`: it competes like any other."""
+    """`docker exec` starts such a tree: it competes like any other."""
     sample = query_load()
     assert others not in sample.own_pids
     theirs = query_load(own_pid=others)
@@ -175,7 +175,7 @@ def test_utilization_is_waited_for_to_fall(hardware: Hardware, machine_environme
 
 
 def test_a_driver_that_tells_nothing_of_this(hardware: Hardware, machine_environment: PutMachine) -> None:
-    """Only what a probe knows: no clocks, no utilization."""
+    """This driver tells neither clocks nor utilization."""
     environment = machine_environment("a100-mig")
     with Watch(on(hardware, environment), environment, timeout_s=60) as watch:
         time.sleep(0.6)

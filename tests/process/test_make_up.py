@@ -27,7 +27,7 @@ SELECTED = "appliance:llama-cu130-sm89: an RTX 4090\nrendered\nnot chosen:\n  ll
 
 
 class Workplace:
-    """Whose PATH holds nothing else, so that a GPU of the machine that tests is not seen."""
+    """A checkout of the Makefile with a PATH of its own, so that this machine's GPU is not seen."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,7 +122,7 @@ def test_a_model_runs_on_the_image_for_this_machine(place: Workplace) -> None:
 
 
 def test_nothing_is_copied_to_the_volume(place: Workplace) -> None:
-    """A name on the volume may be what an interrupted copy left, and an image knows what it serves."""
+    """A file on the volume may be the rest of an interrupted copy, and an image knows what it serves."""
     place.make("up", "APPLIANCE_PROJECT=p1", "APPLIANCE_VOLUME=v1")
     (started,) = place.called("docker compose")
     assert "--project-name p1" in started
@@ -254,7 +254,7 @@ def test_the_tests_look_at_what_building_takes(place: Workplace) -> None:
 
 @pytest.fixture
 def tested(place: Workplace) -> Workplace:
-    """With the programs that the stages of `make test` run."""
+    """Return a workplace with the programs that the stages of `make test` run."""
     for tool in ("nproc", "make", "rm", "tee", "git"):
         if not (place.folder / "bin" / tool).exists():
             (place.folder / "bin" / tool).symlink_to(str(shutil.which(tool)))
@@ -264,7 +264,7 @@ def tested(place: Workplace) -> Workplace:
 
 
 def stages(place: Workplace) -> list[str]:
-    """What pytest was started on, in its order."""
+    """Return the folders of tests that pytest was started on, in order."""
     return [line.split()[-1].removeprefix("tests/") for line in place.called("-m pytest")]
 
 

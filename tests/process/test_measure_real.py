@@ -35,7 +35,7 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def machine() -> Hardware:
-    """This one, little enough of its memory that a test is quick, and a GPU."""
+    """Return this machine with one fake GPU, and with so little free memory that a test is quick."""
     found = probe(Path("/tmp"), os.environ)
     card = Gpu(index=0, name="Fake", uuid="GPU-fake-0", sm="90", vram_total_mib=512, vram_free_mib=256, pci_bus_id=None)
     memory = replace(found.memory, available_mib=600, limit_mib=None, limit_used_mib=None)
@@ -178,7 +178,7 @@ def test_a_gpu_that_an_engine_has_filled_is_left_alone(machine: Hardware, engine
 def test_what_is_no_longer_wanted_is_ended_at_once(
     machine: Hardware, engine_dir: Path, tmp_path: Path, hangs: str
 ) -> None:
-    """In the first child and in the one for the GPU: nothing is left of either."""
+    """The memory's child hangs, or the GPU's child does. Either is ended."""
     pid = tmp_path / "pid"
     asleep = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
     sleeper = (sys.executable, "-I", "-c", asleep)
@@ -186,7 +186,7 @@ def test_what_is_no_longer_wanted_is_ended_at_once(
     ends: list[float] = []
 
     def is_wanted() -> bool:
-        """Until half a second after the one that hangs has begun."""
+        """True until half a second after the hanging child has begun."""
         if pid.exists() and not ends:
             ends.append(time.monotonic() + 0.5)
         return not ends or time.monotonic() < ends[0]

@@ -49,8 +49,8 @@ MACHINE = MACHINES["cpu-limit-8g"]
 
 
 class Killed(Llama):
-    """The engine, its server a fake. The kernel counts one kill more each time it is asked; a plan of a longer context
-    than `most` is killed as it loads."""
+    """llama.cpp's engine with a fake server. The kernel's count of kills grows with each question. A plan with more
+    context than `most` is killed as it loads."""
 
     def __init__(self) -> None:
         self.most = 10**9
@@ -91,7 +91,7 @@ class Stage:
 
     @asynccontextmanager
     async def serving(self, **flags: str) -> AsyncIterator[tuple[ServedModel, asyncio.Task[None]]]:
-        """From readiness on; the task ends with the engine's error."""
+        """Serve the model from readiness on. The task ends with the engine's error."""
         served = self.made(**flags)
         backend = Backend(
             name="any",
@@ -111,7 +111,7 @@ class Stage:
             await served.host.stop()
 
     async def kill(self, served: ServedModel) -> None:
-        """As the kernel does; returns when another engine answers."""
+        """Kill the engine with SIGKILL, as the kernel does. Returns when another engine is ready."""
         pid = served.host.supervisor.pid if served.host.supervisor else None
         assert pid
         os.kill(pid, signal.SIGKILL)
@@ -170,7 +170,7 @@ async def test_a_second_kill_in_a_new_process_counts_and_so_does_its_end(stage: 
 
 
 async def test_a_load_that_is_killed_again_and_again_ends_with_a_plan_that_loads(stage: Stage) -> None:
-    """Under `restart: always`: the first kill ends the process, the second the plan."""
+    """With `restart: always` the first kill ends the process, the second the plan."""
     whole = stage.made().space.predicted
     stage.engine.most = whole.context - 1
     with pytest.raises(EngineError, match="memory killer") as caught:
@@ -193,7 +193,7 @@ async def test_where_no_smaller_plan_fits_the_end_says_so(stage: Stage) -> None:
 
 
 def kills(*, ago_s: float) -> tuple[MemoryKill, ...]:
-    """Of an engine that held more than any plan of the tests does."""
+    """Return two kills `ago_s` seconds ago, of an engine that held more than any plan of these tests does."""
     usable_mib = float(MACHINE.memory.usable_mib)
     return (MemoryKill(at_s=time.time() - ago_s, held_mib=1e6, usable_mib=usable_mib),) * 2
 
@@ -269,7 +269,7 @@ async def test_a_full_volume_forgets_in_the_next_process_and_not_in_this_one(tmp
 
 
 class NoThreads(ThreadPoolExecutor):
-    """As where the control group may have no more of them."""
+    """An executor that gets no thread, which happens if the control group may have no more of them."""
 
     def submit(self, *_: Any, **__: Any) -> Any:
         message = "can't start new thread"

@@ -47,7 +47,7 @@ def running(argv: Sequence[str | Path]) -> Iterator[Iterator[str]]:
 
 
 def allocated(model: Path, context: int, slots: int = SLOTS, *more: str) -> tuple[float, float, float]:
-    """MiB of K, V and states, from the log of a server that became ready."""
+    """Return MiB of K, V and states from the log of a server that became ready."""
     folder = Path(tempfile.mkdtemp(prefix="me", dir="/tmp"))
     argv = [
         str(find_engine("llama-server")),
@@ -84,7 +84,7 @@ def cells(layer: Layer, context: int) -> int:
 
 
 def computed(model: Model, context: int, sequences: int, *, drafts: bool = False) -> tuple[float, float, float]:
-    """The same in MiB for caches of f16; `context` is that of one sequence."""
+    """Return the computed MiB of K, V and states for caches of f16. `context` is that of one sequence."""
     trunk = [layer for layer in model.stack if drafts or not layer.is_draft]
     each = [sum(2 * size * cells(layer, context) for layer, size in sizes) for sizes in _sizes(trunk)]
     states = sum(layer.state_bytes for layer in trunk)

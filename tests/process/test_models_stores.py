@@ -22,7 +22,7 @@ from tests.unit.weights.cache_files import let_others_in, put_cached, put_ollama
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """With nothing on the volume; its model lies aside."""
+    """Return a home with an empty volume; its model lies beside the volume."""
     home = Home.make(tmp_path / "home")
     (home.data / "models/small.gguf").rename(tmp_path / "small.gguf")
     return home
@@ -118,7 +118,7 @@ def test_what_is_not_there_ends_with_what_is(home: Home, store: Path, model: str
 
 
 def test_an_import_that_is_stopped_leaves_nothing(home: Home, tmp_path: Path, weights: bytes) -> None:
-    """Its source is closed to others, so that it is copied, and long enough to be met in the middle."""
+    """The source is closed to others, so that it is copied, and large enough to be stopped in the middle."""
     source = tmp_path / "big.gguf"
     source.write_bytes(weights)
     with source.open("r+b") as file:
@@ -149,7 +149,7 @@ def test_an_import_that_is_stopped_leaves_nothing(home: Home, tmp_path: Path, we
 
 
 def test_a_disk_that_fills_up_while_it_is_copied_leaves_nothing(home: Home, tmp_path: Path, weights: bytes) -> None:
-    """The room that was free when it was checked is gone: here the disk says more than it has."""
+    """Another process takes the room after the check."""
     source = tmp_path / "m.gguf"
     source.write_bytes(weights)
     with source.open("r+b") as file:
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_while_it_is_copied_leaves_nothing(home: Home, tmp_
     shutil.rmtree(home.data)
     with tmpfs(home.data, "size=300m") as data:
         (data / "models").mkdir()
-        for _ in range(20):  # until the copy was not over before the room was taken
+        for _ in range(20):  # until the room is taken before the copy is over
             with subprocess.Popen(
                 [sys.executable, "-c", EATER, str(data / "eaten"), str(data / "models")],
                 stdin=subprocess.PIPE,

@@ -18,7 +18,7 @@ async def test_an_engine_with_numa_flags_answers(mode: str) -> None:
 
 
 async def test_an_engine_whose_threads_are_bound_to_a_nodes_cpus_answers() -> None:
-    """As on the GPU's node: a mask for the threads of answers and one for those of prompts."""
+    """A plan for the GPU's node has two CPU masks: one for the threads of decode and one for those of prefill."""
     async with serving(find_model(), change={"cpus": (0,)}, ctx_size="512", threads="1", parallel="1") as server:
         turn = await server.talk().say("Name a colour.", tokens=4)
     assert launch_of(server.plan).cpus == (0,)

@@ -57,7 +57,7 @@ def reported(name: str) -> str:
 
 
 def silent(index: int, code: int = 3) -> dict[str, object]:
-    """Knobs: the card answers with this code when it is asked for its memory."""
+    """Return knobs of a card that answers with this code to questions about its memory."""
     return {f"gpu__{index}__return__{name}": code for name in MEMORY_QUERIES}
 
 

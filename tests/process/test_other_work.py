@@ -23,12 +23,12 @@ from appliance.serve.model.served_model import ServedModel
 from tests.builders import profile
 from tests.process.stages.supervisor import eventually
 
-EVERY_S = 0.7  # the kernel counts in hundredths of a second: of less than half a second nothing is told
+EVERY_S = 0.7  # the kernel counts in hundredths of a second: shorter intervals are ignored
 
 
 @dataclass
 class Served:
-    """What is asked of a served model. `others` is the share of two CPUs that other programs take."""
+    """The parts of a served model that are used here. `others` is the share of two CPUs that other programs take."""
 
     hardware: Hardware
     others: float = 0.0

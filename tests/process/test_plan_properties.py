@@ -45,7 +45,7 @@ CLEARLY_ROUNDED = (1 + EVEN_FOR) / AS_FAST
 SLACK = 1.02  # a split that is as fast as chance allows is taken where it is even
 WIDE_MOE = layer_of(dense_mib=1500, expert_mib=2500, k_elements=1024, v_elements=1024)
 MODES = ("speed", "balanced", "context")
-# Few are the same in each run, so that `make test` says the same of the same planner; many are new ones each week.
+# A few examples are the same in each run, so that `make test` is repeatable. Many examples are new ones each week.
 patient = settings(
     max_examples=SOME, deadline=None, derandomize=SOME < MANY, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -60,7 +60,7 @@ def planned(hardware: Hardware, model: Model, **flags: str) -> tuple[Space, Plan
 
 
 def is_worse(space: Space, plan: Plan, than: tuple[Space, Plan]) -> bool:
-    """In context and in speed at once, each as its own machine has it."""
+    """True if the plan has less context and is slower. Each plan is judged on its own machine."""
     before, best = than
     is_slower = relied_on_s(space, plan, CHAT_IN) > SLACK * relied_on_s(before, best, CHAT_IN)
     return plan.context < best.context and is_slower
@@ -100,7 +100,7 @@ def small_machine(total_mib: int = 8000) -> Hardware:
     ),
 )
 def test_no_plan_is_beaten_in_context_and_in_speed_by_another_of_its_space(hardware: Hardware, model: Model) -> None:
-    """Whatever its ubatch. Of split mode tensor `clearly` says what counts."""
+    """The other plan may have any ubatch. `clearly` says what counts for split mode tensor."""
     found = planned(hardware, model)
     assume(found is not None)
     assert found is not None
@@ -142,8 +142,8 @@ def test_what_one_card_costs_is_not_told_of_another() -> None:
 
 
 def beating(space: Space, best: Plan, others: Sequence[Plan]) -> list[str]:
-    """What has as much context, is clearly faster near empty, and no slower with half of the context, nor with the long
-    prompt that a ubatch is chosen by."""
+    """Return the keys of plans that beat `best`: as much context, clearly faster near empty, and no slower with half of
+    the context, nor with a long prompt."""
     half = best.context / 2
     near, deep, long = job_s(space, best), job_s(space, best, half), job_s(space, best, tokens_in=LONG_IN)
     return [
@@ -157,20 +157,22 @@ def beating(space: Space, best: Plan, others: Sequence[Plan]) -> list[str]:
 
 
 def is_slower(one: tuple[Space, Plan], other: tuple[Space, Plan]) -> bool:
-    """With a short prompt, which placements are compared by, and with the long one that a ubatch is chosen by."""
+    """True if `one` is slower with a short prompt, by which placements are compared, and with a long one, by which a
+    ubatch is chosen."""
     return all(relied_on_s(*one, tokens) > SLACK * relied_on_s(*other, tokens) for tokens in (CHAT_IN, LONG_IN))
 
 
 def relied_on_s(space: Space, plan: Plan, tokens_in: int) -> float:
-    """Of split mode tensor, which is experimental, what a prediction may rely on."""
+    """Return the seconds that a prediction may promise. Split mode tensor's are multiplied, because that mode is
+    experimental."""
     return job_s(space, plan, tokens_in=tokens_in) * (TENSOR_CLEARLY if plan.placement.split_mode == TENSOR else 1.0)
 
 
 def clearly(best: Plan, plan: Plan) -> float:
-    """How many times as fast another has to be, to have been the better prediction. Experts leave the GPUs before
-    attention does: its place is worth as much as an exact cache, since on the CPU it slows with each token. Split mode
-    tensor is experimental, and its constants are fitted to three figures, of two cards with good links: with others it
-    is measured, and not predicted."""
+    """Return how many times as fast another plan must be to count as the better prediction. Experts leave the GPUs
+    before attention does: attention on the CPU slows with each token, so its place is worth as much as an exact cache.
+    Split mode tensor is experimental, and its constants are fitted to three figures from two cards with good links.
+    With other cards it is measured, and not predicted."""
     if plan.placement.split_mode != TENSOR:
         leaves_gpus = plan.placement.cpu_layers > 0 == best.placement.cpu_layers
         return CLEARLY if plan.kv_type == best.kv_type and not leaves_gpus else CLEARLY_ROUNDED
@@ -197,8 +199,8 @@ def test_a_better_machine_is_never_worse_in_context_and_in_speed(
 def test_a_better_machine_is_never_worse_in_the_terms_of_its_mode(
     hardware: Hardware, model: Model, what: str, data: st.DataObject
 ) -> None:
-    """Mode `speed` is for time, mode `context` for tokens: a better machine is no slower, and holds no less but for a
-    sliver: placements are the fastest near empty, and tokens are counted by what is read along with when full."""
+    """Mode `speed` must be no slower on a better machine. Mode `context` must hold no less, except for a sliver:
+    placements are chosen near empty, while its context is counted by reading along when full."""
     better = improved(hardware, what, data.draw(gpus()))
     for mode in ("speed", "context"):
         flags = {"mode": mode, "ubatch": str(UBATCH)}
@@ -213,7 +215,7 @@ def test_a_better_machine_is_never_worse_in_the_terms_of_its_mode(
 
 
 def reads_along(found: tuple[Space, Plan]) -> bool:
-    """True if some usable context is read along with when full: then that is what mode `context` goes by, else by what
+    """True if a usable context can be read along with when full. Mode `context` then goes by that, else by what
     fits."""
     return found[0].context_plan.reads_along
 
@@ -232,8 +234,8 @@ def cards_of_a_generation(draw: st.DrawFn) -> tuple[Gpu, Gpu]:
 def test_more_memory_never_gives_less_context_at_the_same_speed(
     hardware: Hardware, model: Model, cards: tuple[Gpu, Gpu], mode: str
 ) -> None:
-    """The same speed is within a tenth; in mode `speed`, which keeps 0.97 of the best, within 3 %. With one ubatch for
-    all: a smaller one, whose buffer leaves room for more, is taken only where layers would leave a faster card."""
+    """The same speed means within a tenth, and within 3 % in mode `speed`, which keeps 0.97 of the best. One ubatch is
+    given for all. A smaller one leaves room for more, but is taken only if layers would leave a faster card."""
     flags = {"mode": mode, "ubatch": str(UBATCH)}
     before, after = (planned(with_gpus(hardware, [card]), model, **flags) for card in cards)
     assume(before is not None)
@@ -249,13 +251,15 @@ def decode(space: Space, plan: Plan) -> float:
 
 
 def kept_context(plan: Plan, beside: Plan) -> float:
-    """Tokens of a plan that another has to have as well: an exacter cache is worth a sliver of them."""
+    """Return the tokens of context that the plan `beside` must have at least. An exacter cache may cost a sliver of
+    them."""
     is_exacter = KV_BYTES[beside.kv_type] > KV_BYTES[plan.kv_type]
     return plan.context / MORE_THAN_A_SLIVER if is_exacter else plan.context
 
 
 def test_a_faster_card_takes_no_speed_away() -> None:
-    """Found with this property: with a ubatch of 256 a layer more lay on the slow cards, and with a faster one not."""
+    """Found with this property: a ubatch of 256 put one more layer on the slow cards, and with a faster card it did
+    not."""
     cards = [gpu(at, free_mib=2500, gb_s=200.0, lanes=1) for at in range(2)]
     slow = with_gpus(small_machine(), [*cards, gpu(2, free_mib=4000, gb_s=360.0, lanes=4)])
     model = stacked([layer_of(dense_mib=600)] * 12, 40960)
@@ -266,7 +270,8 @@ def test_a_faster_card_takes_no_speed_away() -> None:
 
 
 def test_a_faster_card_of_two_takes_no_speed_away_that_a_prediction_may_rely_on() -> None:
-    """Found with this property: whole layers gained what split mode tensor has to be ahead by, which gained nothing."""
+    """Found with this property: the faster card sped up whole layers by the lead that split mode tensor needs. Split
+    mode tensor itself gained nothing."""
     cards = [gpu(at, free_mib=6000, gb_s=360.0) for at in range(2)]
     slow = with_gpus(small_machine(), cards)
     model = stacked([layer_of(dense_mib=600, k_elements=1024, v_elements=1024)] * 7, 131072)
@@ -293,7 +298,8 @@ def test_a_third_card_with_a_slow_link_takes_no_pair_apart() -> None:
 
 
 def test_a_fourth_card_takes_no_context_away() -> None:
-    """Found with this property: a ubatch of 256 left more context on two of three, and was not taken with a fourth."""
+    """Found with this property: a ubatch of 256 gave more context on two of three cards, and was not taken with a
+    fourth."""
     full = layer_of(dense_mib=20, k_elements=1024, v_elements=1024)
     model = stacked([sliding(full) if at % 2 else full for at in range(5)], 131072)
     three = [
@@ -330,7 +336,7 @@ def improved(hardware: Hardware, what: str, another: Gpu) -> Hardware:
 def test_equal_cards_in_other_slots_make_an_equal_plan(
     hardware: Hardware, model: Model, cards: list[Gpu], data: st.DataObject
 ) -> None:
-    """Equal but for their links, and in any order."""
+    """The cards differ only in their links, and come in any order."""
     first = cards[0]
     equal = [replace(first, pcie_width=card.pcie_width, pcie_width_max=card.pcie_width) for card in cards]
     before = planned(with_gpus(hardware, equal), model)
@@ -392,8 +398,8 @@ def terms(memory: Memory) -> list[float]:
     stacked([layer_of(dense_mib=1500, expert_mib=2500)] * 7, 40960, experts=8),
 )
 def test_modes_are_ordered_in_context_and_in_speed(hardware: Hardware, model: Model) -> None:
-    """Each with a ubatch of its own, which one may have room for and another reads a long prompt sooner with; with one
-    for all of them a chat is all that counts."""
+    """Each mode has its own ubatch. One may have no room for a ubatch with which another reads a long prompt sooner.
+    With one ubatch for all, only a chat's speed counts."""
     found = {mode: planned(hardware, model, mode=mode) for mode in MODES}
     assert len({plan is None for plan in found.values()}) == 1
     speed, balanced, context = (found[mode] for mode in MODES)

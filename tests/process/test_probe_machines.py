@@ -42,7 +42,7 @@ def test_a_slice_has_its_own_share(machine_environment: PutMachine) -> None:
 
 
 def test_a_slice_has_its_share_where_the_memory_of_the_whole_is_refused(machine_environment: PutMachine) -> None:
-    """As in a container that was given slices only: the chip's name tells its size."""
+    """A container that was given slices only is refused the memory of the whole. The chip's name tells its size."""
     refused = {"gpu__0__memory_total": None, "gpu__0__memory_free": None}
     large, small = ask(machine_environment("a100-mig", **refused)).gpus
     assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / 2, 2039.04 / 8)
@@ -52,7 +52,7 @@ def test_a_slice_has_its_share_where_the_memory_of_the_whole_is_refused(machine_
 def test_a_slice_of_a_chip_that_names_no_memory_has_its_share(
     machine_environment: PutMachine, name: str, shares: tuple[int, int]
 ) -> None:
-    """39 and 9.5 GB of an H200's 141 by the table; of a chip in no table by the profiles 3g and 1g."""
+    """The table gives 39 and 9.5 GB of an H200's 141. For a chip in no table the profiles 3g and 1g tell."""
     refused = {"gpu__0__memory_total": None, "gpu__0__memory_free": None}
     large, small = ask(machine_environment("a100-mig", gpu__0__name=name, **refused)).gpus
     assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / shares[0], 2039.04 / shares[1])
@@ -121,7 +121,7 @@ def test_an_integrated_chip_that_no_table_names_shares_the_host_s_memory(machine
 def test_the_cuda_driver_says_whether_a_chip_is_integrated(
     machine_environment: PutMachine, tmp_path: Path, integrated: int | None, is_unified: bool
 ) -> None:
-    """Where there is one that knows the device; else what NVML leaves out tells."""
+    """The CUDA driver tells if it knows the device. Else NVML's missing answers tell."""
     described = machine_environment("gb10", **NEW_CHIP)
     if integrated is not None:
         source = tmp_path / "cuda.c"
@@ -248,7 +248,7 @@ def test_a_library_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_library_on_the_volume_is_not_loaded(machine_environment: PutMachine, tmp_path: Path) -> None:
-    """Though it comes first in what the child would inherit, as its loader would have it."""
+    """It comes first in the library path that the child would inherit, and is still not loaded."""
     described = machine_environment("2x4090")
     (tmp_path / "data/lib").mkdir(parents=True)
     (tmp_path / "data/lib/libnvidia-ml.so.1").write_text("not a library")

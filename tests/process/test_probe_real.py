@@ -19,7 +19,7 @@ def python(code: str, *arguments: str) -> tuple[str, ...]:
 
 
 def is_gone(pid: int, deadline_s: float = 60.0) -> bool:
-    """Whether `pid` ends, or is a zombie of somebody else's, within the time."""
+    """True if `pid` ends within the time. A zombie counts as ended."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         try:

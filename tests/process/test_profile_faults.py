@@ -112,7 +112,7 @@ ACTIONS: dict[str, tuple[Action, tuple[Profile | None, ...]]] = {
 
 
 def prepared(folder: Path, action: str) -> list[str]:
-    """A store as it was before; what is told goes to the list."""
+    """Make a store for the action. Returns an empty list, for what the store tells later."""
     folder.mkdir()
     store = ProfileStore(folder, pytest.fail)
     assert store.save(OLD)
@@ -136,7 +136,8 @@ def traced(folder: Path, action: str) -> list[str]:
 
 
 def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
-    """By a new process with a sound disk: nothing is set aside, and what can be read is one of those."""
+    """Check the folder with a new store and a sound disk: nothing is set aside, and what it reads is one of
+    `allowed`."""
     store = ProfileStore(folder, pytest.fail)
     found = store.load(OLD.key)
     assert found in allowed
@@ -211,8 +212,8 @@ def test_the_old_profile_stays_until_the_new_one_is_on_the_disk(tmp_path: Path) 
         *("open_lock", "lock", "remove", "remove", "remove"),
         *("create", "write", "set_modified", "sync", "close", "rename"),
         *("open_folder", "sync", "close"),
-        "remove",  # what was said of the old one, if anything
-        "remove",  # what was kept goes last: until then a tuning could go on from it
+        "remove",  # the stale mark of the old one, if there is one
+        "remove",  # the checkpoint goes last: a tuning can resume from it until then
         "close",
     ]
 
@@ -330,7 +331,7 @@ class Saver:
 
 
 def savers(folder: Path, count: int) -> Iterator[Saver]:
-    """One after the other, each of which has to be killed."""
+    """Yield processes that save, one after the other. The test has to kill each."""
     argv = [sys.executable, "-B", "-c", SAVER, str(ROOT), str(folder)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin

@@ -123,7 +123,8 @@ def start(store: ProfileStore, *, may_measure: bool) -> StartAction:
 
 
 def test_of_two_processes_one_measures_and_the_other_does_not_wait(shelf: Shelf) -> None:
-    """Without a profile the other serves the prediction, with a stale one that, and the next start what was found."""
+    """Without a profile the other serves the prediction; with a stale profile it serves that one. The next start uses
+    what was found."""
     for before, meanwhile in ((None, StartAction.PREDICT), (profile(), StartAction.USE)):
         if before is not None:
             shelf.store.save(before)

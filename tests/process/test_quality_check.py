@@ -42,7 +42,7 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def faked(knobs: Mapping[str, tuple[str, ...]], stall_timeout_s: float = 60.0) -> Start:
-    """The fake with the knobs of each type."""
+    """Return a function that starts the fake with the knobs of the plan's KV type."""
 
     async def never() -> bool:
         return False
@@ -69,7 +69,8 @@ async def checked(
     prefill_tokens_per_s: float = 1e5,
     scored_chunks: list[ScoredChunk] | None = None,
 ) -> tuple[KvCheck, ...]:
-    """`scored_chunks` are those of checks before, and get those of this one."""
+    """Return the checks of these KV types. `scored_chunks` has the results of earlier checks, and the new ones are
+    appended."""
     said: list[Step] = []
     scored_chunks = [] if scored_chunks is None else scored_chunks
     found = await check(
@@ -143,7 +144,7 @@ HARMLESS = ("--shift", "0.002", "--noise", "0.004")
 
 
 class Counted:
-    """Starts the fake, and counts how often with which type."""
+    """A starter of the fake that records the KV type of each start."""
 
     def __init__(self, knobs: Mapping[str, tuple[str, ...]]) -> None:
         self._start = faked(knobs)
@@ -176,7 +177,7 @@ async def test_what_was_read_before_is_not_read_again(plan: Plan) -> None:
 
 
 async def test_a_row_of_checks_that_are_broken_off_gets_to_its_end(plan: Plan, tmp_path: Path) -> None:
-    """In no run more than three pieces are read, five with f16: then whoever serves is asked for something."""
+    """Each run is broken off after three pieces, or five with f16, as if a request came."""
     mark = tmp_path / "hangs"
     hang = ("--mark", str(mark), "--hang-after")
     start = Counted({"f16": (*hang, "5"), "q5_1": (*HARMLESS, *hang, "3")})
@@ -273,7 +274,7 @@ async def test_a_check_that_is_cancelled_leaves_no_process(plan: Plan) -> None:
 
 
 def running_with(word: str) -> list[str]:
-    """Processes that have this word in their command line."""
+    """Return the pids of processes that have this word in their command line."""
     found: list[str] = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has gone meanwhile
@@ -282,7 +283,7 @@ def running_with(word: str) -> list[str]:
 
 
 def real(folder: Path) -> tuple[Plan, Start]:
-    """Of the model at `folder`/model.gguf with the real engine."""
+    """Return a plan for `folder`/model.gguf and a function that starts the real engine's reader of texts."""
     binary = find_engine(BINARY)
     engine = query_facts(find_engine("llama-server"))
     plan = planned_for(engine, folder / "model.gguf", {"ctx_size": "4096", "threads": "1"})

@@ -55,7 +55,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """Without what the shell takes: comments, and where input comes from."""
+        """The words of the command, without comments and without what is redirected into it."""
         return shlex.split(re.sub(r"\[[^]]*\]", "", self.text.partition(" <")[0]), comments=True)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def commands() -> Iterator[Command]:
 
 
 def _whole(lines: list[str]) -> str:
-    """With the lines that it goes on in."""
+    """Return the first line, joined with the lines that continue it."""
     text = lines[0].strip()
     for line in lines[1:]:
         if not text.endswith("\\"):
@@ -88,7 +88,7 @@ ALL = list(commands())
 
 
 def those(*begin: str) -> list[Command]:
-    """Each distinct command that begins with these words, with the first place that prints it."""
+    """Return each distinct command that begins with these words, at the first place that prints it."""
     found = (command for command in ALL if tuple(command.words[: len(begin)]) == begin)
     return list({tuple(command.words): command for command in reversed(list(found))}.values())[::-1]
 
@@ -150,7 +150,7 @@ OF_IMAGES = those("python3", "-m", "images")
 
 
 def why_not_run(words: list[str]) -> str | None:
-    """Why a command of `images` is only read by its parser; None if it is run."""
+    """Return why a command of `images` is only parsed; None if it is run."""
     if "|" in words[0]:
         return "it is the list of verbs"
     if PLACEHOLDERS.search(" ".join(words)):
@@ -172,7 +172,7 @@ def test_images_understands_it(command: Command) -> None:
 
 
 def test_images_does_it() -> None:
-    """Where a command has changes to make, with --dry-run."""
+    """Commands that would change something run with --dry-run."""
     asked = []
     for command in OF_IMAGES:
         words = command.words[3:]
@@ -186,7 +186,7 @@ def test_images_does_it() -> None:
 
 
 def test_a_benchmark_takes_these_words() -> None:
-    """None is run, for each measures for minutes."""
+    """The words are looked for in --help, because each benchmark measures for minutes."""
     found = [command for command in those("python3", "-m") if command.words[2] != "images"]
     modules = sorted({command.words[2] for command in found})
     helps = dict(zip(modules, run_all([[module, "--help"] for module in modules]), strict=True))
@@ -232,7 +232,7 @@ OF_HOSTS = "/appliance/v1/group"
 
 
 def addresses() -> Iterator[tuple[str, str]]:
-    """Page and path of each address of our port, whole or without host, of either README and all pages."""
+    """Yield page and path of each address of our port, with host or without, in the READMEs and all pages."""
     for page in ("README.zh-CN.md", *PAGES):
         text = (ROOT / page).read_text("utf-8")
         for path in dict.fromkeys((*ADDRESS.findall(text), *ROUTE.findall(text))):
@@ -273,7 +273,8 @@ def test_the_python_snippet_runs() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What hands over, and a `make venv` whose Python says what it was asked to run."""
+    """Return a copy of the code that hands over to .venv, with a `make venv` whose Python prints what it was asked to
+    run."""
     (tmp_path / "images").mkdir()
     for name in ("images/__init__.py", "images/own_python.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -285,7 +286,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def bare(clone: Path, *words: str, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
-    """-S: without what is installed beside the standard library."""
+    """Run `images` with -S: only the standard library is there."""
     argv = [sys.executable, "-S", "-m", "images", *words]
     env = {"PATH": path}
     return subprocess.run(argv, cwd=clone, env=env, capture_output=True, text=True, timeout=300, check=False)

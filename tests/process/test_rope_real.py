@@ -40,7 +40,7 @@ async def test_a_prompt_longer_than_native_is_answered(short: Path) -> None:
 
 
 async def test_the_engine_gives_no_more_than_native_without_it(tmp_path: Path) -> None:
-    """What the plan's refusal rests on: a larger --ctx-size alone is capped."""
+    """The engine caps a larger --ctx-size, which is why the plan refuses it."""
     shape = SMALL["gqa"].changed(context_length=1024)
     model = write_gguf(tmp_path / "model.gguf", shape, with_data=True)  # a token is a byte
     flags: dict[str, Any] = {"ctx_size": "2048", "rope_scaling": "yarn", "parallel": "1"}

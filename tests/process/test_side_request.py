@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 async def chat_side_chat(
     server: Served, *, sides: int = 1, system: str = SYSTEM, side_system: str = "Name things.", text: str = CHAT
 ) -> tuple[Turn, Turn]:
-    """The first turn and the one after the side requests, each of which begins with other words."""
+    """Return the first turn and the one after the side requests. Each side request begins with other words."""
     talk = server.talk(system)
     first = await talk.say(text)
     assert first.prompt > 1500
@@ -54,7 +54,7 @@ async def test_the_conversation_is_still_there(models: dict[str, Path], kind: st
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_while_another_user_is_answered(models: dict[str, Path], kind: str) -> None:
-    """The other one asks again and again, so that no speed of a machine makes him silent before the others are done."""
+    """The other user asks without a pause, so that he is still being answered at the end on any machine."""
     async with serving(models[kind], parallel="4") as server:
         talk = server.talk()
         first = await talk.say(CHAT)
@@ -89,7 +89,7 @@ async def test_a_cache_that_is_too_small_for_the_conversation(models: dict[str, 
 
 
 async def test_the_fourth_slot_and_the_only_one_are_needed_by_others(models: dict[str, Path]) -> None:
-    """As the plan's words say: with a cache that is too small, one slot loses all at once, four at the fourth other."""
+    """The plan's words say so: with a cache that is too small, one slot loses all at once, four at the fourth other."""
     async with serving(models["gqa"], cache_ram_mib="2", parallel="1") as server:
         assert "read anew after another request" in _said(server, "idle_slots")
         assert share(*await chat_side_chat(server)) < 0.1
@@ -108,7 +108,7 @@ async def test_a_side_request_with_the_same_short_system_prompt(
 
 @pytest.mark.parametrize("parallel", ["1", "4"])
 async def test_a_side_request_with_the_same_long_system_prompt(models: dict[str, Path], parallel: str) -> None:
-    """More than half of the conversation: its slot is taken unsaved, unless it is the only one."""
+    """The shared prompt is more than half of the conversation. Its slot is taken unsaved, unless it is the only one."""
     async with serving(models["gqa"], cache_ram_mib="64", parallel=parallel) as server:
         sides = 2 if parallel == "1" else 1
         found = await chat_side_chat(server, system=LONG_SYSTEM, side_system=LONG_SYSTEM, text=words(160), sides=sides)
@@ -123,7 +123,7 @@ async def test_a_side_request_with_the_same_long_system_prompt(models: dict[str,
 async def test_two_conversations_that_do_not_fit_into_the_window_together(
     models: dict[str, Path], parallel: str
 ) -> None:
-    """With one slot the prompt cache brings the first back; with more it finds no room, as the plan says."""
+    """With one slot the prompt cache brings the first back. With more slots it finds no room, as the plan says."""
     async with serving(models["gqa"], cache_ram_mib="64", parallel=parallel, ctx_size="2560") as server:
         one, other = server.talk(), server.talk("Name things.")
         first = await one.say(CHAT)

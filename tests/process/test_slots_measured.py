@@ -32,7 +32,7 @@ AGENT = Workload(name="agent", tokens_in=256, tokens_out=16, tokens_reused=192)
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short, for the socket."""
+    """A folder with a short path, for the socket."""
     found = Path(tempfile.mkdtemp(prefix="sl", dir="/tmp"))
     yield found
     shutil.rmtree(found)

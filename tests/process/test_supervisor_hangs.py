@@ -47,7 +47,7 @@ async def serving(command: Command, demand: Waiting) -> AsyncIterator[Supervisor
     own = command.is_at_work or (lambda: False)
 
     def is_at_work() -> bool:
-        """On a busy machine the program's start may get no CPU for longer than these tests wait."""
+        """True while the program starts too: on a busy machine it may get no CPU for longer than these tests wait."""
         return supervisor.state is State.STARTING or own()
 
     supervisor.start(replace(command, demand=demand, is_at_work=is_at_work))

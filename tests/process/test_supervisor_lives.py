@@ -51,7 +51,7 @@ async def restarting() -> AsyncIterator[Supervisor]:
 
 
 async def started(supervisor: Supervisor, command: Command) -> int:
-    """Ready, with its pid."""
+    """Start the command, wait until it is ready, and return its pid."""
     supervisor.start(command)
     assert await supervisor.wait_ready() is None
     pid = supervisor.pid
@@ -143,7 +143,7 @@ async def test_death_after_ready_restarts_and_keeps_the_crash(
 
 
 async def kill_when_ready(supervisor: Supervisor) -> int:
-    """Kills it; returns its pid when that has been seen."""
+    """Kill the ready program. Returns its pid once the supervisor has noticed."""
     assert await supervisor.wait_ready() is None
     pid = supervisor.pid
     assert pid is not None

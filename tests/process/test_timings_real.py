@@ -90,7 +90,7 @@ async def test_what_is_measured_again_reads_all_and_as_often_as_it_is_asked(serv
     indirect=["model"],
 )
 async def test_an_engine_that_guesses_is_timed_without_guesses(serving: Command, flags: tuple[str, ...]) -> None:
-    """The answer is one letter over and over, which can be guessed."""
+    """The answer is one letter over and over, which drafts can predict."""
     async with asking(serving, *flags) as (probe, _), session_with(serving) as session:
         body = {"prompt": probe.prompt(60), "n_predict": 200, "ignore_eos": True, "temperature": 0}
         async with session.post("http://engine/completion", json=body | {"logit_bias": [[98, 100.0]]}) as reply:

@@ -60,7 +60,7 @@ def space_of(
 
 
 class Stage:
-    """Chooses on a fake engine, and keeps what each start was told."""
+    """A chooser on a fake engine. `starts` has the words that each start was given."""
 
     def __init__(self, make_command: MakeCommand, hardware: Hardware, model: Model) -> None:
         self.make_command, self.hardware, self.model = make_command, hardware, model
@@ -88,7 +88,7 @@ class Stage:
 
     @property
     def sizes(self) -> list[int]:
-        """How many tokens were guessed, start by start."""
+        """The number of draft tokens of each start, in order; 0 if there was no draft."""
         return [int(words.split()[3]) if words else 0 for words in self.starts]
 
 
@@ -98,7 +98,7 @@ def stage(make_command: MakeCommand, hardware: Hardware, model: Model) -> Stage:
 
 
 def test_the_laws_best_is_found_and_those_beside_it_are_measured(stage: Stage) -> None:
-    """(1 + .8 + .64 + .51) / (1 + 3 * .3) = 1.55 is the most that it gives."""
+    """Three draft tokens give the most: (1 + .8 + .64 + .51) / (1 + 3 * .3) = 1.55."""
     speculation, why, tried = stage.choose("--guess", "draft-mtp:0.3,0.8", "--guess", "ngram-mod:0.3,0.1")
     assert speculation is not None
     assert (speculation.kind, speculation.tokens) == ("mtp", 3)
@@ -280,7 +280,7 @@ def test_the_real_engine_guesses_by_n_grams(real: Real) -> None:
 
 
 def test_the_real_engine_serves_in_silence_with_a_draft_of_other_tokens(real: Real, tmp_path: Path) -> None:
-    """Why vocabularies are compared before: nothing but a line in its log tells."""
+    """The engine only writes a line to its log, which is why vocabularies are compared before."""
     found = smollm()
     path = write_gguf(tmp_path / "other.gguf", SMALL["gqa"], with_data=True)
     with pytest.raises(ModelUnreadableError, match="it has 512 tokens, not 49,152"):

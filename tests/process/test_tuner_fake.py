@@ -55,7 +55,8 @@ def on_laptop() -> Space:
 
 @cache
 def laptop_plans() -> tuple[Plan, ...]:
-    """Of the same threads and kind of cache: with every window, ubatch and number of experts in host memory."""
+    """Return the plans with the best plan's KV type, threads and load mode: every context length, ubatch and number of
+    experts in host memory."""
     best = on_laptop().best
     alike = (best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
     return tuple(p for p in on_laptop().all() if (p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike)
@@ -78,7 +79,7 @@ class Bench:
         self._knobs = knobs
         self.started: list[str] = []
         self.done: list[Measurement] = []
-        self.disturbed = 0  # in so many steps a hypervisor takes the CPU away
+        self.disturbed = 0  # the number of steps in which a hypervisor steals CPU time
         self._stolen_s = 0.0
 
     def start(self, plan: Plan) -> Command:
@@ -89,11 +90,11 @@ class Bench:
     def tell(self, step: Step) -> None:
         if self.disturbed and step.what != "loading":
             self.disturbed -= 1
-            time.sleep(SHORTEST_S)  # of less nobody can tell
+            time.sleep(SHORTEST_S)  # shorter intervals tell nothing
             self._stolen_s += 1
 
     def sample(self) -> LoadSample:
-        """Of a machine on which nothing else runs."""
+        """Return a sample of a machine on which nothing else runs. Stolen time is what `tell` has added."""
         return LoadSample(time_s=time.monotonic(), cpus=1, busy_s=0.0, steal_s=self._stolen_s, own_s=0.0)
 
     async def tune(
@@ -111,7 +112,7 @@ class Bench:
     async def widen(
         self, here: Space, plans: Sequence[Plan], *, mode: Mode, kept: Sequence[Measurement], budget_s: float = 1000.0
     ) -> tuple[Plan, ...]:
-        """All that were measured then."""
+        """Measure plans for the mode. Returns all plans that have been measured."""
         tuner = self._tuner(here, plans, mode, "chat", budget_s, kept)
         await tuner.widen(2)
         return tuner.measured
@@ -146,7 +147,7 @@ class Bench:
 
 
 def few() -> list[Plan]:
-    """Of two numbers of threads and two ubatches."""
+    """Return the plans with the best plan's KV type and load mode, 8 or 4 threads, and a ubatch of 512 or 256."""
     alike = (on_cpu().best.kv_type, launch_of(on_cpu().best).load_mode)
     found = [p for p in on_cpu().all() if (p.kv_type, launch_of(p).load_mode) == alike]
     return [p for p in found if launch_of(p).threads in (8, 4) and launch_of(p).ubatch in (512, 256)]
@@ -189,8 +190,8 @@ async def test_the_first_look_is_at_the_prediction_at_three_depths(socket_path: 
 async def test_at_half_a_token_a_second_the_first_look_decodes_what_the_budget_has_room_for(
     socket_path: Path, budget_s: float, fewest: int, most: int
 ) -> None:
-    """At the least what warming up took: a figure there always is. The engine of this test does not wait, so that how
-    fast this machine is matters little."""
+    """It decodes at least as much as warming up did, so that there is always a figure. The fake engine does not really
+    wait: this machine's speed matters little."""
     bench = Bench(socket_path, lambda plan: 2000.0, prefill_ms=lambda plan: 100.0)
     tuned = await bench.tune(on_cpu(), [on_cpu().best], budget_s=budget_s)
     (point,) = bench.done[0].points
@@ -295,7 +296,7 @@ async def test_interrupted_it_goes_on_and_repeats_nothing(socket_path: Path) -> 
 
 
 async def test_what_an_interrupted_tuning_has_spent_is_not_there_again(socket_path: Path) -> None:
-    """Else one that is broken off again and again would look on as long as there are plans."""
+    """A tuning that is broken off again and again would otherwise go on as long as there are plans."""
     whole = Bench(socket_path)
     await whole.tune(on_cpu(), few())
     (first, *_) = whole.done
@@ -309,7 +310,7 @@ async def test_what_an_interrupted_tuning_has_spent_is_not_there_again(socket_pa
 async def test_an_interrupted_tuning_whose_first_plan_is_not_possible_any_more_keeps_its_depths(
     socket_path: Path,
 ) -> None:
-    """The largest window that fits has another size after a restart: it was the one that was looked at deeply."""
+    """After a restart the largest context that fits has another size. The earlier one was measured at all depths."""
     first = Bench(socket_path)
     await first.tune(on_cpu(), few())
     deepest = next(m.points[-1].depth for m in first.done if len(m.points) == 3)
@@ -340,7 +341,7 @@ async def test_when_the_budget_is_used_up_the_best_so_far_is_taken(socket_path: 
 
 
 def contexts() -> dict[int, Plan]:
-    """The fastest prediction of each."""
+    """Return the plan that is predicted to be the fastest for each context length."""
     found: dict[int, Plan] = {}
     for plan in sorted(laptop_plans(), key=lambda plan: plan.speed.job_s if plan.speed else 0.0):
         found.setdefault(plan.context, plan)
@@ -362,7 +363,7 @@ async def test_balanced_serves_the_largest_window_that_keeps_its_share_of_speed(
 
 
 async def test_for_context_the_window_is_as_large_as_can_be_read_along_with(socket_path: Path) -> None:
-    """Where all of it is too slow when full, the same plan with a part of it is measured."""
+    """If the whole context is too slow when full, the same plan is measured with a part of it."""
     best = on_cpu().best
     assert best.context == 16384
     # 10 ms and 10 more with every 2,048 tokens: 15 tok/s are 66.7 ms, reached at 11,600; 7 % faster at 10,775.
@@ -379,12 +380,13 @@ async def test_for_context_the_window_is_as_large_as_can_be_read_along_with(sock
 
 
 def few_experts_are_fast(plan: Plan) -> float:
-    """As a larger window has less of the model on the card, it is slower; never so slow that it cannot be read."""
+    """Return ms a token: more for a larger context, which leaves more experts in host memory. All are fast enough to
+    read along."""
     return 0.02 * plan.placement.cpu_expert_layers
 
 
 async def measured_for_speed(socket_path: Path) -> tuple[list[Plan], tuple[Measurement, ...]]:
-    """Every window's plan, and what is known of the smallest's."""
+    """Return one plan for each context length, and the measurements of the smallest one's."""
     plans = sorted(contexts().values(), key=lambda plan: plan.context)
     tuned = await Bench(socket_path, few_experts_are_fast).tune(on_laptop(), plans[:1], mode="speed")
     return plans, tuned.measurements
@@ -485,7 +487,7 @@ async def test_an_engine_that_does_no_work_is_an_error_of_its_own(socket_path: P
 
 
 async def test_a_first_look_at_an_engine_that_spins_ends(socket_path: Path) -> None:
-    """It uses a core and comes to no end: no stall timer sees that."""
+    """The engine uses a core and never ends, which no stall timer sees."""
     bench = Bench(socket_path, knobs=lambda plan: ("--works-s", "inf"))
     look = FirstSampling(wanted=640, work_s=1.0, deep_s=1.0, most_s=0.5)
     watch = partial(Watch, bench.hardware, {}, sample=bench.sample)

@@ -39,14 +39,14 @@ from tests.process.stages.supervisor import eventually, fake_command
 READER = Path(__file__).parents[1] / "fakes/fake_perplexity.py"
 KEY = Key(parts={"build": "b1", "model": "m1"})
 IMAGE, ENGINE = facts(has_cuda=False)
-# A type below q8_0 carries more, guessing pays, and fewer slots than users may: every kind of step is there. No step
-# is left out for lack of time.
+# Every kind of step occurs: a type below q8_0 holds more context, drafts pay, and fewer slots than users may pay.
+# The budget is enough for all steps.
 FLAGS = {"threads": "4", "ubatch": "512", "load_mode": "mmap", "users": "3", "mode": "speed", "cache_ram_mib": "1792"}
 SETTINGS = resolve_settings({**FLAGS, "budget_s": "30000"}, {})
 FOR_CONTEXT = replace(SETTINGS, mode="context")
 MACHINE = MACHINES["cpu-limit-8g"]
 GUESSES = ("--guess", "ngram-mod:0.01,0.9")
-QUICK = ("--decode-ms", "0.001", "--prefill-ms", "0.001")  # as told, not as it takes: no answer is later than its time
+QUICK = ("--decode-ms", "0.001", "--prefill-ms", "0.001")  # what the fake reports; it does not wait
 WAIT_S = 120.0
 
 
@@ -69,7 +69,7 @@ def on_laptop(kv_checks: object) -> Space:
 
 
 class OnSpace(Started):
-    """The engine with another space of plans."""
+    """The engine with `make_space` as its space of plans."""
 
     def __init__(self, start: Callable[[Plan], Command], make_space: Callable[[object], Space]) -> None:
         super().__init__(start)
@@ -109,7 +109,7 @@ esac
         return fake_command(self.socket_path, *QUICK, *GUESSES, *speculation_arguments(plan, ENGINE), *self.knobs(plan))
 
     def made(self, settings: Settings = SETTINGS, make_space: Callable[[object], Space] = space) -> ServedModel:
-        """A model whose engine is not started, but for what is measured."""
+        """Return a served model whose engine is started only for measuring."""
         install = Install(engine_dir=self.folder, facts=ENGINE, cache_dir=self.folder, stall_timeout_s=60.0)
         inputs = Inputs(
             settings=settings,
@@ -131,7 +131,7 @@ esac
         return [row["message"] for row in rows if row["event"] == name]
 
     def count_starts(self) -> Counter[str]:
-        """Of engines so far, by what they were started for."""
+        """Return how many engines were started so far, by what they were started for."""
         readings = len(self.starts.read_text().splitlines()) if self.starts.exists() else 0
         steps = self.events("tune_step")
         drafts = sum(step.endswith("draft tokens") for step in steps)
@@ -141,11 +141,12 @@ esac
         return Counter(scored_chunks=readings, drafts=drafts, slots=slots)
 
     async def run_until(self, is_there: Callable[[Partial], bool]) -> Profile | None:
-        """The profile of a tuning that gets to its end before that is there; else it is broken off then."""
+        """Return the profile of a whole tuning. If `is_there` holds first, the tuning is broken off and None is
+        returned."""
         return await self._until(measure(self.made()), is_there)
 
     async def widen_until(self, profile: Profile, is_there: Callable[[Partial], bool]) -> Profile | None:
-        """The same of what the mode `context` wants beside the profile, on a laptop."""
+        """Do the same as `run_until` for what mode `context` measures after the profile, on a laptop."""
         return await self._until(measure_more(self.made(FOR_CONTEXT, on_laptop), profile), is_there)
 
     async def _until(self, story: Coroutine[Any, Any, Profile], is_there: Callable[[Partial], bool]) -> Profile | None:
@@ -325,7 +326,7 @@ async def test_a_number_of_slots_that_failed_is_tried_once_more(stage: Stage) ->
 
 
 async def test_what_another_mode_wants_is_kept_and_goes_on_where_it_was_broken_off(stage: Stage) -> None:
-    """On a laptop with a GPU, where there are many contexts, and all of them hold."""
+    """A laptop with a GPU has many context lengths, and all of them hold."""
     found = await stage.run_until(lambda kept: False)
     assert found is not None
     plan = min(on_laptop(found.kv_checks).all(), key=lambda each: each.context)

@@ -37,7 +37,7 @@ LIMIT_S = 300.0
 
 
 class Front:
-    """What a client sees, and the models behind it."""
+    """A client's view of the gateway, and the models behind it."""
 
     def __init__(self, homes: Sequence[Home], slots: Sequence[ModelSlot], gateway: Gateway) -> None:
         self.slots = slots
@@ -94,7 +94,7 @@ def pid_of(served: ServedModel) -> int:
 
 @asynccontextmanager
 async def one_gateway(homes: Sequence[Home]) -> AsyncIterator[Front]:
-    """Both are ready. What went wrong with one of them comes out at the end."""
+    """Serve both models behind one gateway, once both are ready. An error of either is raised at the end."""
     with short_folder() as runtime_dir:
         slots = list(_opened(homes, runtime_dir))
         report = Report("json", StringIO())

@@ -153,7 +153,7 @@ def test_two_appliances_on_one_volume_keep_what_the_other_uses(home: VllmHome) -
     with home.serving(engine_arg=compiled) as first:
         first.wait_ready()
         written = list(home.data.glob("cache/*/vllm/**/vllm_compile_cache.py"))
-        for path in written:  # a start that fails counts what is a second older than itself as its own
+        for path in written:  # a failed start takes files up to a second older than itself for its own
             os.utime(path, (path.stat().st_mtime - 60,) * 2)
         caches = {path: path.read_bytes() for path in written}
         assert caches

@@ -99,7 +99,7 @@ def test_a_context_that_no_memory_here_holds_is_31(home: VllmHome) -> None:
 
 
 def test_the_plan_is_the_start_s_own(home: VllmHome) -> None:
-    """With what is added to the best one: speculative decoding that was asked for."""
+    """The plan includes speculative decoding that was asked for."""
     _, checks = examined(home, speculation="ngram")
     assert checks["speculation"]["value"].startswith("ngram: asked for")
     assert examined(home)[1]["speculation"]["value"].startswith("off: until it is measured: ngram")

@@ -47,7 +47,7 @@ def kill_worker(stage: Stage) -> None:
 
 
 def counted(stage: Stage, route: str) -> dict[str, float]:
-    """By status."""
+    """Return the number of POSTs to this route for each status, from /metrics."""
     text = stage.ask("GET", "/metrics").body.decode()
     pattern = rf'^appliance_requests_total{{method="POST",route="{route}",status="(\d+)"}} ([0-9.]+)$'
     return {status: float(count) for status, count in re.findall(pattern, text, re.MULTILINE)}
@@ -111,7 +111,7 @@ def test_no_spelling_reaches_a_route_that_is_not_listed(path: str, stage: Stage)
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
 def test_every_name_means_the_one_model(path: str) -> None:
-    """Those of the list, and a client's own default: the engine knows one alone, and is sent that."""
+    """A client may use any name of the list, or its own default. The engine knows one name alone, and is sent that."""
     with on_stage("fake_vllm.py", routes=ROUTES, errors=ERRORS, checks_model_name=True) as stage:
         stage.listed = ListedModel(id="m", phase=Phase.READY, aliases=("demo", "demo:135m-bf16"))
         listed = stage.ask("GET", "/v1/models").json["data"][0]

@@ -44,7 +44,7 @@ def made(folder: Path) -> VllmHome:
 
 @contextmanager
 def host(home: Home, rank: int, port: int, **settings: str) -> Iterator[Serving]:
-    """Of two. The leader listens on `port`."""
+    """Start one of two hosts. The leader, of rank 0, listens on `port`."""
     own = {"port": str(port)} if rank == 0 else {}
     given = {"nodes": "2", "node_rank": str(rank), "leader": f"127.0.0.1:{port}", **own, **settings}
     with home.serving(**given) as serving:
@@ -130,21 +130,22 @@ def join_and_lose(near: VllmHome, far: VllmHome, leader: Serving, follower: Serv
 
 
 def leave_in_mid_body(port: int) -> None:
-    """Which a leader must bear: its followers may be killed at any moment."""
+    """Leave in the middle of a request. A leader must bear that: its followers may be killed at any moment."""
     head = f"POST /appliance/v1/group HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(f"{head}{{".encode())
 
 
 def waits(leader: Serving) -> str:
-    """What a client is told, once it is that a host is waited for."""
+    """Return the leader's message if it says that it waits for a host, else an empty text."""
     _, document = leader.ask("GET", "/health/ready")
     said = str(document["message"])
     return said if "waiting for host" in said else ""
 
 
 def words_of(line: str, *, rank: str | None = None) -> list[str]:
-    """Of a command line without what is each host's own; `--headless` last."""
+    """Return the engine's options on a command line, with `--headless` last. If `rank` is given, it replaces the line's
+    own."""
     words = line.split()[4:]
     if rank is not None:
         words[words.index("--node-rank") + 1] = rank

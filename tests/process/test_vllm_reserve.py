@@ -29,7 +29,7 @@ LONG = "word " * 2010
 
 
 class GpuHome(VllmHome):
-    """With one card in use of two; `engine_gone` is the driver that takes its memory back."""
+    """A home with two cards, one of them in use. `engine_gone` gives its memory back, as the driver does."""
 
     program = "tests.fakes.quick_looks"
     engine_gone: Callable[[], None]
@@ -74,12 +74,13 @@ def reserve(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def decided(plan: dict[str, Any]) -> tuple[Any, ...]:
-    """By the card: the host's memory goes up and down by itself."""
+    """Return what the card alone decides of a plan. The host's memory is left out: it goes up and down by itself."""
     return plan["context"], plan["launch"], plan["placement"], reserve(plan)
 
 
 def serve(home: GpuHome, *, requests: int, **settings: str) -> dict[str, Any]:
-    """What is kept of memory once so many were answered, the last of them to a prompt that fills a step."""
+    """Answer this many requests, the last with a prompt that fills a step. Returns the memory figures that were
+    kept."""
     with home.serving(**SETTINGS, **settings) as serving:
         serving.wait_ready()
         serving.event("memory_seen")
@@ -94,7 +95,7 @@ def serve(home: GpuHome, *, requests: int, **settings: str) -> dict[str, Any]:
 
 
 def is_known(serving: Serving, requests: int) -> bool:
-    """The last that was kept is of all of its work."""
+    """True if the last record has the card's peak, and counts as whole once there were enough requests."""
     (last,) = [event for event in serving.events if event["event"] == "memory_seen"][-1:]
     (card,) = serving.document("status")["gpu_memory"]["cards"]
     is_told = f"{card['peak_mib']:,} MiB of" in last["message"] and card["peak_mib"] > card["ready_mib"]

@@ -34,7 +34,7 @@ ENDLESS = {"model": "m", "prompt": "a", "max_tokens": 10**6, "stream": True}
 def _subreaper() -> Iterator[None]:
     become_subreaper()
     yield
-    # Orphans of other tests' programs would become children of this process: they are to be somebody else's.
+    # Orphans of other tests' programs would otherwise become children of this process.
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
 
 
@@ -57,14 +57,14 @@ async def counts(socket_path: Path) -> dict[str, int]:
 
 
 async def streaming(socket_path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """In its middle."""
+    """Begin an endless stream and return it in its middle."""
     reader, writer = await ask(socket_path, "/v1/completions", ENDLESS)
     assert b"word" in await reader.readuntil(b"word")
     return reader, writer
 
 
 def leftovers(segments: Path) -> list[str]:
-    """Of the shared memory that the engines made."""
+    """Return the names of shared memory that the engines made and that is still there."""
     return [name for name in segments.read_text().split() if Path(name).exists()]
 
 
@@ -178,7 +178,7 @@ def test_a_stop_that_the_engine_hangs_in_ends_all_the_same(socket_path: Path, tm
 
 
 def test_one_that_dies_of_its_first_request_was_never_ready(socket_path: Path) -> None:
-    """As a pipeline on the CPU build: healthy, and gone with the first token."""
+    """A pipeline on the CPU build does this: it reports that it is healthy, and dies with the first token."""
     crash = asyncio.run(failed(vllm_command(socket_path, "--fake-worker-error", "first")))
     found = as_error(crash)
     assert (crash.was_ready, crash.exit_code, found.exit_code) == (False, 0, 43)
@@ -247,7 +247,7 @@ def test_an_engine_that_refuses_its_first_request_is_no_endless_start(socket_pat
 def test_a_compile_cache_that_was_cut_off_breaks_no_later_start(
     is_kept: bool, socket_path: Path, tmp_path: Path
 ) -> None:
-    """By a kill in the middle of its file. The second row shows that there is something to break."""
+    """A kill in the middle of writing cuts the file off. The second row shows that such a file breaks a start."""
     build_dir = tmp_path / "cache/b1"
 
     def command(*knobs: str) -> Command:

@@ -43,7 +43,7 @@ class Held:
         return (sys.executable, str(PROGRAM), str(self.pid_file), str(self.release), line)
 
     def is_there(self) -> bool:
-        """Once it is held; skips where the kernel does not let it be."""
+        """True once the child is held. Skips the test if the kernel does not allow tracing."""
         if not self.pid_file.exists():
             return False
         if (text := self.pid_file.read_text()).startswith("error"):
@@ -52,7 +52,7 @@ class Held:
 
     @property
     def state(self) -> str:
-        """Z of a zombie, "" when it is gone."""
+        """The child's state: Z if it is a zombie, "" if it is gone."""
         try:
             stat = Path(f"/proc/{self.pid_file.read_text()}/stat").read_text()
         except FileNotFoundError:
@@ -79,7 +79,7 @@ async def test_cancelled_while_the_driver_hangs_it_ends_without_its_answer(machi
 
 @pytest.mark.parametrize("line", ["", "watching"])
 async def test_a_child_that_cannot_be_killed_is_not_waited_for_and_leaves_no_zombie(held: Held, line: str) -> None:
-    """Cancelled before its first look, and in the block; then what it would have waited for happens."""
+    """Measuring is cancelled before its first look, or in the block. The child ends only afterwards."""
     watch = Watch(hardware_of("2x4090"), {}, child=held.argv(line), timeout_s=FOR_EVER_S)
 
     async def measure() -> None:

@@ -80,7 +80,7 @@ class Home:
 
     @classmethod
     def tuned(cls, folder: Path) -> Home:
-        """With a profile, made by the verb `tune`; for copies."""
+        """Make a home with a profile, measured by the verb `tune`. Tests take copies of it."""
         home = cls.make(folder)
         done = home.command("tune", budget_s="60")  # for more than one plan, also where a start takes seconds
         assert done.returncode == 0, done.stderr
@@ -88,8 +88,8 @@ class Home:
         return home
 
     def calm(self) -> None:
-        """As if nothing else had been at work when its profiles were measured: beside other tests something may be, and
-        what was disturbed is measured once more by a start that finds the machine at rest."""
+        """Mark the profiles as measured without a disturbance. Other tests may disturb a measurement, and a start on a
+        machine at rest measures a disturbed profile once more."""
         for path in self.profiles.glob("*.json"):
             path.write_text(json.dumps({**json.loads(path.read_text()), "disturbance": None, "disturbed_times": 0}))
 
@@ -101,7 +101,8 @@ class Home:
         return home
 
     def set_engine(self, *knobs: str, where: str = "") -> None:
-        """`knobs` for starts whose command line, with ` GGML_CPU_VARIANT=…` after it, holds `where`; else none."""
+        """Give the fake engine `knobs` at starts whose command line holds `where`, and none at others. The line ends
+        with ` GGML_CPU_VARIANT=…` if the variable is set."""
         buffers = [word for line in BUFFERS for word in ("--log-line", line)]
         # -I and -S: the fake starts in a third of the time.
         run = shlex.join([sys.executable, "-I", "-S", str(FAKE), *buffers])
@@ -151,7 +152,7 @@ esac
             "port": str(free_port()),  # `doctor` looks at it, and whoever has 11435 is no part of a test
             "log": "json",
             "tune": "off",  # a test of measuring says `first` or `idle`
-            # The plans of a fake engine are all as fast as each other: a tuner looks at many before it believes that.
+            # All plans of a fake engine are equally fast, so that a tuner measures many before it stops.
             "budget_s": "10",
             **settings,
         }
@@ -160,7 +161,8 @@ esac
         return {**own, **self.variables, **variables}
 
     def command(self, *words: str, beside: Serving | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
-        """A verb that ends by itself; `beside` shares what is in /tmp, as in one container."""
+        """Run a verb that ends by itself. With `beside` it shares that appliance's runtime folder, as in one
+        container."""
         with short_folder() as folder:
             runtime_dir = beside.runtime_dir if beside else folder
             return subprocess.run(
@@ -188,7 +190,7 @@ esac
 
     @contextmanager
     def serving(self, **settings: str) -> Iterator[Serving]:
-        """The appliance, killed at the end if it still runs; no key in any line that it wrote."""
+        """Run the appliance in the block and kill it at the end. Fails if a line of its log holds the key."""
         self.runs += 1
         log = self.folder / f"log{self.runs}"
         with short_folder() as runtime_dir:
@@ -258,7 +260,8 @@ class Serving:
     def ask(
         self, method: str, path: str, body: Any = None, *, key: str | None = None, timeout_s: float = 60
     ) -> tuple[int, Any]:
-        """Status and JSON, or the text of what is none; (0, None) when nobody listens or the connection breaks."""
+        """Return the status, and the JSON or text of the answer; (0, None) if nobody listens or the connection
+        breaks."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -277,7 +280,7 @@ class Serving:
         return self.ask("POST", "/v1/chat/completions", body, key=key or self.home.key)
 
     def measure_now(self) -> None:
-        """As somebody who waits for it asks: beside whatever else this machine does."""
+        """Ask for measuring, as a user does who waits for it. It then begins whatever else this machine does."""
         begin = lambda: self.ask("POST", "/appliance/v1/tuning", key=self.home.key)[0] == 202  # noqa: E731
         eventually(begin, what=lambda: f"measuring: {self.text}")
 
@@ -302,7 +305,7 @@ class Serving:
         self.event("ready")  # which is said a moment after it is true
 
     def engine_requests(self) -> Mapping[str, int]:
-        """How often the engine that runs now was asked for what."""
+        """Return how often each route of the engine that runs now was asked for."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(60)
             connection.connect(str(self._socket))
@@ -312,7 +315,8 @@ class Serving:
         return counts
 
     def engine_pids(self) -> list[int]:
-        """Of every process that has a socket of this appliance in its command line: it serves, or it is measured."""
+        """Return the pids of all processes with a socket of this appliance in their command line: engines that serve or
+        are measured."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -328,7 +332,7 @@ class Serving:
         return self.process.wait(timeout_s)
 
     def terminate(self) -> float:
-        """SIGTERM; the seconds until it ended, which it must with 0 and without an engine."""
+        """Send SIGTERM and return the seconds until the end. Fails unless it exits with 0 and leaves no engine."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         assert self.wait_exit() == 0, self.text
@@ -338,7 +342,7 @@ class Serving:
 
 
 def eventually(ask: Callable[[], Any], *, timeout_s: float = ANSWER_S, what: Callable[[], str] = str) -> Any:
-    """The first true answer; fails after `timeout_s`, saying `what` did not come."""
+    """Return the first true answer. Fails after `timeout_s` with the text of `what`."""
     deadline = time.monotonic() + timeout_s
     while not (found := ask()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what()}"

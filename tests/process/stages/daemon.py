@@ -45,7 +45,7 @@ class Host:
 
     @property
     def model_path(self) -> str:
-        """Of the first model, as `model` makes it."""
+        """The path of the first model, which `model` writes."""
         return str(self.folder / "tiny.gguf")
 
     def model(self, name: str = "tiny.gguf") -> str:
@@ -72,20 +72,20 @@ sys.exit({code})
         path.chmod(0o755)
 
     def asked(self, path: str) -> list[dict[str, Any]]:
-        """Bodies of what the daemon was asked under this path."""
+        """Return the bodies of the daemon's requests with this path."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         rows = [json.loads(line) for line in lines]
         return [row["body"] for row in rows if row["path"] == path]
 
     def told(self, verb: str) -> list[dict[str, Any]]:
-        """Bodies of what the daemon was told of any container."""
+        """Return the bodies of the daemon's requests with this verb, of any container."""
         rows = [json.loads(line) for line in self.log.read_text().splitlines()]
         return [
             row["body"] for row in rows if row["path"].startswith("containers/") and row["path"].endswith(f"/{verb}")
         ]
 
     def created(self) -> dict[str, Any]:
-        """The last container that was made."""
+        """Return the body of the last request for a new container."""
         return self.asked("containers/create")[-1]
 
     @contextmanager
@@ -114,12 +114,12 @@ sys.exit({code})
         return Done(code=program.returncode, out=out, err=err)
 
     def end(self, name: str, code: int) -> None:
-        """As if the container ended by itself."""
+        """End the container with this exit code, as if it ended by itself."""
         with APIClient(self.environment["DOCKER_HOST"], version="1.45") as client:
             client.kill(f"appliance-{name}", signal=str(code))
 
     def serving(self, *words: str) -> int:
-        """One that is started and ready; its port."""
+        """Start an appliance in the background and return its port."""
         port = free_port()
         done = self.run("run", self.model(), "--name", "one", "-d", "--image", IMAGE, "--port", str(port), *words)
         assert done.code == 0, done.err
@@ -128,7 +128,7 @@ sys.exit({code})
 
 @contextmanager
 def on_host(*knobs: str, daemon: bool = True) -> Iterator[Host]:
-    """With the images of `--image`, the CPU's without one."""
+    """Run a machine whose Docker daemon has the images of `--image`, or the CPU's image if none is given."""
     with short_folder() as folder:
         environment = {**os.environ, "DOCKER_HOST": f"unix://{folder}/d.sock", "HOME": str(folder), "TERM": "dumb"}
         environment["PATH"] = f"{folder}/bin"  # what this machine has, such as nvidia-smi, is not there

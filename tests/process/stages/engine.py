@@ -32,7 +32,8 @@ def find_engine(name: str) -> Path:
 
 
 def plain_environment(binary: Path) -> dict[str, str]:
-    """Of an engine whose kernels are the same on every CPU: those of the plainest variant that is there."""
+    """Return the environment of an engine with the plainest CPU variant that is there: its kernels are the same on
+    every CPU."""
     names = [path.name for path in binary.parent.glob("libggml-cpu-*.so")]
     table = files("appliance.engines.llama.process").joinpath("cpu_variants.yaml").read_text(encoding="utf-8")
     variants = parse_variants(names, table)
@@ -49,13 +50,13 @@ def find_model() -> Path:
 
 
 def session_with(command: Command) -> aiohttp.ClientSession:
-    """On the socket of an engine that is up."""
+    """Return a client's session on the socket of an engine that is up."""
     connector = aiohttp.UnixConnector(path=str(command.socket_path))
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=3600))
 
 
 class Started(Llama):
-    """The engine, its server another program."""
+    """llama.cpp's engine with another program as its server."""
 
     def __init__(self, start: Callable[[Plan], Command]) -> None:
         self._start = start
@@ -65,7 +66,7 @@ class Started(Llama):
 
 
 def bench_of(start: Callable[[Plan], Command]) -> Bench:
-    """Only servers are started with it, each as `start` says."""
+    """Return a bench whose engines `start` starts. Nothing else of the engine exists."""
     nowhere = Path("/nonexistent")
     facts = EngineFacts(version="1", build=1, commit="abc", flags=(), kv_types=())
     install = Install(engine_dir=nowhere, facts=facts, cache_dir=nowhere)

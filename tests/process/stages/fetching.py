@@ -21,7 +21,8 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 def begin(
     hub: RunningHub, data_dir: Path, *words: str, user: int | None = None, environment: Mapping[str, str] = NOTHING
 ) -> Iterator[subprocess.Popen[str]]:
-    """The program, killed at the end if it still runs. `user`: of group 0, as a container may be run."""
+    """Run `appliance models` in the block and kill it at the end. `user` runs it as that user of group 0, as a
+    container may."""
     data_dir.mkdir(exist_ok=True)
     argv = [*_as(user), sys.executable, "-m", "appliance", "models", *words, "--data-dir", str(data_dir)]
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "APPLIANCE_"))}
@@ -40,7 +41,8 @@ def begin(
 
 
 def _as(user: int | None) -> list[str]:
-    """With the right to read what root alone may, such as root's Python, and to write nothing of others."""
+    """Return the words that run a program as `user`. It may read what root alone may, such as root's Python, and write
+    nothing of others."""
     right = "+dac_read_search"
     drop = [
         "setpriv",

@@ -13,7 +13,8 @@ PROGRAM = Path(__file__).parents[2] / "fakes/flood.py"
 
 @contextmanager
 def flooded(port: int, number: int) -> Iterator[None]:
-    """As many are open in the block as the other side lets be, and those that it closes come again."""
+    """Hold `number` connections open in the block, or as many as the other side allows. Closed ones are opened
+    again."""
     argv = [sys.executable, "-I", "-S", str(PROGRAM), str(port), str(number)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as crowd:
         assert crowd.stdin is not None

@@ -22,7 +22,7 @@ from tests.process.stages.boot import Home, short_folder
 
 
 class Front:
-    """What a client sees, in one process with all of the appliance but the engine."""
+    """A client's view of the whole appliance in this process, except for the engine."""
 
     def __init__(self, url: str, key: str, served: ServedModel) -> None:
         self.served = served
@@ -39,7 +39,7 @@ class Front:
 
     @property
     def asked(self) -> int:
-        """Requests that went to an engine."""
+        """The number of requests that were sent to an engine."""
         return self.served.upstream.sent if self.served.upstream else 0
 
     @property

@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, after a look at its shape. Of either dialect."""
+        """The error object of OpenAI's or Anthropic's shape, which is checked."""
         document = self.json
         if document.get("type") == "error":
             assert set(document) == {"type", "error"}
@@ -137,12 +137,12 @@ class Stage:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the other side closes."""
+    """Return all bytes until the other side closes."""
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def read_until(connection: socket.socket, mark: bytes, received: bytes = b"") -> bytes:
-    """All that came, what was `received` before included."""
+    """Read until `mark` has come, and return all bytes, those of `received` first."""
     while mark not in received:
         data = connection.recv(65536)
         assert data, f"the connection ended before {mark!r}: {received[-500:]!r}"
@@ -171,7 +171,8 @@ def on_stage(
     checks_model_name: bool = False,
     limits: Limits | None = None,
 ) -> Iterator[Stage]:
-    """`engine` is the fake's file name and its knobs; empty: there is no engine."""
+    """Run a gateway in front of a fake engine. `engine` is the fake's file name and its knobs; if empty, there is no
+    engine."""
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:

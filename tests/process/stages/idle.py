@@ -39,7 +39,7 @@ MESSAGES: Any = [{"role": "user", "content": "one two three"}]
 
 @dataclass(frozen=True, kw_only=True)
 class FakePlan:
-    """`why` is for people and changes nothing of the engine."""
+    """A plan that is the fake engine's knobs. `why` is for people and does not reach the engine."""
 
     knobs: tuple[str, ...] = ()
     why: str = ""
@@ -55,10 +55,9 @@ def fake_plan(name: str, *knobs: str, why: str = "") -> FakePlan:
 
 @dataclass
 class Measuring:
-    """What is measured with: an engine of its own that does not heed SIGTERM, for `sittings` of the given seconds.
+    """A fake measurement: its own engine ignores SIGTERM, and each call takes the next of `sittings`, in seconds.
 
-    What was sat through is kept; `result` comes after the last sitting, None after those before it.
-    """
+    A sitting that ends is not repeated. The last one returns `result`, those before it None."""
 
     folder: Path
     sittings: list[float]
@@ -105,7 +104,7 @@ class IdleStage:
         settle_s: float = 0.05,
         **more: Any,
     ) -> IdleTuner[FakePlan]:
-        """`more` is what else an IdleTuner takes."""
+        """Return a tuner on this stage. `more` are further arguments of IdleTuner."""
 
         async def why(_: FakePlan | None) -> str:
             return why_no_room
@@ -143,7 +142,7 @@ class IdleStage:
             return (await client.chat.completions.create(model="any", messages=MESSAGES)).model
 
     async def stream(self) -> tuple[str, str]:
-        """Who answered a streamed chat, and with which text."""
+        """Return the model's name and the text of a streamed chat."""
         async with self.openai() as client:
             events = await client.chat.completions.create(model="any", messages=MESSAGES, stream=True)
             models, text, reason = set(), "", None
@@ -204,7 +203,7 @@ async def idle_stage(
 
 @asynccontextmanager
 async def running(tuner: IdleTuner[FakePlan]) -> AsyncIterator[asyncio.Task[None]]:
-    """The tuner beside the block; whatever went wrong in it comes out at the end of the block."""
+    """Run the tuner beside the block. Its error, if any, is raised at the end of the block."""
     task = asyncio.create_task(tuner.run())
     try:
         yield task

@@ -20,7 +20,7 @@ SCALED = ("Deployment", "StatefulSet")
 
 
 def build(folder: Path, *components: Path) -> list[Resource]:
-    """`components` are added to those that it names itself."""
+    """Return the resources of a folder. `components` are added to those that its kustomization names."""
     told = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert told.keys() <= KNOWN, told.keys() - KNOWN
     found = [each for name in told.get("resources", ()) for each in _resources(folder / name)]
@@ -42,7 +42,7 @@ def identity(resource: Resource) -> tuple[str, str, str]:
 
 
 def pod_specs(resource: Resource) -> Iterable[tuple[dict[str, str], dict[str, Any]]]:
-    """Labels and spec of each kind of pod that it makes."""
+    """Return labels and spec of each pod template of the resource."""
     templates = []
     if resource["kind"] in SCALED:
         templates = [resource["spec"]["template"]]
@@ -74,7 +74,7 @@ def _patched(found: list[Resource], patch: dict[str, Any], folder: Path) -> list
 
 
 def _merged(old: Any, new: Any, key: str = "") -> Any:
-    """Strategic: maps by key, null takes away, lists with a name by that, other lists whole."""
+    """Return a strategic merge: maps by key, null removes, lists in LISTS_BY by name, other lists are replaced."""
     if isinstance(old, dict) and isinstance(new, dict):
         both = {name: _merged(old[name], new[name], name) if name in old else new[name] for name in new}
         return {name: value for name, value in (copy.deepcopy(old) | both).items() if value is not None}

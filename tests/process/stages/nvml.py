@@ -15,7 +15,7 @@ PutMachine = Callable[..., Mapping[str, str]]  # (name, **knobs) -> environment
 
 
 def put_machine(library: Path, folder: Path, name: str, **knobs: object) -> Mapping[str, str]:
-    """Writes the description and returns what a child needs to see that machine, beside this process's own."""
+    """Write the description, and return this process's environment with what a child needs to see that machine."""
     file = folder / f"{name}.machine"
     file.write_text(describe(name, **knobs), encoding="utf-8")
     return {**os.environ, "LD_LIBRARY_PATH": str(library.parent), "FAKE_NVML_MACHINE": str(file)}

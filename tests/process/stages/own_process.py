@@ -30,7 +30,8 @@ def _umask() -> str:
 
 
 def _is_subreaper() -> bool:
-    """Of one, every orphan of its descendants becomes a child, which tests of whose work is whose would count."""
+    """True if this process is a subreaper. Every orphan of its descendants then becomes its child, and tests that tell
+    our work from others' would count it."""
     answer = ctypes.c_int()
     ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
     return bool(answer.value)

@@ -140,14 +140,14 @@ class Both:
 
 @contextmanager
 def both(folder: Path, *knobs: str) -> Iterator[Both]:
-    """`knobs` of the fake, whose root has the access token of the folder."""
+    """Run the appliance and the fake one-api with these `knobs`. Its root has the access token of the folder."""
     with an_appliance(folder) as appliance, one_api("--access-token", access_token(folder), *knobs) as front:
         yield Both(front=front, appliance=appliance, folder=folder)
 
 
 @contextmanager
 def an_appliance(folder: Path) -> Iterator[Stage]:
-    """Its key and all secrets are in the folder."""
+    """Run an appliance whose key is in the folder, along with all secrets."""
     make_secrets(folder / "secrets")
     (folder / "api_key").write_text(f"{KEY}\n")
     with on_stage(*ENGINE) as appliance:

@@ -28,7 +28,7 @@ BEST = "Tiny-large-q4_0.gguf"  # on a CPU
 
 
 def fill_hub(folder: Path) -> Path:
-    """What the hub serves; about 1 MB a file."""
+    """Write the hub's files, about 1 MB each, and return their folder."""
     (folder / REPO).mkdir(parents=True)
     for name, _, quantization, shape in FILES:
         write_gguf(folder / REPO / f"Tiny-{name}.gguf", shape, quantization=quantization, with_data=True)
@@ -82,5 +82,5 @@ def error_of(home: Home, **settings: str) -> tuple[int, str]:
 
 
 def put(home: Home, weights: Path, name: str) -> None:
-    """By hand, as it is."""
+    """Copy the file to the volume unchanged, as a user would by hand."""
     (home.data / "models" / name).write_bytes((weights / REPO / name).read_bytes())

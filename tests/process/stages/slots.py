@@ -27,7 +27,7 @@ SYSTEM = "You are a helpful assistant."
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one request cost; `prompt` tokens are those read and those cached."""
+    """The cost of one request. `prompt` is the sum of tokens that were read and tokens that were cached."""
 
     cached: int
     read: int
@@ -39,7 +39,7 @@ class Turn:
 
 
 def words(count: int, *, begin: int = 0) -> str:
-    """Natural text; two that begin at different words share no beginning."""
+    """Return natural text of `count` words. Texts with different `begin` share no prefix."""
     return " ".join(WORDS[(begin + at) % len(WORDS)] for at in range(count))
 
 
@@ -90,7 +90,7 @@ class RefusedError(Exception):
 
 @asynccontextmanager
 async def serving(model: Path, *, change: Mapping[str, Any] | None = None, **settings: str) -> AsyncIterator[Served]:
-    """The first plan for this machine with these settings, started by the command line that the product makes."""
+    """Serve the first plan for this machine and these settings, with the product's own command line."""
     binary = find_engine("llama-server")
     facts = query_facts(binary)
     plan = planned_for(facts, model, {"ctx_size": "8192", "threads": "1", "cache_ram_mib": "256", **settings})

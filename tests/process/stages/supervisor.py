@@ -58,7 +58,7 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]], *, timeout
 
 
 def is_alive(pid: int) -> bool:
-    """False for a zombie too; `is_known` tells those."""
+    """True if the process runs. A zombie does not; `is_known` is True for it as well."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -74,7 +74,8 @@ def descriptor_count() -> int:
 
 
 def children() -> set[int]:
-    """Of this process, zombies too. Looked at and not waited for: another test's may be among them."""
+    """Return the pids of this process's children, zombies included. They are not waited for: another test's may be
+    among them."""
     lists = Path("/proc/self/task").glob("*/children")
     return {int(pid) for text in lists for pid in text.read_text(encoding="ascii").split()}
 

@@ -54,7 +54,7 @@ class VllmHome(Home):
         return home
 
     def set_installed(self, **facts: object) -> None:
-        """What vLLM's own Python says of it when it is asked."""
+        """Make the engine's Python answer these facts about the installed vLLM."""
         answer = self.folder / "engine/installed.json"
         answer.write_text(json.dumps({name: facts[name] for name in SAYS}))
         python = self.folder / "engine/bin/python"
@@ -68,13 +68,15 @@ class VllmHome(Home):
         return [name for name in path.read_text().split() if Path(name).exists()] if path.exists() else []
 
     def free_segments(self) -> None:
-        """At a test's end: an appliance that was killed itself leaves them, and they are this machine's memory."""
+        """Remove the shared memory that a killed appliance leaves, which would fill this machine's memory. For a test's
+        end."""
         for name in self.segments:
             Path(name).unlink()
 
     @contextmanager
     def serving(self, **settings: str) -> Iterator[Serving]:
-        """A killed appliance takes the engine's first process with it; the others go with a container, or here."""
+        """Run the appliance in the block, and kill its engine's processes at the end. A killed appliance ends only the
+        engine's first process; a container would end the others."""
         with super().serving(**settings) as serving:
             try:
                 yield serving
@@ -85,7 +87,7 @@ class VllmHome(Home):
                         os.kill(pid, signal.SIGKILL)
 
     def set_engine(self, *knobs: str, where: str = "") -> None:
-        """`knobs` for starts whose command line holds `where`."""
+        """Give the fake vLLM `knobs` at starts whose command line holds `where`, and none at others."""
         blocks = ("--block-size", "128", "--fake-block-bytes", "2949120")  # as the CPU build has them of that model
         common = ("--fake-segments", str(self.folder / "segments"), *blocks)
         run = shlex.join([sys.executable, "-I", "-S", str(FAKE_VLLM)])
