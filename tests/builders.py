@@ -144,7 +144,7 @@ def facts(*, has_cuda: bool, variants: tuple[str, ...] = PLAIN) -> tuple[ImageFa
 
 @cache
 def model(name: str, quantization: str) -> Model:
-    """By its header alone, under the path that it would have on the volume."""
+    """Return the model that its GGUF header describes; its path lies under /data/models."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_gguf(Path(folder) / f"{name}-{quantization}.gguf", PUBLISHED[name], quantization=quantization)
         found = read_model(path)
@@ -153,7 +153,7 @@ def model(name: str, quantization: str) -> Model:
 
 
 def facts_for(hardware: Hardware) -> tuple[ImageFacts, EngineFacts]:
-    """Of the image as it is built for such a machine."""
+    """Return the facts of the image that is built for this kind of machine."""
     variants = BUILT["arm64" if "asimd" in hardware.cpu.isa else "amd64"]
     return facts(has_cuda=bool(hardware.gpus.gpus), variants=variants)
 

@@ -125,6 +125,6 @@ def space_of(hardware: Hardware, model: Model, **flags: str) -> Space:
 
 
 def job_s(space: Space, plan: Plan, depth: float = EMPTY, *, tokens_in: int = CHAT_IN) -> float:
-    """Of a chat, with so much in the cache as it begins to answer."""
+    """Return the seconds of a chat whose answer begins with `depth` tokens in the cache."""
     costs = space.costs(plan)
     return CHAT_OUT / decode_tokens_per_s(costs, depth) + tokens_in / prefill_tokens_per_s(costs, tokens_in)

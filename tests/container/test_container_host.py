@@ -43,7 +43,7 @@ def appliance(*words: str, stdin: str = "", timeout_s: float = 180) -> Done:
 
 @contextmanager
 def names(count: int = 1) -> Iterator[list[str]]:
-    """Of containers that are gone afterwards, whatever happened."""
+    """Yield names for containers. All containers of these names are removed at the end, even if the test failed."""
     made = [f"test-{uuid.uuid4().hex[:8]}" for _ in range(count)]
     client = docker.from_env()
     try:

@@ -50,7 +50,7 @@ CHANGES: Mapping[str, Change] = {
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """By the name of the change."""
+    """Return the hash that vLLM gives for each change, keyed by the name of the change."""
     needs_image()
     folder = tmp_path_factory.mktemp("model")
     write_folder(folder / "m", "smollm2-135m")

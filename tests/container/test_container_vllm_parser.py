@@ -47,7 +47,7 @@ def complaints(lines: Sequence[Sequence[str]], *, newer: bool = False) -> list[s
 
 
 def golden_lines(facts: EngineFacts) -> Iterator[tuple[str, list[str]]]:
-    """Of each golden plan, one for each host, with its name."""
+    """Yield the command lines of each golden plan, one for each host, with the name of the case."""
     for case in CASES:
         with suppress(FatalError):  # a case that is refused has no command line
             plan = space(case).predicted

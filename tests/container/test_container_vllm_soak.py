@@ -134,7 +134,7 @@ def stop_in_mid_stream(stage: Stage, number: int) -> None:
 
 @cache
 def whole_start_s(model: Path) -> float:
-    """Of an eager engine, on a volume that has nothing yet."""
+    """Return the seconds that an eager engine takes to get ready on a volume that was empty."""
     with volume(model=False) as name, started(name, **options(model, SERVED)) as stage:
         began = time.monotonic()
         stage.wait_ready(START_S)

@@ -76,7 +76,8 @@ def test_stages_that_are_as_locked_are_built_from_the_cache(locked: tuple[Path, 
 def test_a_moved_package_is_exit_60_and_named(
     locked: tuple[Path, build.Job], planted: dict[str, str], said: str
 ) -> None:
-    """Also after a second look without the cache, of the one stage that the test may run again."""
+    """The error remains after a second build without the cache. The cell has one stage only, so a test may repeat the
+    build."""
     root, job = only_runtime(*locked, keeps_lists=True)
     assert job.lock
     was = job.lock.parts[PART]["tini"]

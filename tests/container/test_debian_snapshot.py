@@ -102,7 +102,7 @@ def test_the_snapshot_of_the_lock_is_where_packages_come_from(place: Place) -> N
 
 
 def test_another_service_and_another_date_run_no_step_again(place: Place) -> None:
-    """Or a refreshed lock would compile the engine anew though none of its packages moved."""
+    """A refreshed lock must not compile the engine again if none of its packages moved."""
     assert place.job.lock
     with snapshot_service(place.copy) as first:
         place.hold(Archives(first.root), replace(place.job, no_cache=True))
@@ -154,7 +154,7 @@ def test_a_snapshot_with_a_gap_is_given_up_for_the_newest_packages(place: Place)
 
 
 def test_without_a_snapshot_packages_that_are_the_locks_lose_nothing(place: Place) -> None:
-    """Of a service that takes a connection and says nothing. The Dockerfile is the rendered one, with its layers."""
+    """The service accepts a connection and never answers. The Dockerfile is the rendered one, with its layers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         archives = Archives(f"http://127.0.0.1:{silent.getsockname()[1]}/archive")
         begin_s = time.monotonic()

@@ -73,7 +73,7 @@ class Workspace:
 
 
 def certificates() -> str:
-    """As the Makefile finds them."""
+    """Return the path of the CA bundle that the Makefile would choose; /dev/null if no variable names one."""
     names = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
     return next((os.environ[name] for name in names if os.environ.get(name)), "/dev/null")
 

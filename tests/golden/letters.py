@@ -60,7 +60,8 @@ def decode_tokens_per_s(costs: Costs, depth: float) -> float:
 
 
 def prefill_tokens_per_s(costs: Costs, tokens: int) -> float:
-    """Of a prompt into an empty cache: host weights are copied once a batch, cards of a layer split overlap."""
+    """Return the speed of reading a prompt into an empty cache. Host weights are copied once a batch; the GPUs of a
+    layer split overlap."""
     read_ms = tokens * (costs.gpu_prefill_ms + costs.cpu_prefill_ms) + costs.prefill_depth_us * tokens**2 / 2000
     return 1000 * tokens / (read_ms * costs.serial(tokens) + costs.copy_ms * -(-tokens // costs.batch))
 
@@ -174,5 +175,5 @@ LETTERS: Mapping[str, Callable[[Judged], str | None]] = {
 
 
 def objections(judged: Judged) -> dict[str, str]:
-    """By letter, in words."""
+    """Return each objection in words, keyed by its letter."""
     return {letter: words for letter, judge in LETTERS.items() if (words := judge(judged))}

@@ -153,7 +153,7 @@ def _whole_a100() -> Hardware:
 
 @cache
 def engine_facts(release: str = "0.33") -> EngineFacts:
-    """As both images answered."""
+    """Return the facts that an image of this release reported: vllm-cpu for 0.32, vllm-cu130 for 0.33."""
     return cells.engine_facts(cells.find_cell({"0.32": "vllm-cpu", "0.33": "vllm-cu130"}[release]))
 
 
@@ -194,7 +194,7 @@ def arguments(plan: Plan, node: Node | None = None) -> tuple[str, ...]:
 
 
 def variables(plan: Plan, node: Node | None = None) -> dict[str, str]:
-    """Those that a plan decides."""
+    """Return the environment variables that a plan decides."""
     facts = engine_facts()
     install = Install(engine_dir=Path("/opt/vllm"), facts=facts, cache_dir=Path("/data/cache/golden"), node=node)
     found = server.environment(plan, install, server.scratch_of(SOCKET))

@@ -20,7 +20,7 @@ _TYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "U8": 1}
 
 
 def folder_model(name: str) -> Model:
-    """As read from a folder, which for those who look at its path lies on the volume."""
+    """Return the model as read from its folder; its path lies under /data/models."""
     return replace(_read(name), path=Path("/data/models") / name)
 
 

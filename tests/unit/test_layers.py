@@ -196,7 +196,7 @@ def _imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Of the kinds that a rule asks for."""
+    """Return the nodes of a file whose kind some rule needs."""
     return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, KINDS))
 
 
@@ -301,7 +301,7 @@ def test_what_does_no_io_is_there() -> None:
 
 
 def words_that_are_not_for(name: str) -> re.Pattern[str]:
-    """Those of every engine but its own."""
+    """Return a pattern of the words of all engines except the one that owns this module."""
     others = (words for engine, words in WORDS.items() if not name.startswith(f"appliance/engines/{engine}/"))
     return re.compile("|".join(others), re.IGNORECASE)
 

@@ -68,6 +68,6 @@ def only_runtime(root: Path, job: build.Job, *, keeps_lists: bool = False) -> tu
 
 
 def ca_bundle() -> Path | None:
-    """As the Makefile chooses it."""
+    """Return the CA bundle that the Makefile would choose; None if no variable names one."""
     names = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
     return build.check_ca_bundle(next((Path(os.environ[name]) for name in names if os.environ.get(name)), None))

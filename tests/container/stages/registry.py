@@ -45,7 +45,7 @@ def registry() -> Iterator[str]:
 
 
 def manifest(host: str, repository: str, reference: str) -> requests.Response:
-    """As the registry has it; 404 when it has none."""
+    """Return the registry's answer for a manifest; its status is 404 if the manifest does not exist."""
     kinds = ("index", "manifest")
     accept = ", ".join(f"application/vnd.oci.image.{kind}.v1+json" for kind in kinds)
     return requests.get(f"http://{host}/v2/{repository}/manifests/{reference}", headers={"Accept": accept}, timeout=30)

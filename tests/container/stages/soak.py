@@ -54,8 +54,8 @@ ENDLESS = {
 
 
 def write_model(folder: Path, tokenizer_of: Path, **shape: Any) -> None:
-    """Of zeros, with another model's tokenizer: what it says is of no interest, and it never ends. `shape`: what its
-    configuration has in place of `SHAPE`."""
+    """Write a model of zeros with another model's tokenizer. Its output means nothing and never ends. The entries of
+    `shape` replace those of `SHAPE` in its configuration."""
     vocabulary = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
     config = {**SHAPE, "vocab_size": vocabulary, **shape}
     folder.mkdir(parents=True)
@@ -131,7 +131,7 @@ def is_alive(pid: int) -> bool:
 
 
 def stream(stage: Stage) -> requests.Response:
-    """Of an answer that takes minutes."""
+    """Start a stream whose answer takes minutes."""
     where = f"{stage.base}/v1/chat/completions"
     reply = requests.post(where, json=ENDLESS, headers=stage.authorized(), stream=True, timeout=300)
     assert reply.status_code == 200, f"{reply.text}\n{stage.logs()}"

@@ -180,7 +180,7 @@ def test_memory_kills_of_version_2(tmp_path: Path, files: dict[str, str], kills:
 
 
 def test_memory_kills_of_version_1_are_those_of_the_own_group(tmp_path: Path) -> None:
-    """Beside the empty tree of version 2 that many hosts mount too."""
+    """The host also mounts an empty tree of version 2, as many hosts do."""
     put(
         tmp_path,
         {

@@ -137,7 +137,8 @@ def test_a_process_that_works_meanwhile_is_named() -> None:
 
 @pytest.mark.parametrize("own_pids", [frozenset({1, 77}), frozenset({1, 12})])
 def test_the_engine_is_told_from_who_comes_later(own_pids: frozenset[int]) -> None:
-    """By our own tree, or, where the driver numbers processes as the host does, by having come first."""
+    """The engine is found in our own process tree. If the driver uses the host's process numbers, the engine is the
+    process that came first."""
     alone = look(processes=(runs(77, 6000, 90),))
     crowded = look(processes=(runs(77, 6000, 50), runs(99, 500, 40, name="blender")))
     seen = on_gpu(look(), alone, crowded, crowded, look(), own_pids=own_pids)

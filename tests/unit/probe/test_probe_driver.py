@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def cache_of(*paths: str) -> str:
-    """As ldconfig writes it, but for its tables: names and paths, each with a zero at its end."""
+    """Return a cache in the form of ldconfig, without its tables: names and paths, each with a zero at its end."""
     return "glibc-ld.so.cache1.1" + "".join(f"{Path(path).name}\0{path}\0" for path in paths)
 
 

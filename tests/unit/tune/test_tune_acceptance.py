@@ -30,7 +30,8 @@ BASE, PUBLISHED = 22.92, ((1, 27.58, 0.884), (2, 29.39, 0.815), (3, 27.78, 0.713
 
 
 def of_every_step(tokens: int, ms: float, acceptance: float) -> SpeculationResult:
-    """Of a speculation that guesses `tokens` in every step, with that share of them right."""
+    """Return the result of a speculation that drafts `tokens` in every step; `acceptance` is the share that is
+    right."""
     steps = 1 / (1 + tokens * acceptance)
     return SpeculationResult(tokens=tokens, ms=ms, drafted=tokens * steps, accepted=tokens * acceptance * steps)
 

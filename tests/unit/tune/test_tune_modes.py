@@ -85,7 +85,7 @@ def test_a_little_more_context_is_not_bought_with_a_quarter_of_the_speed() -> No
 
 
 def test_all_that_the_model_has_keeps_a_little_less_of_the_speed() -> None:
-    """As of a planner: Qwen3-Next-80B on two 4090 is predicted 262,144 tokens at 0.68 of the fastest."""
+    """The planner predicts such a case: Qwen3-Next-80B on two 4090 has 262,144 tokens at 0.68 of the fastest speed."""
     plans = (scored(8192, 20.0), scored(131072, 26.0), scored(262144, 29.5))
     assert choose("balanced", plans, CHATS, native=262144).scored.context == 262144
     assert choose("balanced", plans, CHATS, native=524288).scored.context == 131072

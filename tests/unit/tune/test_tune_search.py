@@ -260,7 +260,7 @@ def test_two_that_are_near_are_measured_again_and_longer() -> None:
 
 
 def test_beside_a_long_load_the_next_look_is_a_longer_one_at_once() -> None:
-    """By the loads that were seen."""
+    """The loads seen so far decide how long the next measurement is."""
     for load_s, is_long in ((20.0, True), (0.1, False)):
         first = searching(SPACE).ask([], left_s=math.inf)
         assert isinstance(first, Ask)

@@ -49,7 +49,7 @@ def test_what_was_seen_of_both_replaces_the_figure() -> None:
 
 
 def test_a_cache_that_serves_nobody_makes_every_load_as_long() -> None:
-    """As on CPUs: nothing is expected of compiling, and all of it of the load."""
+    """On CPUs the whole expected time belongs to the load, none to compiling."""
     starts = Starts([start(COLD, 130.0), start(COLD, 131.0)])
     assert (starts.load_s, starts.compile_s(OTHER)) == (131.0, 0.0)
 

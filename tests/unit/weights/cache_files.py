@@ -15,7 +15,8 @@ OTHER_COMMIT = "b" * 40
 def put_cached(
     cache: Path, repo: str, file: str, data: bytes = b"GGUF", *, commit: str = COMMIT, ref: str | None = "main"
 ) -> Path:
-    """As the hub's client leaves it: a blob named by its sha256, a relative link, a ref. Returns the link."""
+    """Put a file in the cache as the hub's client does: a blob named by its sha256, a relative link, a ref. Returns the
+    link."""
     folder = cache / f"models--{repo.replace('/', '--')}"
     blob = folder / "blobs" / hashlib.sha256(data).hexdigest()
     link = folder / "snapshots" / commit / file
@@ -37,7 +38,7 @@ def let_others_in(folder: Path) -> None:
 
 
 def put_blob(store: Path, data: bytes) -> str:
-    """Of Ollama's store; returns the digest."""
+    """Put a blob in Ollama's store; returns the digest."""
     digest = hashlib.sha256(data).hexdigest()
     (store / "blobs").mkdir(parents=True, exist_ok=True)
     (store / "blobs" / f"sha256-{digest}").write_bytes(data)

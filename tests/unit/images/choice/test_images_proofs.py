@@ -217,7 +217,8 @@ def test_a_substitute_toolkit_takes_no_proofs_place(project: Path, tmp_path: Pat
 
 @given(data=st.data())
 def test_list_explain_and_select_agree(data: st.DataObject) -> None:
-    """Of whatever was proven or is here: the word of `list` begins what the others say of that platform."""
+    """For any proofs and local images, `select` gives the state that `list` gives, and the text of `explain` begins
+    with that state."""
     pairs = sorted((cell.id, platform) for cell in LOADED.cells for platform in cell.platforms)
     proven = data.draw(st.sets(st.sampled_from(pairs)))
     here = data.draw(st.sets(st.sampled_from([cell.tag for cell in LOADED.cells])))

@@ -170,7 +170,8 @@ def test_what_is_cut_off_is_named_though_the_tool_finds_no_code_in_it(tmp_path: 
 
 
 def _query(folder: Path, data: bytes, said: str) -> Library:
-    """As cuobjdump, which says `said`, and the file's own headers tell it."""
+    """Query a file of `data` with a cuobjdump that prints `said`; an empty `said` means that it finds no device
+    code."""
     file, tool = folder / "x.o", folder / "cuobjdump"
     file.write_bytes(data)
     none = "echo 'File does not contain device code' >&2; exit 255"

@@ -88,7 +88,7 @@ COPIES = {
 
 
 def components_of(cell: Cell) -> set[str]:
-    """Of those whose texts a template copies: the engine, and what it is compiled with."""
+    """Return the components whose license texts the cell's template copies: the engine and what it is compiled with."""
     found = {cell.engine.title}
     found |= {"CUDA's libraries"} if cell.toolkit else set()
     return found | ({"vllm, as a CPU build"} if cell.id == "vllm-cpu" else set())

@@ -102,7 +102,8 @@ def test_packages_wheels_engine_and_source_are_named(tree: Tree, image: docker.I
 
 
 def test_every_package_has_the_hash_that_its_lock_has(tree: Tree) -> None:
-    """Of Debian's the file's; of a wheel too where a release has one file, and else what it unpacked."""
+    """A Debian package has the hash of its file. A wheel has it too if its release has one file; otherwise the comment
+    has the hash of its RECORD."""
     tree.files["opt/appliance/lib/typing_extensions-4.16.0.dist-info/RECORD"] = _tree({"x": ""}).files["x"]
     lock = debian.Lock.model_validate(
         {

@@ -96,7 +96,8 @@ def test_every_check_has_a_planted_fault() -> None:
 
 
 def test_links_of_a_sound_image_are_in_order(sound: ImageSnapshot) -> None:
-    """Those of an engine's libraries, and of the compiler that cuBLAS opens; Debian's are not judged."""
+    """The links are those of an engine's libraries and of the compiler that cuBLAS opens. Debian's links are not
+    judged."""
     for name in ("libllama.so.0.5.0", "libnvrtc.so.13"):
         sound.tree.files[f"opt/llama/{name}"] = _entry(f"opt/llama/{name}")
     _file("opt/vllm/lib/nvidia/cu13/lib", kind="folder")(sound)
@@ -294,7 +295,8 @@ def _kernel(*, sass: tuple[str, ...] = (), ptx: tuple[str, ...] = ()) -> Fault:
 
 
 def _compiling(*lines: str, code: int = 0, without: str = "") -> Fault:
-    """As a cell of CUDA 13.0, whose cuBLAS opens a compiler that said this."""
+    """Make a cell of CUDA 13.0 in which the compiler that cuBLAS opens printed `lines`; the file `without` is
+    missing."""
 
     def plant(snapshot: ImageSnapshot) -> ImageSnapshot:
         cell = matrix.select(matrix.load(Path(__file__).parents[4]).cells, "llama-cu130-sm90")[0]

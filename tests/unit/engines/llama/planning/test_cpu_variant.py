@@ -223,7 +223,8 @@ def test_what_was_not_checked_or_has_nothing_to_do_is_not_in_the_space() -> None
 
 
 def test_a_plan_of_a_variant_that_may_serve_no_more_is_of_the_usual_one() -> None:
-    """As after an update of the machine's firmware: what was measured of it is not told of the other."""
+    """A firmware update can take a variant away. Measurements of that variant are not told of the plan that replaces
+    it."""
     (haswell, *_) = (plan for plan in space_with("haswell").all() if plan.cpu_variant == "haswell")
     found = space_with().now(haswell)
     assert isinstance(found, Plan)

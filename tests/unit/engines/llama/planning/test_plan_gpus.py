@@ -55,7 +55,7 @@ def reason(found: Plan, name: str) -> str:
 
 @cache
 def space_of(machine: str, name: str) -> Space | None:
-    """As it is asked for nothing; None where the model does not fit."""
+    """Return the space without any flags; None if the model does not fit."""
     found = space(MACHINES[machine], shape(name))
     try:
         _ = found.best
@@ -378,7 +378,7 @@ def test_a_power_cap_says_what_is_predicted_with_it(sms: int | None) -> None:
 
 @pytest.mark.parametrize("sms", [128, None])
 def test_a_capped_card_reads_prompts_more_slowly(sms: int | None) -> None:
-    """Also one of which nobody says how many multiprocessors it has, as in a machine file by hand."""
+    """A power cap counts even if the number of multiprocessors is unknown, as in a machine file written by hand."""
     card = replace(MACHINES["2x4090"].gpus.gpus[0], sm_count=sms, power_limit_w=450.0, power_limit_default_w=450.0)
     speeds = [
         best(with_gpus(MACHINES["2x4090"], replace(card, power_limit_w=watts)), shape("qwen3-8b")).speed

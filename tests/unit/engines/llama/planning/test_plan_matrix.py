@@ -143,7 +143,7 @@ def test_every_knee_of_the_matrix_is_among_the_plans(name: str) -> None:
 
 
 def widest(plans: Iterable[Plan]) -> dict[str, int]:
-    """By type of the cache, the most tokens with everything on GPUs."""
+    """Return the longest context with everything on GPUs, keyed by the type of the KV cache."""
     found: dict[str, int] = {}
     for plan in plans:
         if plan.placement.is_whole:

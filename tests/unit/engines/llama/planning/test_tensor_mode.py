@@ -73,7 +73,7 @@ def space(hardware: Hardware, of: Model, *, engine: EngineFacts | None = None, *
 
 
 def large() -> Model:
-    """Of the architecture that is trusted, too large for one card of 24 GB."""
+    """Return a model of the trusted architecture that is too large for one GPU of 24 GB."""
     return replace(model("qwen3.6-27b", "Q8_0"), architecture="llama")
 
 

@@ -46,7 +46,7 @@ def with_cards(machine: str, **changes: Any) -> Hardware:
 
 
 def cards(machine: str, *changed: Mapping[str, Any]) -> Hardware:
-    """As many of its first card, each changed so."""
+    """Return the machine with copies of its first GPU, one for each of `changed`, which has the fields to replace."""
     found = hardware(machine)
     first: Gpu = found.gpus.gpus[0]
     made = tuple(replace(first, index=at, uuid=f"GPU-{at}", **each) for at, each in enumerate(changed))
