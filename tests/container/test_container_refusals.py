@@ -45,7 +45,7 @@ def empty() -> Iterator[str]:
 
 
 def put(volume_name: str, files: dict[str, bytes], *, folder: str = "models") -> None:
-    """Files of any name and content, as somebody else might have left them there."""
+    """Put files of any name and content on the volume."""
     client = docker.from_env()
     container = client.containers.create(IMAGE, volumes={volume_name: {"bind": "/data"}}, network_mode="none")
     buffer = io.BytesIO()

@@ -63,7 +63,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 
 def compiled_plan() -> Plan:
-    """On the CPU nothing is compiled at first: a neighbour of the best is."""
+    """Return a compiled plan. The best plan on the CPU is eager, so it is a neighbour of the best."""
     here = space(next(case for case in CASES if case.machine == "cpu-16g"))
     return next(plan for plan in here.all() if launch_of(plan).graph_mode != EAGER)
 

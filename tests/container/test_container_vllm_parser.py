@@ -41,7 +41,7 @@ def _image() -> None:
 
 
 def complaints(lines: Sequence[Sequence[str]], *, newer: bool = False) -> list[str | None]:
-    """What vLLM says of each command line; None where it takes it."""
+    """Return vLLM's complaint about each command line; None if vLLM accepts the line."""
     found: list[str | None] = answered(PARSE, lines, newer=newer)
     return found
 

@@ -56,7 +56,7 @@ def _needed() -> None:
 
 @pytest.fixture(scope="module")
 def model(_needed: None) -> Iterator[Path]:
-    """Where Docker reaches it, and any user may read it."""
+    """Yield a model in a folder that Docker reaches and every user may read."""
     with tempfile.TemporaryDirectory(dir=ROOT / ".make", prefix="soak-") as name:
         Path(name).chmod(0o755)
         write_model(Path(name) / "small", MODEL)
@@ -142,7 +142,7 @@ def whole_start_s(model: Path) -> float:
 
 
 def wait_compiling(stage: Stage) -> None:
-    """Until the cache on the volume is being written."""
+    """Wait until files of the compile cache appear on the volume."""
     find = ("find", "/data", "-path", "*/torch_compile_cache/*", "-type", "f")
     wait_for(lambda: stage.run(*find).strip(), START_S, stage.logs)
 

@@ -35,7 +35,8 @@ def small(tmp_path: Path) -> tuple[Path, build.Job]:
 
 @pytest.fixture
 def locked(small: tuple[Path, build.Job]) -> tuple[Path, build.Job]:
-    """With a lock of what its stages hold, as cached layers have it: the archive may be younger."""
+    """Return the cell with a lock of the packages in its cached layers, which may be older than those of the
+    archive."""
     root, job = small
     holding = installed.query(root, job)
     asked = debian.asked((root / job.dockerfile).read_text("utf-8"))
@@ -132,7 +133,7 @@ def test_a_mirror_that_has_no_such_archive_is_an_error_of_the_build(
 
 
 def mentions(archive: Path, wanted: bytes) -> list[str]:
-    """Which files of an image, its configuration and manifest included, hold these bytes."""
+    """Return the files of an image, including configuration and manifest, that contain these bytes."""
     found = []
     with tarfile.open(archive) as image:
         for blob in image:

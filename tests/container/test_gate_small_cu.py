@@ -32,7 +32,8 @@ KERNELS = {"_Z5scaleIfLi2EEvPT_i", "_Z5scaleIdLi3EEvPT_i", "sum"}
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    """What each nvcc made. Unchanged sources are compiled once: the layers stay in BuildKit's cache."""
+    """Return the output of each nvcc, by cell. Unchanged sources are compiled once: the layers stay in BuildKit's
+    cache."""
     return cache(lambda cell: compile_small(tmp_path_factory.mktemp("gate"), cell, TARGETS[cell]))
 
 

@@ -199,7 +199,7 @@ def test_a_registry_that_does_not_answer_is_exit_60(root: Path, job: build.Job, 
 
 
 def _left_behind(host: str) -> list[str]:
-    """Names of this machine's images that a push gave them."""
+    """Return the image names that a push left on this machine."""
     names = [name for image in docker_py.from_env().images.list() for name in image.tags]
     return [name for name in names if host in name or "appliance-sbom:" in name]
 

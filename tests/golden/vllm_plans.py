@@ -126,7 +126,7 @@ def _first(name: str, cards: int) -> Hardware:
 
 
 def _eight_h100() -> Hardware:
-    """All linked."""
+    """Return a machine of eight H100 that are all linked by NVLink."""
     found = hardware_of("h100")
     (card,) = found.gpus.gpus
     cards = tuple(
@@ -137,7 +137,7 @@ def _eight_h100() -> Hardware:
 
 
 def _whole_a100() -> Hardware:
-    """Without its slices."""
+    """Return a machine with one A100 that is not divided into slices."""
     found = hardware_of("h200")
     card = replace(
         found.gpus.gpus[0],
@@ -203,7 +203,7 @@ def variables(plan: Plan, node: Node | None = None) -> dict[str, str]:
 
 
 def nodes_of(plan: Plan) -> tuple[Node | None, ...]:
-    """None: it serves alone."""
+    """Return one node for each host of the plan; (None,) if one host serves alone."""
     count = launch_of(plan).nodes
     if count == 1:
         return (None,)

@@ -31,7 +31,7 @@ def _read(name: str) -> Model:
 
 
 def write_folder(folder: Path, name: str, **changes: Any) -> Path:
-    """`changes` of config.json, in its language part where it has one."""
+    """Write the folder of a published model. `changes` apply to config.json, or to its `text_config` if it has one."""
     row = CONFIGS[name]
     config = json.loads(json.dumps(row["config"]))
     (config.get("text_config") or config).update(changes)

@@ -60,8 +60,8 @@ def test_half_of_the_results_are_held_out_by_a_rule_and_each_names_its_source() 
 
 @pytest.mark.thorough
 def test_results_that_were_never_fitted_are_predicted(compared: list[Compared]) -> None:
-    """Only results that others published are judged. The model of 135 M on two threads of a virtual machine is our own
-    result and is left out (README)."""
+    """Only results that others published are judged. Our own are not: a model of 135 M on two cores of a Xeon
+    (docs/figures.md)."""
     held = _held(compared)
     assert len(held) > 130
     assert statistics.median(abs(row.error) for row in held) <= AIM_MEDIAN

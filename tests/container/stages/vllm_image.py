@@ -36,8 +36,8 @@ def needs_image(image: str = IMAGE) -> None:
 
 
 def answered(program: Path, question: Any, *, newer: bool = False, model: Path | None = None) -> Any:
-    """What it prints on its last line, as it prints logs before. It has no network and may write nothing. `newer`: with
-    the Python files of `NEWER`; `model` is the folder /model there."""
+    """Run `program` in the image and return its last line, which follows its logs. The container has no network and is
+    read-only. `newer` adds the Python files of `NEWER`; `model` is mounted as /model."""
     argv = ["docker", "run", "--rm", "-i", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--tmpfs", "/data"]
     argv += ["-v", f"{program}:/program.py:ro", *(["-v", f"{model}:/model:ro"] if model else [])]
     if newer:  # vLLM's own launcher sets the path

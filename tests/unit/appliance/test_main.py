@@ -47,7 +47,7 @@ class House:
         self._capture = capture
 
     def run(self, verb: str, *words: str) -> Said:
-        """`main` with this volume and these facts."""
+        """Run a verb with this volume and these facts."""
         return self.bare(verb, "--data-dir", str(self.data), "--facts-dir", str(self.facts), *words)
 
     def bare(self, *words: str) -> Said:
@@ -405,7 +405,7 @@ def test_models_are_listed_added_and_removed(house: House, monkeypatch: pytest.M
 
 
 def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    """On standard input."""
+    """Give `data` on standard input."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 

@@ -22,7 +22,7 @@ FREE = GpuProbe(gpus=gpus_of("2x4090")[:1])
 
 
 def later(**more: float) -> LoadSample:
-    """Ten seconds later: 40 seconds of CPU time have passed."""
+    """Return a sample ten seconds after START; 40 seconds of CPU time have passed."""
     rises = {"busy_s": 0.0, "steal_s": 0.0, "own_s": 0.0} | more
     return replace(START, time_s=110, **{name: getattr(START, name) + by for name, by in rises.items()})
 

@@ -110,7 +110,7 @@ def test_a_child_searches_what_is_trusted_and_then_the_folder(before: list[str],
 
 @pytest.fixture
 def untrusted(tmp_path: Path) -> list[str]:
-    """Folders, with a `data` beside them as the volume. They hold nothing."""
+    """Return folders that must not be trusted, all of them empty. `data` beside them is the volume."""
     for name in ("data/lib", "open", "with;two", "x$LIB"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "data/lib")

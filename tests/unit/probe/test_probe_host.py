@@ -49,7 +49,7 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 def machine_with_smt(root: Path, name: str = "core_cpus_list") -> Path:
-    """Four cores of two threads; siblings are 0 and 4, 1 and 5, and so on."""
+    """Write a machine with four cores of two threads; siblings are 0 and 4, 1 and 5, and so on."""
     files = {TOPOLOGY.format(cpu, name): f"{cpu % 4},{cpu % 4 + 4}\n" for cpu in range(8)}
     return put(root, files | {"/proc/cpuinfo": CPUINFO})
 

@@ -38,7 +38,7 @@ class Shelf:
         self.path = folder / f"{key().id}.peak"
 
     def keep(self, *peaks: MemoryPeak) -> tuple[MemoryPeak, ...]:
-        """What is there once these were kept."""
+        """Keep these peaks; return all peaks that are in the store."""
         for each in peaks:
             assert self.store.keep_peak(key(), each, GPUS)
         return self.store.peaks(key(), GPUS)

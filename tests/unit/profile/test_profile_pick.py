@@ -39,7 +39,7 @@ def vram_mib(plan: Plan) -> float:
 
 @cache
 def ladder() -> tuple[Plan, ...]:
-    """Plans of one window, the one that needs the most of the card first."""
+    """Return up to four plans of one context length; the plan that needs most GPU memory comes first."""
     best = space(LAPTOP, shape(MODEL)).best
     alike = (best.context, best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
     found = [p for p in laptop_plans() if (p.context, p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike]

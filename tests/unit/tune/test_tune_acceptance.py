@@ -70,7 +70,7 @@ def test_what_is_measured_in_turn() -> None:
 
 
 def of_kinds(tokens: int, chat: float, edit: float) -> SpeculationResult:
-    """With the time of each kind of request as a share of that without guesses."""
+    """Return a result with the time of each kind of request, relative to the time without speculation."""
     rate = of_every_step(tokens, 100 * (chat + edit) / 2, 0.5)
     return replace(rate, by_kind=(("chat", chat), ("edit", edit)))
 

@@ -21,7 +21,7 @@ def curve(decode: dict[int, float]) -> Curve:
 
 
 def read(*stretches: tuple[int, int, float]) -> Curve:
-    """Stretches (first, last, ms a token) of a prompt."""
+    """Return the curve of a prompt that was read in stretches (first, last, ms a token)."""
     points = (Point(depth=b, decode_ms=1.0, prefill_ms=ms, prefill_tokens=b - a) for a, b, ms in stretches)
     return Curve(points=tuple(points))
 

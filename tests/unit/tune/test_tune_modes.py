@@ -24,7 +24,7 @@ CHATS = only(CHAT)
 
 
 def scored(context: int, ms: float, *, per_1000: float = 0.0, key: str = "") -> Scored:
-    """Decodes in `ms` at an empty context, and `per_1000` more with every thousand tokens."""
+    """Return a plan that decodes a token in `ms` at an empty context, and `per_1000` more for every thousand tokens."""
     points = tuple(
         Point(depth=depth, decode_ms=ms + per_1000 * depth / 1000, prefill_ms=0.1, prefill_tokens=depth)
         for depth in (32, 640, 8000)

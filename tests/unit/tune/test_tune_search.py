@@ -44,7 +44,8 @@ EFFORT = Effort(depths=(32, 512))
 
 
 def candidate(layers: int, threads: int, ubatch: int, *, need_mib: float | None = None) -> Candidate:
-    """`layers` of 12 on the CPU, each 3 ms there at 8 threads and 1 ms on the GPU; 1,000 MiB a layer on the GPU."""
+    """Return a candidate with `layers` of 12 on the CPU. A layer takes 3 ms there at 8 threads; on the GPU it takes 1
+    ms and 1,000 MiB."""
     work = Costs(
         gpu_ms=12.0 - layers,
         cpu_ms=3.0 * layers * math.sqrt(8 / threads),

@@ -55,7 +55,8 @@ def test_a_cache_that_serves_nobody_makes_every_load_as_long() -> None:
 
 
 def of_keys(first: Compilation, second: Compilation) -> tuple[Search, Ask]:
-    """Three that are alike but for a knob's step, after the middle one was measured: the search, and what is next."""
+    """Return a search over three candidates that differ by steps of one knob, and its next question after the middle
+    one was measured."""
     space = [
         replace(candidate(4, 4, 512), compilation=WARM),
         replace(candidate(4, 2, 512), compilation=first),

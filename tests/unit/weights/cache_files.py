@@ -31,7 +31,8 @@ def put_cached(
 
 
 def let_others_in(folder: Path) -> None:
-    """Every user may enter it; pytest's own folders are closed, and one deeper where tests run side by side."""
+    """Let every user enter the folder. pytest's own folders are closed, and one more of them if tests run in
+    parallel."""
     for each in (folder, *folder.parents):
         if each.stat().st_uid == os.getuid() and not each.stat().st_mode & 0o001:
             each.chmod(each.stat().st_mode | 0o755)
@@ -52,7 +53,7 @@ def layer(kind: str, digest: str, size: int) -> dict[str, Any]:
 def put_manifest(
     store: Path, name: str, layers: list[dict[str, Any]], *, host: str = "registry.ollama.ai", **more: object
 ) -> Path:
-    """`name` is namespace/model/tag."""
+    """Put a manifest in Ollama's store; `name` is namespace/model/tag."""
     path = store / "manifests" / host / name
     path.parent.mkdir(parents=True, exist_ok=True)
     media_type = "application/vnd.docker.distribution.manifest.v2+json"
@@ -61,7 +62,7 @@ def put_manifest(
 
 
 def put_ollama(store: Path, name: str, data: bytes, projector: bytes | None = None) -> Path:
-    """A model as `ollama pull` leaves it."""
+    """Put a model in the state that `ollama pull` leaves."""
     layers = [layer("model", put_blob(store, data), len(data)), layer("license", put_blob(store, b"free"), 4)]
     if projector is not None:
         layers.append(layer("projector", put_blob(store, projector), len(projector)))

@@ -22,7 +22,7 @@ FACTS = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=(), kv_
 
 
 def recorded() -> dict[str, Any]:
-    """What introspect.py wrote."""
+    """Return the recorded facts without the entries that introspect.py does not write."""
     document: dict[str, Any] = json.loads(SAID.read_text("utf-8"))
     for name in ("schema", "build", "kv_pairs", "backends", "split_modes", "cpu_variants"):
         del document[name]

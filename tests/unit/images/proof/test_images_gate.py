@@ -388,7 +388,7 @@ def _library(path: str = "libx.so", *, sass: tuple[str, ...] = (), ptx: tuple[st
 
 
 def _fatbin(*entries: tuple[int, int]) -> bytes:
-    """Kind and chip of each element, in the layout of nvcc 13.0."""
+    """Return a fat binary with an element for each kind and chip, in the layout of nvcc 13.0."""
     body = b""
     for kind, chip in entries:
         header = struct.pack("<HHIQ12x", kind, 0x101, 64, 16) + struct.pack("<I", chip)

@@ -139,7 +139,7 @@ def test_a_fault_in_the_list_is_named(fault: dict[str, object], said: str) -> No
 
 
 def _image(folder: Path, wheels: dict[str, list[str]]) -> Tree:
-    """What `docker save` would write of an image of one layer, with these wheels installed and the engine's text."""
+    """Return the tree of an image of one layer, with these wheels installed and the engine's license text."""
     root = folder / "root"
     for path in (*licenses.components()["llama.cpp"].paths, *licenses.components()["appliance"].paths):
         (root / path).parent.mkdir(parents=True, exist_ok=True)

@@ -212,7 +212,8 @@ def test_a_source_package_of_another_version_is_told_as_syft_does(field: str, up
 
 
 def _vulnerable(purl: str) -> str | None:
-    """grype's rule for Debian (grype/matcher/dpkg): by release and source package, else by the package's own name."""
+    """Return the package that grype would report, by its rule for Debian (grype/matcher/dpkg): release and source
+    package, else the package's own name. None if none is vulnerable."""
     package = PackageURL.from_string(purl)
     qualifiers = dict(package.qualifiers or {})
     upstream, _, upstream_version = qualifiers.get("upstream", package.name).partition("@")
@@ -373,7 +374,7 @@ def test_a_document_says_that_the_debian_lock_was_not_met(
 def _packages(
     tree: Tree, image: docker.Image, cell: Cell, dockerfile: str = "", locks: dict[str, str] | None = None
 ) -> dict[str, Package]:
-    """Written, and read back by the library."""
+    """Return the packages of a document that is written and read back by the library."""
     parts = [*sbom.contents(tree), *sbom.made_from(cell, dockerfile, locks or {})]
     document = JsonLikeDictParser().parse(  # type: ignore[no-untyped-call]
         json.loads(sbom.dump(sbom.document(cell, image, parts)))

@@ -41,7 +41,7 @@ HEALTH = {
 
 @pytest.fixture
 def sound(cell: Cell) -> ImageSnapshot:
-    """ImageSnapshot of an image that is what it must be."""
+    """Return the snapshot of an image without any fault."""
     return ImageSnapshot(
         cell=cell,
         platform="linux/amd64",
@@ -411,7 +411,7 @@ WHEEL = "opt/appliance/lib/h11-0.16.0.dist-info"
 
 
 def _unlisted(snapshot: ImageSnapshot) -> ImageSnapshot:
-    """Judged only on the base that the lock was made in."""
+    """Plant a package that no lock names. It is judged only on the base for which the lock was made."""
     assert snapshot.debian
     content = _status("1") + b"\nPackage: curl\nVersion: 7\n"
     snapshot.tree.files[verify.STATUS] = _entry(verify.STATUS, content=content)

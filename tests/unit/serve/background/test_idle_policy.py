@@ -171,7 +171,7 @@ def test_a_life_of_requests(
 def after(
     now: IdleState, step: Decision, gap: float, measure_s: float, left: int, is_changed: bool, has_better: bool
 ) -> tuple[IdleState, int, bool]:
-    """What the doing of a step makes of it."""
+    """Return state, remaining work and whether something changed, after the step is done."""
     if step.action is Action.WAIT:
         return replace(now, idle_s=now.idle_s + step.wait_s), left, is_changed
     if step.action in (Action.SWAP_ALONE, Action.SWAP_BESIDE):

@@ -187,7 +187,7 @@ def test_there_is_no_next_where_one_was_asked_for_or_is_the_only_one() -> None:
 
 
 def space_with(*checked: str, gpu_mib: int = 0) -> Space:
-    """On a CPU that runs zen4 and haswell."""
+    """Return a space on a CPU that runs zen4 and haswell."""
     here = replace(machine(), cpu=cpu(*CASCADELAKE, "avx512vbmi", "avx512_bf16"))
     if gpu_mib:
         here = with_gpus(here, [gpu(0, free_mib=gpu_mib)])

@@ -23,7 +23,7 @@ from tests.shapes import PUBLISHED
 
 
 def with_heads(key: int, value: int, *, heads: int, kv_heads: int, kind: LayerKind = "full") -> Model:
-    """Llama 3.1 8B with attention of other sizes."""
+    """Return Llama 3.1 8B with attention of other sizes."""
     plain = model("llama-3.1-8b", "Q4_K_M")
     k, v = (key, 0) if kind == "mla" else (key * kv_heads, value * kv_heads)
     layers = tuple(replace(layer, kind=kind, k_elements=k, v_elements=v) for layer in plain.stack)

@@ -96,7 +96,7 @@ def reason(plan: Plan, name: str) -> str:
 
 
 def readable(here: Space, plan: Plan) -> float:
-    """Decode half full, tokens a second."""
+    """Return the decode speed with a half full context, in tokens a second."""
     return here.context_plan.half_full
 
 

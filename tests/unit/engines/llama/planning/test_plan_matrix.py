@@ -223,7 +223,7 @@ def test_o_is_a_plan_without_the_copies_of_a_rounded_cache(name: str, context: s
 
 
 def as_planned_before(plan: Plan, *, compute: float) -> Plan:
-    """With these buffers alone, and a card that is as full as it goes with them."""
+    """Return the plan with only these compute buffers, on a GPU that they fill completely."""
     (share,) = plan.placement.shares
     memory = replace(share.memory, compute=compute)
     gpu = replace(share.gpu, free_mib=memory.total, held_back_mib=1024.0)

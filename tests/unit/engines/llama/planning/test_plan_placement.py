@@ -57,7 +57,8 @@ def device(index: int, free_mib: float, gb_s: float) -> Device:
 
 
 def cheapest_by_counting(work: PlacementJob, devices: tuple[Device, ...], dram_gb_s: float) -> int | None:
-    """All runs of layers on all devices in order, none on the CPU."""
+    """Return the cost of the cheapest placement: all runs of layers on all devices in order are tried, none on the CPU.
+    None if none fits."""
     model, layers = work.model, layers_of(work.model)
     roofline = Roofline(model=model, kv_type="f16", ubatch=work.ubatch, dram_gb_s=dram_gb_s, depth=DEPTH)
     mib = [

@@ -54,7 +54,7 @@ def placements(of: Model, *devices: Device, **changes: object) -> list[Placement
 
 
 def machine(gpus: int, *, width: int = 16, free_mib: int | None = None) -> Hardware:
-    """Equal cards of 24 GB on PCIe 4.0."""
+    """Return a machine with equal GPUs of 24 GB on PCIe 4.0."""
     hardware = MACHINES["2x4090"]
     first = hardware.gpus.gpus[0]
 
@@ -273,7 +273,7 @@ def test_a_prediction_tells_no_figure_of_whole_layers() -> None:
 
 
 def figures(whole: ContextPlan, best: Plan) -> set[float]:
-    """Decode of whole layers, as predicted beside them."""
+    """Return the rounded decode speeds that are predicted for splits by whole layers."""
     assert best.context == whole.context
     near = [each.placed for each in (whole, whole.before, whole.larger) if each is not None]
     others = (other.placed for other in whole.others.values())
@@ -301,7 +301,7 @@ def test_beside_it_whole_layers_take_over_none_of_its_words() -> None:
 
 
 def said_of_layers(here: Space) -> set[str]:
-    """Why each of them has its context."""
+    """Return the reasons for the context of each plan that is split by layers."""
     return {plan.choices[0].reason for plan in here.all() if plan.placement.split_mode == "layer"}
 
 

@@ -61,7 +61,7 @@ def value_of(plan: Plan, flag: str) -> str:
 
 
 def on_cuda_image(machine: Hardware, **flags: str) -> FatalError:
-    """What the CUDA image says of a machine where nothing can be planned."""
+    """Return the error of the CUDA image on a machine for which nothing can be planned."""
     cuda = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), flags)
     with pytest.raises(FatalError) as caught:
         Space(replace(cuda, hardware=machine))

@@ -40,7 +40,7 @@ def reason(plan: Plan, name: str) -> str:
 
 
 def with_cards(machine: str, **changes: Any) -> Hardware:
-    """Every card of it changed so."""
+    """Return the machine with `changes` applied to every GPU."""
     found = hardware(machine)
     return replace(found, gpus=replace(found.gpus, gpus=tuple(replace(card, **changes) for card in found.gpus.gpus)))
 
