@@ -148,7 +148,7 @@ def test_logs_are_sentences(running: tuple[str, Done]) -> None:
 
 
 def test_two_at_once_on_two_ports(running: tuple[str, Done], empty_volume: str) -> None:
-    """On one volume, with one key."""
+    """Both containers use one volume and one key."""
     with names() as [other]:
         done = appliance("run", str(MODEL), "-d", "--name", other, "--volume", empty_volume, "--image", IMAGE, "--fast")
         assert done.code == 0, done.err

@@ -199,7 +199,8 @@ def test_cpu_and_memory_limits_are_obeyed(stocked: str) -> None:
 
 
 def test_a_limit_of_400_mib_serves_the_demo_model(stocked: str) -> None:
-    """92 MiB of weights and as much of copies: what is optional goes, and a long prompt is answered within it."""
+    """The weights take 92 MiB and their copies as much. Optional memory is dropped; a long prompt still fits the
+    limit."""
     with started(stocked, mem_limit="400m", memswap_limit="400m") as stage:
         stage.wait_ready()
         body = {"messages": [{"role": "user", "content": "one two three " * 200}], "max_tokens": 16}

@@ -149,8 +149,8 @@ def wait_compiling(stage: Stage) -> None:
 
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_a_start_that_is_killed_at_any_moment_breaks_no_later_one(number: int, model: Path) -> None:
-    """Eager at any moment and compiled while its cache is being written, in turn, each on a volume that has nothing
-    yet; the engine alone, or all at once."""
+    """Rounds alternate: an eager start is killed at any moment, a compiled one while its cache is being written. Each
+    has an empty volume. The victim is one process of the engine or the whole container."""
     kind, draw = ("eager", "compiled")[number % 2], random.Random()  # other moments each day; each is kept
     victim = draw.choice(("container", "api", "core"))
     after_s = draw.uniform(0.05, 0.95) * (whole_start_s(model) if kind == "eager" else COMPILING_S)
@@ -184,7 +184,7 @@ def test_a_start_that_is_killed_at_any_moment_breaks_no_later_one(number: int, m
 
 
 def kill_now(stage: Stage, victim: str) -> str:
-    """Who it was: the container where that process is not there yet."""
+    """Kill the victim and return its name. The container is killed if the process does not exist yet."""
     try:
         pid = tree(stage).get(victim)
         if pid is not None:

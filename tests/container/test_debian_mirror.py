@@ -91,7 +91,7 @@ def test_a_moved_package_is_exit_60_and_named(
 
 
 def test_packages_that_no_lock_names_are_not_built(small: tuple[Path, build.Job]) -> None:
-    """The real cells' lock knows nothing of what this one asks for besides; no build is tried."""
+    """The real cells' lock has no part for the additional packages of this cell, so no build is tried."""
     root, job = small
     job = replace(job, lock=debian.load(root, job.cell.base, "linux/amd64"))
     with pytest.raises(BuildError, match=r"asks for packages that images/locks/debian-.*json has no part for: tini"):

@@ -116,7 +116,7 @@ def test_another_service_and_another_date_run_no_step_again(place: Place) -> Non
 
 
 def test_a_snapshot_that_is_not_what_the_lock_says_is_exit_60(place: Place) -> None:
-    """It is where the lock sent the build, so the newest packages would be no help: the lock is wrong."""
+    """The lock is wrong: the lock itself names this snapshot, so the newest packages would not help."""
     with snapshot_service(place.copy) as service, pytest.raises(BuildError) as caught:
         place.hold(Archives(service.root), place.locked("0.0-1"))
     assert caught.value.exit_code == 60
@@ -222,7 +222,7 @@ def test_two_builds_of_a_snapshot_meet_the_lock_or_are_not_begun(place: Place) -
 
 
 def test_a_lock_is_made_of_a_snapshot_and_names_it(place: Place) -> None:
-    """So that all of it was there at that moment, whenever the archive's own lists are from."""
+    """All packages existed at the snapshot's moment, whatever the date of the archive's own lists."""
     dockerfile = (place.root / place.job.dockerfile).read_text("utf-8")
     path = place.root / debian.path_for(place.job.cell.base, "linux/amd64")
     path.write_text("no lock", "utf-8")

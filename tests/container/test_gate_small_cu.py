@@ -71,7 +71,7 @@ def test_ptx_beside_sass_is_no_fault(compiled: Path) -> None:
 
 
 def test_one_kernel_that_lacks_the_sm_is_named(compiled: Path) -> None:
-    """Per file it has sm_90; per kernel it has not."""
+    """The file has code for sm_90, but one of its kernels has none."""
     faults = gate.judge([query(compiled / "libmixed.so")], 90).faults
     assert faults == [f"{compiled}/libmixed.so: sum has only sm_80"]
 

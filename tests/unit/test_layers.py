@@ -345,7 +345,7 @@ def test_an_engine_is_reached_through_its_doors_only() -> None:
 
 
 def test_no_engine_is_named_outside_its_folder() -> None:
-    """Nor in the folder of another one."""
+    """The folder of another engine does not name it either."""
     assert WORDS.keys() == set(ENGINES)
     files = [path for path in (ROOT / "appliance").rglob("*") if path.suffix in {".py", ".json", ".yaml"}]
     assert len(files) > 200

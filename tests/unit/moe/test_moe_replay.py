@@ -277,7 +277,7 @@ def test_the_benchmark_says_who_took_over_in_a_file_that_it_was_given(tmp_path: 
 
 @pytest.mark.thorough
 def test_layers_shared_out_to_processes_come_to_the_same() -> None:
-    """The guard's takeover, which is of all layers, included."""
+    """The guard's takeover, which concerns all layers, is the same as well."""
     made = phases(layers=11)
     whole = replay(made, COST, 1)
     assert whole.takeovers

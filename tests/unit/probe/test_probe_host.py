@@ -261,7 +261,7 @@ def test_another_kind_of_gpu_is_another_machine(change: dict[str, object]) -> No
     "change", [{"uuid": "GPU-2"}, {"vram_free_mib": 7}, {"pcie_generation": 1}, {"display": True}, {"holders": ()}]
 )
 def test_another_card_of_the_same_kind_is_the_same_machine(change: dict[str, object]) -> None:
-    """And one that is asleep, or busy."""
+    """A GPU that is asleep or busy is also the same."""
     cards = HARDWARE.gpus.gpus
     other = replace(HARDWARE, gpus=replace(HARDWARE.gpus, gpus=(replace(cards[0], **change), *cards[1:])))  # type: ignore[arg-type]
     assert fingerprint(other) == fingerprint(HARDWARE)

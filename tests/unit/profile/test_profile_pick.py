@@ -112,7 +112,7 @@ def contexts() -> tuple[Plan, ...]:
 
 
 def test_another_mode_takes_another_plan_from_the_same_measurements() -> None:
-    """The times rise with the window; when it is full, the third is too slow to be read along with."""
+    """Times rise with the context length. The third plan decodes below reading speed with a full context."""
     small, middle, large, *_ = contexts()
     seen = [measured(small, 20.0), measured(middle, 26.0, per_1000=0.1), measured(large, 40.0, per_1000=2.0)]
     here = space(LAPTOP, shape(MODEL))
@@ -161,7 +161,7 @@ def test_whatever_is_free_what_is_served_fits_and_nothing_that_fits_is_passed_ov
 
 
 def test_where_those_that_were_looked_at_longer_do_not_fit_one_that_was_glanced_at_is_served() -> None:
-    """Before the prediction, which nobody measured."""
+    """A plan that was measured shortly is served before one that was only predicted."""
     large, small, *_ = ladder()
     seen = [measured(large, 10.0), replace(measured(small, 12.0), is_long=False)]
     found = pick(of((large, small), seen, mode="speed"), "speed", with_vram(vram_mib(small)))

@@ -105,7 +105,7 @@ def test_balanced_takes_what_agents_work_with_before_speed() -> None:
 
 
 def test_balanced_counts_the_prompt_as_a_planner_does() -> None:
-    """Answers as fast, and a prompt that takes as long as the answer."""
+    """Both plans answer equally fast, but one takes as long for the prompt as for the answer."""
     fast, slow = scored(8192, 40.0), scored(65536, 40.0)
     reads = tuple(replace(point, prefill_ms=20.0) for point in slow.curve.points)
     assert choose("balanced", (fast, slow), CHATS, native=131072).scored.context == 65536
@@ -221,7 +221,7 @@ def test_one_that_was_not_followed_to_its_knee_does_not_win_by_that(mode: Mode, 
 
 
 def test_a_full_window_is_told_by_the_curves_that_go_deepest() -> None:
-    """One that was looked at twice, and was flat so far, says nothing of what lies behind."""
+    """A curve of two points that is flat so far says nothing about deeper contexts."""
     bent = scored(8192, 10.0, per_1000=20.0, key="bent")
     flat = replace(bent, key="flat", curve=Curve(points=scored(8192, 10.0).curve.points[:2]))
     assert measured_deepest([flat, bent]) == [bent]

@@ -70,7 +70,7 @@ SPACE = tuple(candidate(*values) for values in product(LAYERS, THREADS, UBATCHES
 
 
 class Box:
-    """A machine: rates other than predicted, a cliff above `cliff` threads, less memory than there seems to be."""
+    """A machine whose rates are not the predicted ones, with a cliff above `cliff` threads and `room_mib` of memory."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ def test_on_a_cpu_the_first_look_is_at_the_plan_that_would_be_served(count: int)
 
 
 def test_measuring_takes_every_stretch_of_the_text_for_itself() -> None:
-    """A stretch of few tokens is a batch too, with all the copies of one."""
+    """A stretch of few tokens is also a batch and pays for all the copies of a batch."""
     search = searching(SPACE, Effort(depths=(32, 512), tokens_each=0))
     found, none = candidate(4, 8, 512), fit([], PRIORS)
     read_ms = (32 + 512) * found.work.gpu_prefill_ms + 3 * found.work.copy_ms  # of which one for warming up
@@ -171,8 +171,8 @@ def test_the_prior_of_threads_is_of_a_doubling_however_many_steps_it_has() -> No
 
 @pytest.mark.thorough
 def test_it_is_as_near_to_the_best_in_a_dozen_as_is_wanted() -> None:
-    """Two boxes are slower with eight threads than with two, and slowest with four: no model expects it, and a load for
-    so small a chance is not worth its time. It costs 5.6 and 8.3 % there."""
+    """Two boxes are slower with eight threads than with two, and slowest with four. No model expects this, and a load
+    for so small a chance is not worth its time. The result is 5.6 and 8.3 % worse there."""
     rates = [(1.0, 1.0), (2.0, 1.0), (0.5, 1.0), (1.0, 2.0), (1.0, 0.5), (0.5, 2.0)]
     regrets = []
     for (gpu, cpu), cliff in product(rates, (2, 4, 8)):

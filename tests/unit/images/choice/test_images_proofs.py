@@ -316,7 +316,7 @@ def test_facts_that_are_none_are_not_recorded(tmp_path: Path, cell: Cell) -> Non
 
 
 def test_an_image_of_an_edited_tree_is_not_recorded(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And that is said before its checks."""
+    """The refusal comes before the image's checks."""
     labels = {"Labels": {proofs.REVISION_LABEL: f"{'f' * 40}+dirty"}}
     image = docker.Image(id=DIGEST, tags=(), digests=(), platform="linux/amd64", config=labels)
     monkeypatch.setattr(Engine, "image", lambda *_: image)

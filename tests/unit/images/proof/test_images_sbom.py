@@ -291,7 +291,7 @@ def test_cuda_libraries_are_traced_to_their_wheel_or_toolkit(cell: Cell) -> None
 
 
 def test_a_toolkit_that_stood_for_the_cells_is_named(project: Path) -> None:
-    """And the pinned one nowhere: it made nothing of this image."""
+    """The pinned toolkit is not named anywhere: it made nothing of this image."""
     cell = matrix.select(matrix.load(project).cells, "llama-cu128-sm90")[0]
     dockerfile = (project / cell.folder / "Dockerfile").read_text("utf-8")
     other = f"Debian's nvcc 12.4.131 and headers sha256:{'3' * 64}"

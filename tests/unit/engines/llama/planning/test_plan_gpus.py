@@ -125,8 +125,8 @@ def window(host: str, having: list[tuple[int, float]], name: str, mode: str = "c
 def test_in_mode_context_more_memory_never_gives_a_smaller_window(
     host: str, having: list[tuple[int, float]], name: str, more_mib: int, at: int
 ) -> None:
-    """But where a full one can be read along with only then: the mode asks for that where it can be had, and for no
-    less than `balanced` has."""
+    """Exception: only with more memory does a full context decode at reading speed. The mode then takes that context,
+    which may be smaller, but not a smaller one than `balanced` takes."""
     before, before_full = window(host, having, name)
     after, after_full = window(host, widened(having, more_mib, at), name)
     if before > after:

@@ -133,7 +133,7 @@ def test_a_knee_is_measured_too_where_a_larger_ubatch_is_predicted(
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", some([name for name, _ in MODELS]))
 def test_every_knee_of_the_matrix_is_among_the_plans(name: str) -> None:
-    """With llama.cpp's own ubatch, and but for those below what any mode serves."""
+    """Knees are those with llama.cpp's own ubatch. Contexts below the smallest that any mode serves do not count."""
     for cell in (cell for cell in CELLS if cell.model == name):
         usual = replace(cell, flags={"ubatch": str(UBATCH)})
         knees = {plan.kv_type: plan.context for plan in usual.knees() if plan.context >= SMALLEST_CONTEXT}

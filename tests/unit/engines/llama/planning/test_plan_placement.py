@@ -112,7 +112,7 @@ def test_no_split_of_the_cards_is_faster_than_the_one_found(
 
 @pytest.mark.parametrize(("others", "used"), [((2500,), ["1"]), ((1200, 1200), ["1", "2"])])
 def test_the_fastest_card_need_not_be_of_the_team(others: tuple[int, ...], used: list[str]) -> None:
-    """It holds no layer at all here. The cards after it are looked at without it, though it is the faster one."""
+    """The fastest GPU holds no layer here. The GPUs after it are also tried without it."""
     model = small((300,) * LAYERS)
     devices = (device(0, 100, 900.0), *(device(at, free, 300.0) for at, free in enumerate(others, 1)))
     work = PlacementJob(model=model, context=512, kv_type="f16", ubatch=512, parallel=4)

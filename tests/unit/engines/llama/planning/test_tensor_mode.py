@@ -244,7 +244,7 @@ def test_it_is_predicted_where_it_is_clearly_faster_over_a_good_link() -> None:
 
 
 def test_plans_beside_a_pair_that_is_not_the_first_are_of_that_pair() -> None:
-    """A plan's key names no card: two pairs would be taken for one."""
+    """A plan's key names no GPU, so plans on two different pairs would have the same key."""
     equal = machine(3)
     first, *others = equal.gpus.gpus
     slow_link = replace(first, pcie_width=4, pcie_width_max=4, bandwidth_gb_s=(first.bandwidth_gb_s or 0.0) + 4)
@@ -257,7 +257,8 @@ def test_plans_beside_a_pair_that_is_not_the_first_are_of_that_pair() -> None:
 
 
 def test_a_prediction_tells_no_figure_of_whole_layers() -> None:
-    """Its context is bounded, and of one type: whole layers would tell what more tokens and another type cost."""
+    """The predicted plan has a bounded context and one type. Figures of whole layers would tell the cost of more tokens
+    and of another type."""
     here = space(machine(2, free_mib=20000), large(), kv_type="f16")
     best, whole = here.best, here.context_plan
     assert best.placement.split_mode == "tensor"
@@ -338,7 +339,7 @@ def test_equal_cards_in_other_slots_give_the_same_split() -> None:
 
 
 def test_a_split_whose_card_is_gone_is_placed_nowhere() -> None:
-    """Placed on those that are left it would be another split, under the name of the measured one."""
+    """On the remaining GPUs the plan would be another split under the key of the measured one."""
     of, three = model("qwen3-8b", "Q8_0"), (card(0), card(1), card(2))
     resources = Resources(devices=three, spare_mib=64000.0, dram_gb_s=40.0)
     (before,) = place_tensors(job(of), resources, MODES, [three])
