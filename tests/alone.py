@@ -1,4 +1,4 @@
-"""What a machine may have beside the tests, hidden from those that are to give the same result on each."""
+"""Hide what else a machine has (Docker, variables) from tests whose result must be the same on every machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_OTHERS = re.compile(r"GGML_|LLAMA_|VLLM_|OMP_|CUDA_|NVIDIA_|XDG_")
 
 
 def be_alone(patch: pytest.MonkeyPatch) -> None:
-    """No Docker engine answers, and no variable of the caller's reaches an engine or an editor's settings."""
+    """Hide the Docker engine, and the caller's variables that would reach an engine or an editor's settings."""
     patch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
     for name in [name for name in os.environ if OF_OTHERS.match(name)]:
         patch.delenv(name)

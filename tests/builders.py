@@ -47,12 +47,12 @@ def device(id: str = "GPU-0", *, free_mib: float = 8000.0, index: int = 0, gb_s:
 
 
 def examples(most: int) -> int:
-    """`most` examples of a property, or the part of them that the profile in use takes of its hundred."""
+    """Return `most`, scaled by the examples of the profile in use; 100 examples mean all."""
     return max(1, most * settings().max_examples // 100)
 
 
 def some(cases: Sequence[T]) -> Sequence[T]:
-    """All cases, or every fifth where the profile in use takes few examples."""
+    """Return all cases, or every fifth if the profile in use takes fewer than 100 examples."""
     return cases if settings().max_examples >= 100 else cases[::5]
 
 
@@ -144,7 +144,7 @@ def facts(*, has_cuda: bool, variants: tuple[str, ...] = PLAIN) -> tuple[ImageFa
 
 @cache
 def model(name: str, quantization: str) -> Model:
-    """By its header alone, under the path that it would have on the volume."""
+    """Return the model that its GGUF header describes; its path lies under /data/models."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_gguf(Path(folder) / f"{name}-{quantization}.gguf", PUBLISHED[name], quantization=quantization)
         found = read_model(path)
@@ -153,7 +153,7 @@ def model(name: str, quantization: str) -> Model:
 
 
 def facts_for(hardware: Hardware) -> tuple[ImageFacts, EngineFacts]:
-    """Of the image as it is built for such a machine."""
+    """Return the facts of the image that is built for this kind of machine."""
     variants = BUILT["arm64" if "asimd" in hardware.cpu.isa else "amd64"]
     return facts(has_cuda=bool(hardware.gpus.gpus), variants=variants)
 
@@ -170,7 +170,7 @@ def machine(
     limit_used_mib: int = 50,
     volume_mib: int = 2000,
 ) -> Hardware:
-    """Without a GPU; half of the volume is free."""
+    """Return a machine without a GPU; half of its volume is free."""
     return Hardware(
         cpu=Cpu(model_name="test", logical=logical, physical=physical, quota=quota, isa=isa),
         memory=Memory(
@@ -264,7 +264,7 @@ def profile(
 
 
 def partial() -> Partial:
-    """Something of each kind, a failure among each."""
+    """Return an unfinished tuning with results of each kind, a failure among each."""
     best = SPACE.best.key
     texts = [(best, (3.1, 2.9), None), (PLANS[1].key, (), "engine was killed by SIGKILL")]
     scored_chunks = (ScoredChunk(key=k, chunk_tokens=256, first=0, nll=nll, error=why) for k, nll, why in texts)

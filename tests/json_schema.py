@@ -17,7 +17,7 @@ _KNOWN = _SAID | {
 
 
 def problems(document: object, schema: Mapping[str, Any]) -> list[str]:
-    """Each with its path; empty for a document that is right."""
+    """Return the errors of a document, each with its path; empty if the document is valid."""
     return list(_problems(document, schema, schema, "$"))
 
 

@@ -21,7 +21,7 @@ def fill_up(path: Path, size: int) -> None:
 
 @contextmanager
 def tmpfs(folder: Path, options: str) -> Iterator[Path]:
-    """Mounted on `folder`, which is made; skips the test where this user may not mount."""
+    """Make `folder` and mount a tmpfs on it. Skips the test if this user may not mount."""
     folder.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, text=True, check=False

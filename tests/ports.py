@@ -16,7 +16,8 @@ FIRST, LAST, EACH = 12_000, 32_000, 100  # Linux gives away 32,768 and above
 
 @cache
 def _mine() -> tuple[socket.socket, Iterator[int]]:
-    """Of this process, as long as it lives: the mark is a name of the network namespace, as ports are."""
+    """Reserve a range of ports until this process ends. The reservation is an abstract socket: like ports, its name
+    belongs to the network namespace."""
     mark = socket.socket(socket.AF_UNIX)
     for begin in range(FIRST, LAST, EACH):
         try:

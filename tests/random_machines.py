@@ -42,7 +42,7 @@ def gpu(index: int, *, free_mib: int = 8000, gb_s: float = 450.0, lanes: int = 1
 
 
 def with_gpus(hardware: Hardware, gpus: Sequence[Gpu]) -> Hardware:
-    """In these slots: indices, uuids and addresses are by place."""
+    """Return the machine with these GPUs; their order sets indices, uuids and addresses."""
     placed = tuple(
         replace(each, index=at, uuid=f"GPU-{at}", pci_bus_id=f"00000000:{at + 1:02X}:00.0")
         for at, each in enumerate(gpus)
@@ -85,7 +85,7 @@ def models(draw: st.DrawFn) -> Model:
 
 
 def layer_of(*, dense_mib: int, expert_mib: int = 0, k_elements: int = 256, v_elements: int = 256) -> Layer:
-    """Attends to everything."""
+    """Return a layer with full attention."""
     return Layer(
         kind="full",
         k_elements=k_elements,
@@ -125,6 +125,6 @@ def space_of(hardware: Hardware, model: Model, **flags: str) -> Space:
 
 
 def job_s(space: Space, plan: Plan, depth: float = EMPTY, *, tokens_in: int = CHAT_IN) -> float:
-    """Of a chat, with so much in the cache as it begins to answer."""
+    """Return the seconds of a chat whose answer begins with `depth` tokens in the cache."""
     costs = space.costs(plan)
     return CHAT_OUT / decode_tokens_per_s(costs, depth) + tokens_in / prefill_tokens_per_s(costs, tokens_in)

@@ -6,6 +6,7 @@ import signal
 
 
 def hear_all() -> None:
-    """What a shell starts in the background, or nohup, is deaf to some, and so would be all that the tests start."""
+    """Reset INT, TERM and HUP to their defaults. Background jobs of a shell and of nohup ignore some of them, and
+    programs that the tests start would inherit that."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What `make test` leaves out of the container tests, and says so: those that prove the build half."""
+"""Leave the tests of the build half out of `make test`, and say so."""
 
 from __future__ import annotations
 

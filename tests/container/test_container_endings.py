@@ -18,7 +18,7 @@ RUN = [name for name, row in INDEX.items() if "run" in row and name not in LIMIT
 
 
 def provoked(*names: str, **limits: Any) -> dict[str, dict[str, Any]]:
-    """What `provoke.py` tells of them, run in the image with the code of this tree."""
+    """Return what `provoke.py` reports of these endings. The program runs in the image with the code of this tree."""
     assert MODEL.exists(), "run `make model` first"
     client = docker.from_env()
     model = Path("/models") / MODEL.name

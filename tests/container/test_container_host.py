@@ -43,7 +43,7 @@ def appliance(*words: str, stdin: str = "", timeout_s: float = 180) -> Done:
 
 @contextmanager
 def names(count: int = 1) -> Iterator[list[str]]:
-    """Of containers that are gone afterwards, whatever happened."""
+    """Yield names for containers. All containers of these names are removed at the end, even if the test failed."""
     made = [f"test-{uuid.uuid4().hex[:8]}" for _ in range(count)]
     client = docker.from_env()
     try:
@@ -148,7 +148,7 @@ def test_logs_are_sentences(running: tuple[str, Done]) -> None:
 
 
 def test_two_at_once_on_two_ports(running: tuple[str, Done], empty_volume: str) -> None:
-    """On one volume, with one key."""
+    """Both containers use one volume and one key."""
     with names() as [other]:
         done = appliance("run", str(MODEL), "-d", "--name", other, "--volume", empty_volume, "--image", IMAGE, "--fast")
         assert done.code == 0, done.err

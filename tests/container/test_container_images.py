@@ -39,7 +39,7 @@ def cell() -> Cell:
 
 @pytest.fixture
 def away(tmp_path: Path) -> Path:
-    """Another folder with the same file: bake opens the archives of its targets, even when it only prints."""
+    """Return another folder with the same bake file: bake opens the archives of its targets even if it only prints."""
     (tmp_path / bake.ARCHIVES).mkdir(parents=True)
     (tmp_path / bake.BAKE_FILE).write_bytes((ROOT / bake.BAKE_FILE).read_bytes())
     return tmp_path
@@ -117,7 +117,7 @@ def test_a_small_disk_that_fills_up_is_left_empty(tmp_path: Path, cell: Cell, ma
 
 
 def fill(root: Path, run: str) -> None:
-    """In a process that sees the small disk: builds, and prints what is left on it."""
+    """Build in a process that sees the small disk, and print what is left on the disk."""
     cell = matrix.select(matrix.load(ROOT).cells, "llama-cpu")[0]
     job = _job(root, cell, run)
     try:

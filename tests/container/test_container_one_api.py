@@ -74,7 +74,8 @@ class Front:
         return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
 
     def remove_volumes(self) -> None:
-        """Of the project alone: `down --volumes` also takes the appliance's, which is the test's."""
+        """Remove the volumes of the project only. `down --volumes` would also remove the appliance's volume, which the
+        test owns."""
         client = docker.from_env()
         for made in client.volumes.list(filters={"label": f"com.docker.compose.project={self.project}"}):
             made.remove()

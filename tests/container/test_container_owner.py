@@ -37,7 +37,8 @@ PACE = 1_000_000  # bytes a second, of the first start: a minute and a half for 
 
 
 def two_rungs(folder: Path) -> Recipe:
-    """Qwen's recipe with one of its large rungs, and the demo's weights as the small one, at the hub."""
+    """Return Qwen's recipe with two rungs: one of its large ones, and the demo's weights at the hub as the small
+    one."""
     qwen, demo = (recipe.as_recipe(recipe.load(ROOT, name)) for name in ("qwen", "demo"))
     repo = read_repo(folder, REPO)
     assert repo
@@ -73,7 +74,7 @@ class Owner:
         self.began = time.monotonic()
 
     def ready(self) -> tuple[int, dict[str, Any]]:
-        """Status and document of /health/ready; 0 before it listens."""
+        """Return status and document of /health/ready; the status is 0 before the container listens."""
         try:
             reply = requests.get(f"{self.base}/health/ready", timeout=60)
         except requests.ConnectionError:
@@ -83,7 +84,7 @@ class Owner:
         return reply.status_code, reply.json()
 
     def wait_ready(self) -> float:
-        """Seconds since it was started."""
+        """Wait until the container is ready; return the seconds since its start."""
         wait_for(lambda: self.ready()[0] == 200, 300, self.container.logs)
         return time.monotonic() - self.began
 

@@ -45,7 +45,7 @@ def empty() -> Iterator[str]:
 
 
 def put(volume_name: str, files: dict[str, bytes], *, folder: str = "models") -> None:
-    """Files of any name and content, as somebody else might have left them there."""
+    """Put files of any name and content on the volume."""
     client = docker.from_env()
     container = client.containers.create(IMAGE, volumes={volume_name: {"bind": "/data"}}, network_mode="none")
     buffer = io.BytesIO()
@@ -199,7 +199,8 @@ def test_cpu_and_memory_limits_are_obeyed(stocked: str) -> None:
 
 
 def test_a_limit_of_400_mib_serves_the_demo_model(stocked: str) -> None:
-    """92 MiB of weights and as much of copies: what is optional goes, and a long prompt is answered within it."""
+    """The weights take 92 MiB and their copies as much. Optional memory is dropped; a long prompt still fits the
+    limit."""
     with started(stocked, mem_limit="400m", memswap_limit="400m") as stage:
         stage.wait_ready()
         body = {"messages": [{"role": "user", "content": "one two three " * 200}], "max_tokens": 16}

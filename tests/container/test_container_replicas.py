@@ -53,7 +53,7 @@ class Replicas:
         return requests.post(url, json=body, headers=headers, stream=bool(kwargs.get("stream")), timeout=WAIT_S)
 
     def in_flight(self, service: str) -> int:
-        """By the replica's own metrics."""
+        """Return the requests in flight that the replica's own metrics report."""
         code = (
             "import sys, urllib.request as u;"
             "r = u.Request('http://127.0.0.1:11435/metrics', headers={'Authorization': 'Bearer ' + sys.argv[1]});"
@@ -199,7 +199,8 @@ def is_healthy(replicas: Replicas, service: str) -> bool:
 
 @pytest.mark.parametrize(("text", "code"), [("sk-of-a-secret-0123456789\n", None), ("", 50)])
 def test_a_key_may_be_a_read_only_file_as_of_a_secret(text: str, code: int | None, tmp_path: Path) -> None:
-    """As Kubernetes mounts it: open for a supplementary group, in a folder that the runtime makes."""
+    """The file is mounted as Kubernetes does it: readable by a supplementary group, in a folder that the runtime
+    makes."""
     secret = tmp_path / "api_key"
     secret.write_text(text)
     secret.chmod(0o440)

@@ -45,7 +45,7 @@ def removed(tag: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def nehalem() -> Iterator[str]:
-    """Its engine runs on a CPU with SSE3 and nothing newer, whatever this machine is."""
+    """Yield an image whose engine runs on an emulated CPU with SSE3 and nothing newer."""
     yield from removed(build())
 
 
@@ -55,7 +55,7 @@ def nehalem_without_x64() -> Iterator[str]:
 
 
 def told(logs: str) -> list[str]:
-    """Variants that were ruled out, in their order."""
+    """Return the CPU variants that were ruled out, in their order."""
     mark = "the engine's CPU variant "
     return [line.split(mark)[1].split()[0] for line in logs.splitlines() if mark in line]
 

@@ -30,7 +30,7 @@ ALL_S = 3600.0  # eight minutes on two cores that have nothing else to do
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[Mapping[str, dict[str, Any]]]:
-    """By name, what `provoke_vllm.py` printed."""
+    """Yield the lines that `provoke_vllm.py` printed, keyed by their name."""
     if not IMAGE:
         pytest.skip("it has a run of its own: make test CELL=vllm-cpu")
     assert (MODEL / "config.json").is_file(), "python -m images fetch demo --rung 135m-bf16"

@@ -50,7 +50,7 @@ CHANGES: Mapping[str, Change] = {
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """By the name of the change."""
+    """Return the hash that vLLM gives for each change, keyed by the name of the change."""
     needs_image()
     folder = tmp_path_factory.mktemp("model")
     write_folder(folder / "m", "smollm2-135m")
@@ -63,7 +63,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 
 def compiled_plan() -> Plan:
-    """On the CPU nothing is compiled at first: a neighbour of the best is."""
+    """Return a compiled plan. The best plan on the CPU is eager, so it is a neighbour of the best."""
     here = space(next(case for case in CASES if case.machine == "cpu-16g"))
     return next(plan for plan in here.all() if launch_of(plan).graph_mode != EAGER)
 

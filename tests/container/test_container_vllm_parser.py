@@ -41,13 +41,13 @@ def _image() -> None:
 
 
 def complaints(lines: Sequence[Sequence[str]], *, newer: bool = False) -> list[str | None]:
-    """What vLLM says of each command line; None where it takes it."""
+    """Return vLLM's complaint about each command line; None if vLLM accepts the line."""
     found: list[str | None] = answered(PARSE, lines, newer=newer)
     return found
 
 
 def golden_lines(facts: EngineFacts) -> Iterator[tuple[str, list[str]]]:
-    """Of each golden plan, one for each host, with its name."""
+    """Yield the command lines of each golden plan, one for each host, with the name of the case."""
     for case in CASES:
         with suppress(FatalError):  # a case that is refused has no command line
             plan = space(case).predicted

@@ -50,7 +50,7 @@ def stage() -> Iterator[Stage]:
 
 
 def tree(stage: Stage) -> dict[str, int]:
-    """Process ids on this machine."""
+    """Return the engine's process ids on this machine, keyed by role."""
     found = stage.container.top(ps_args="-eo pid,args")["Processes"]
     return {name: int(pid) for pid, line in found for name, words in TREE.items() if words in line}
 

@@ -56,7 +56,7 @@ def _needed() -> None:
 
 @pytest.fixture(scope="module")
 def model(_needed: None) -> Iterator[Path]:
-    """Where Docker reaches it, and any user may read it."""
+    """Yield a model in a folder that Docker reaches and every user may read."""
     with tempfile.TemporaryDirectory(dir=ROOT / ".make", prefix="soak-") as name:
         Path(name).chmod(0o755)
         write_model(Path(name) / "small", MODEL)
@@ -134,7 +134,7 @@ def stop_in_mid_stream(stage: Stage, number: int) -> None:
 
 @cache
 def whole_start_s(model: Path) -> float:
-    """Of an eager engine, on a volume that has nothing yet."""
+    """Return the seconds that an eager engine takes to get ready on a volume that was empty."""
     with volume(model=False) as name, started(name, **options(model, SERVED)) as stage:
         began = time.monotonic()
         stage.wait_ready(START_S)
@@ -142,15 +142,15 @@ def whole_start_s(model: Path) -> float:
 
 
 def wait_compiling(stage: Stage) -> None:
-    """Until the cache on the volume is being written."""
+    """Wait until files of the compile cache appear on the volume."""
     find = ("find", "/data", "-path", "*/torch_compile_cache/*", "-type", "f")
     wait_for(lambda: stage.run(*find).strip(), START_S, stage.logs)
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_a_start_that_is_killed_at_any_moment_breaks_no_later_one(number: int, model: Path) -> None:
-    """Eager at any moment and compiled while its cache is being written, in turn, each on a volume that has nothing
-    yet; the engine alone, or all at once."""
+    """Rounds alternate: an eager start is killed at any moment, a compiled one while its cache is being written. Each
+    has an empty volume. The victim is one process of the engine or the whole container."""
     kind, draw = ("eager", "compiled")[number % 2], random.Random()  # other moments each day; each is kept
     victim = draw.choice(("container", "api", "core"))
     after_s = draw.uniform(0.05, 0.95) * (whole_start_s(model) if kind == "eager" else COMPILING_S)
@@ -184,7 +184,7 @@ def test_a_start_that_is_killed_at_any_moment_breaks_no_later_one(number: int, m
 
 
 def kill_now(stage: Stage, victim: str) -> str:
-    """Who it was: the container where that process is not there yet."""
+    """Kill the victim and return its name. The container is killed if the process does not exist yet."""
     try:
         pid = tree(stage).get(victim)
         if pid is not None:

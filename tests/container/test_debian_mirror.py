@@ -35,7 +35,8 @@ def small(tmp_path: Path) -> tuple[Path, build.Job]:
 
 @pytest.fixture
 def locked(small: tuple[Path, build.Job]) -> tuple[Path, build.Job]:
-    """With a lock of what its stages hold, as cached layers have it: the archive may be younger."""
+    """Return the cell with a lock of the packages in its cached layers, which may be older than those of the
+    archive."""
     root, job = small
     holding = installed.query(root, job)
     asked = debian.asked((root / job.dockerfile).read_text("utf-8"))
@@ -76,7 +77,8 @@ def test_stages_that_are_as_locked_are_built_from_the_cache(locked: tuple[Path, 
 def test_a_moved_package_is_exit_60_and_named(
     locked: tuple[Path, build.Job], planted: dict[str, str], said: str
 ) -> None:
-    """Also after a second look without the cache, of the one stage that the test may run again."""
+    """The error remains after a second build without the cache. The cell has one stage only, so a test may repeat the
+    build."""
     root, job = only_runtime(*locked, keeps_lists=True)
     assert job.lock
     was = job.lock.parts[PART]["tini"]
@@ -89,7 +91,7 @@ def test_a_moved_package_is_exit_60_and_named(
 
 
 def test_packages_that_no_lock_names_are_not_built(small: tuple[Path, build.Job]) -> None:
-    """The real cells' lock knows nothing of what this one asks for besides; no build is tried."""
+    """The real cells' lock has no part for the additional packages of this cell, so no build is tried."""
     root, job = small
     job = replace(job, lock=debian.load(root, job.cell.base, "linux/amd64"))
     with pytest.raises(BuildError, match=r"asks for packages that images/locks/debian-.*json has no part for: tini"):
@@ -131,7 +133,7 @@ def test_a_mirror_that_has_no_such_archive_is_an_error_of_the_build(
 
 
 def mentions(archive: Path, wanted: bytes) -> list[str]:
-    """Which files of an image, its configuration and manifest included, hold these bytes."""
+    """Return the files of an image, including configuration and manifest, that contain these bytes."""
     found = []
     with tarfile.open(archive) as image:
         for blob in image:

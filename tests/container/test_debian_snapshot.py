@@ -102,7 +102,7 @@ def test_the_snapshot_of_the_lock_is_where_packages_come_from(place: Place) -> N
 
 
 def test_another_service_and_another_date_run_no_step_again(place: Place) -> None:
-    """Or a refreshed lock would compile the engine anew though none of its packages moved."""
+    """A refreshed lock must not compile the engine again if none of its packages moved."""
     assert place.job.lock
     with snapshot_service(place.copy) as first:
         place.hold(Archives(first.root), replace(place.job, no_cache=True))
@@ -116,7 +116,7 @@ def test_another_service_and_another_date_run_no_step_again(place: Place) -> Non
 
 
 def test_a_snapshot_that_is_not_what_the_lock_says_is_exit_60(place: Place) -> None:
-    """It is where the lock sent the build, so the newest packages would be no help: the lock is wrong."""
+    """The lock is wrong: the lock itself names this snapshot, so the newest packages would not help."""
     with snapshot_service(place.copy) as service, pytest.raises(BuildError) as caught:
         place.hold(Archives(service.root), place.locked("0.0-1"))
     assert caught.value.exit_code == 60
@@ -154,7 +154,7 @@ def test_a_snapshot_with_a_gap_is_given_up_for_the_newest_packages(place: Place)
 
 
 def test_without_a_snapshot_packages_that_are_the_locks_lose_nothing(place: Place) -> None:
-    """Of a service that takes a connection and says nothing. The Dockerfile is the rendered one, with its layers."""
+    """The service accepts a connection and never answers. The Dockerfile is the rendered one, with its layers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         archives = Archives(f"http://127.0.0.1:{silent.getsockname()[1]}/archive")
         begin_s = time.monotonic()
@@ -222,7 +222,7 @@ def test_two_builds_of_a_snapshot_meet_the_lock_or_are_not_begun(place: Place) -
 
 
 def test_a_lock_is_made_of_a_snapshot_and_names_it(place: Place) -> None:
-    """So that all of it was there at that moment, whenever the archive's own lists are from."""
+    """All packages existed at the snapshot's moment, whatever the date of the archive's own lists."""
     dockerfile = (place.root / place.job.dockerfile).read_text("utf-8")
     path = place.root / debian.path_for(place.job.cell.base, "linux/amd64")
     path.write_text("no lock", "utf-8")

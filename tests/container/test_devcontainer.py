@@ -61,7 +61,7 @@ class Workspace:
         return {"user": self.uid, "group": self.uid, "extra_groups": [Path("/var/run/docker.sock").stat().st_gid]}
 
     def rename(self) -> None:
-        """Volumes of its own: the engine's takes the owner of its first user."""
+        """Give the workspace its own volumes. The engine's volume takes the owner of its first user."""
         text = self.configuration.read_text()
         assert text.count("appliance-dev-") == 4
         self.configuration.write_text(text.replace("appliance-dev-", f"{self.name}-"))
@@ -73,7 +73,7 @@ class Workspace:
 
 
 def certificates() -> str:
-    """As the Makefile finds them."""
+    """Return the path of the CA bundle that the Makefile would choose; /dev/null if no variable names one."""
     names = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
     return next((os.environ[name] for name in names if os.environ.get(name)), "/dev/null")
 

@@ -32,7 +32,8 @@ KERNELS = {"_Z5scaleIfLi2EEvPT_i", "_Z5scaleIdLi3EEvPT_i", "sum"}
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    """What each nvcc made. Unchanged sources are compiled once: the layers stay in BuildKit's cache."""
+    """Return the output of each nvcc, by cell. Unchanged sources are compiled once: the layers stay in BuildKit's
+    cache."""
     return cache(lambda cell: compile_small(tmp_path_factory.mktemp("gate"), cell, TARGETS[cell]))
 
 
@@ -70,7 +71,7 @@ def test_ptx_beside_sass_is_no_fault(compiled: Path) -> None:
 
 
 def test_one_kernel_that_lacks_the_sm_is_named(compiled: Path) -> None:
-    """Per file it has sm_90; per kernel it has not."""
+    """The file has code for sm_90, but one of its kernels has none."""
     faults = gate.judge([query(compiled / "libmixed.so")], 90).faults
     assert faults == [f"{compiled}/libmixed.so: sum has only sm_80"]
 

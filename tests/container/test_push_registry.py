@@ -87,7 +87,8 @@ def pushed(root: Path, job: build.Job, built: build.Built, host: str) -> push.Pu
 
 
 def kept(job: build.Job) -> list[str]:
-    """Beside the image that went: its bill of materials, and how long it took, by its build id."""
+    """Return the files that remain when the archive is pushed: bill of materials and build time, without the build
+    id."""
     names = (path.name for path in job.archive.parent.iterdir())
     return sorted(name.removeprefix(f"{job.build_id}.") for name in names)
 
@@ -168,7 +169,7 @@ def test_an_image_that_came_out_differently_is_not_pushed(
 def test_a_proxy_in_a_build_argument_is_not_published(
     root: Path, job: build.Job, built: build.Built, host: str
 ) -> None:
-    """As `proxies` of Docker's config.json would put it there."""
+    """The proxy comes from `proxies` in Docker's config.json."""
     config = root / "config"
     config.mkdir()
     (config / "config.json").write_text(json.dumps({"proxies": {"default": {"httpProxy": "http://me:pw@proxy:1"}}}))
@@ -198,7 +199,7 @@ def test_a_registry_that_does_not_answer_is_exit_60(root: Path, job: build.Job, 
 
 
 def _left_behind(host: str) -> list[str]:
-    """Names of this machine's images that a push gave them."""
+    """Return the image names that a push left on this machine."""
     names = [name for image in docker_py.from_env().images.list() for name in image.tags]
     return [name for name in names if host in name or "appliance-sbom:" in name]
 

@@ -14,7 +14,7 @@ def wrapped(line: str, indent: str = "") -> str:
 
 
 def write_anew(folder: Path, texts: Mapping[str, str]) -> None:
-    """By name, without its ending; what else lay there goes."""
+    """Write each text to `<name>.txt`. All other .txt files of the folder are deleted."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.txt"):
         old.unlink()

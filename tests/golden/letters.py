@@ -60,13 +60,14 @@ def decode_tokens_per_s(costs: Costs, depth: float) -> float:
 
 
 def prefill_tokens_per_s(costs: Costs, tokens: int) -> float:
-    """Of a prompt into an empty cache: host weights are copied once a batch, cards of a layer split overlap."""
+    """Return the speed of reading a prompt into an empty cache. Host weights are copied once a batch; the GPUs of a
+    layer split overlap."""
     read_ms = tokens * (costs.gpu_prefill_ms + costs.cpu_prefill_ms) + costs.prefill_depth_us * tokens**2 / 2000
     return 1000 * tokens / (read_ms * costs.serial(tokens) + costs.copy_ms * -(-tokens // costs.batch))
 
 
 def is_on_gpus(plan: Plan) -> bool:
-    """Alone: not the embedding, which always is in host memory, but every layer."""
+    """True if every layer is on GPUs. The embedding does not count: it is always in host memory."""
     return plan.placement.is_whole
 
 
@@ -151,8 +152,9 @@ def out_of_memory(judged: Judged) -> str | None:
 
 
 def copies_mib(judged: Judged, share: GpuAllocation, *, is_first: bool) -> float:
-    """f16 copies of K and V, of the widest layer, where the cache is of another type (ggml-cuda's fattn.cu), and on the
-    first GPU K and V of one layer whose cache is in host memory (ggml_backend_sched_split_graph)."""
+    """Return the MiB of temporary copies of K and V. A cache that is not f16 has f16 copies of its widest layer
+    (ggml-cuda's fattn.cu). The first GPU also holds K and V of one layer whose cache is in host memory
+    (ggml_backend_sched_split_graph)."""
     plan = judged.plan
     each = [
         (layer.k_elements + layer.v_elements) * cells(layer, plan.context, launch_of(plan).ubatch, plan.parallel)
@@ -174,5 +176,5 @@ LETTERS: Mapping[str, Callable[[Judged], str | None]] = {
 
 
 def objections(judged: Judged) -> dict[str, str]:
-    """By letter, in words."""
+    """Return each objection in words, keyed by its letter."""
     return {letter: words for letter, judge in LETTERS.items() if (words := judge(judged))}

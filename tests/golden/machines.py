@@ -26,7 +26,7 @@ def without_gpu(memory_mib: int, cores: int, *, limit_mib: int | None = None) ->
 
 
 def _alone(name: str) -> Hardware:
-    """With its first card only."""
+    """Return the machine with its first GPU only."""
     found = hardware_of(name)
     return replace(found, gpus=replace(found.gpus, gpus=found.gpus.gpus[:1]))
 

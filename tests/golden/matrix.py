@@ -87,7 +87,7 @@ class Cell:
         return Space(settings, image, engine, machine(self.machine), self.of)
 
     def judged(self) -> Judged:
-        """Raises what the planner raises."""
+        """Return the cell's best plan with its rivals. Raises the errors of the planner."""
         space = self.space()
         plan = space.best
         rivals = (*self.knees(), *self._larger_batches(plan))
@@ -215,13 +215,13 @@ def _section(name: str, quantization: str, lines: tuple[Line, ...]) -> str:
 
 
 def known() -> dict[str, dict[str, str]]:
-    """Cells with a letter that are known: by cell, by letter, why."""
+    """Return the reasons of known.yaml, keyed by cell and then by letter."""
     found: dict[str, Any] = yaml.safe_load(KNOWN.read_text()) or {}
     return {name: dict(row) for name, row in found.items()}
 
 
 def known_text(lines: tuple[Line, ...], before: Mapping[str, Mapping[str, str]]) -> str:
-    """Reasons that stand there already are kept."""
+    """Return the text of known.yaml for these lines; reasons in `before` are kept."""
     head = (
         "# Cells of ../matrix.md with a letter, and why each is left. Written by `python -m tests.golden.matrix`; the\n"
     )

@@ -56,7 +56,7 @@ def text(case: Case) -> str:
 
 
 def printed(words: Sequence[str]) -> str:
-    """What a command prints that succeeds."""
+    """Run a command that must succeed, and return its output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = appliance(words)

@@ -126,7 +126,7 @@ def _first(name: str, cards: int) -> Hardware:
 
 
 def _eight_h100() -> Hardware:
-    """All linked."""
+    """Return a machine of eight H100 that are all linked by NVLink."""
     found = hardware_of("h100")
     (card,) = found.gpus.gpus
     cards = tuple(
@@ -137,7 +137,7 @@ def _eight_h100() -> Hardware:
 
 
 def _whole_a100() -> Hardware:
-    """Without its slices."""
+    """Return a machine with one A100 that is not divided into slices."""
     found = hardware_of("h200")
     card = replace(
         found.gpus.gpus[0],
@@ -153,7 +153,7 @@ def _whole_a100() -> Hardware:
 
 @cache
 def engine_facts(release: str = "0.33") -> EngineFacts:
-    """As both images answered."""
+    """Return the facts that an image of this release reported: vllm-cpu for 0.32, vllm-cu130 for 0.33."""
     return cells.engine_facts(cells.find_cell({"0.32": "vllm-cpu", "0.33": "vllm-cu130"}[release]))
 
 
@@ -194,7 +194,7 @@ def arguments(plan: Plan, node: Node | None = None) -> tuple[str, ...]:
 
 
 def variables(plan: Plan, node: Node | None = None) -> dict[str, str]:
-    """Those that a plan decides."""
+    """Return the environment variables that a plan decides."""
     facts = engine_facts()
     install = Install(engine_dir=Path("/opt/vllm"), facts=facts, cache_dir=Path("/data/cache/golden"), node=node)
     found = server.environment(plan, install, server.scratch_of(SOCKET))
@@ -203,7 +203,7 @@ def variables(plan: Plan, node: Node | None = None) -> dict[str, str]:
 
 
 def nodes_of(plan: Plan) -> tuple[Node | None, ...]:
-    """None: it serves alone."""
+    """Return one node for each host of the plan; (None,) if one host serves alone."""
     count = launch_of(plan).nodes
     if count == 1:
         return (None,)

@@ -33,7 +33,8 @@ def main(library: str, leave_mib: int) -> int:
 
 @contextmanager
 def held(engine_dir: Path, leave_mib: int | None) -> Iterator[dict[str, Any]]:
-    """While the block runs; nothing is held for None. Raises RuntimeError when the memory cannot be had."""
+    """Hold GPU memory while the block runs. None holds nothing. Raises RuntimeError if the memory cannot be
+    allocated."""
     if leave_mib is None:
         yield {}
         return

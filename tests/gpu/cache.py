@@ -62,7 +62,7 @@ def written(options: argparse.Namespace) -> Path:
 
 
 async def decoded(found: StartInputs, plan: Plan, depths: tuple[int, ...]) -> dict[int, float]:
-    """Milliseconds of a token, by depth."""
+    """Return the milliseconds of a decoded token, keyed by depth."""
     bench = engine.Bench(
         engine=found.engine, install=found.install, socket_path=found.inputs.settings.runtime_dir / "cache.sock"
     )
@@ -77,7 +77,7 @@ def _silent(_: Step) -> None:
 
 
 def table(rows: dict[str, dict[int, float]]) -> str:
-    """Tokens a second, and the part of it that exact `f16` decodes at the same depth."""
+    """Return a table of tokens a second; in parentheses the speed relative to `f16` at the same depth."""
     depths = sorted(rows["f16"])
     lines = [f"{'type':8}" + "".join(f"{depth:>18,}" for depth in depths)]
     for kind, by_depth in rows.items():
@@ -87,13 +87,14 @@ def table(rows: dict[str, dict[int, float]]) -> str:
 
 
 def factor(exact: dict[int, float], rounded: dict[int, float]) -> float:
-    """What a token in the rounded cache costs beside one in an exact cache: `ROUNDED_CACHE_GPU`."""
+    """Return the cost of a cached token in the rounded type relative to the exact one: `ROUNDED_CACHE_GPU`."""
     first, last = min(exact), max(exact)
     return (rounded[last] - rounded[first]) / (exact[last] - exact[first])
 
 
 def as_yaml(options: argparse.Namespace, kind: str, by_depth: dict[int, float]) -> list[str]:
-    """`held_out` by the rule of benchmarks/speed_model.py is for whoever adds them."""
+    """Return rows for benchmarks/speed_model.yaml. Whoever adds them sets `held_out` by the rule of
+    benchmarks/speed_model.py."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return [
         f'- {{"machine": "{options.machine}", "model": "{CASES[options.shape].shape.name}", '

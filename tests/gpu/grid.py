@@ -85,7 +85,8 @@ class KvCheck:
 
 
 def judge(rows: Iterable[Row]) -> KvCheck | None:
-    """None until there is a choice and a cell to compare. Of several looks at the choice the mean counts."""
+    """Compare the tuner's choice with the cells. If the choice was measured several times, the mean counts. None until
+    both a choice and a cell were measured."""
     seen = list(rows)
     picks = [row.job_s for row in seen if row.cell == PICK and row.job_s is not None]
     swept = [(row.job_s, row.cell) for row in seen if row.cell != PICK and row.job_s is not None]

@@ -85,7 +85,7 @@ def complete(engine: Path, model: Path, *more: str) -> tuple[dict[str, Any], str
 
 
 def speeds(timings: dict[str, Any], said: str) -> str:
-    """In words, once all of the work was done, and on the GPU."""
+    """Check that all of the work was done on the GPU, and return the speeds in words."""
     assert (timings["prompt_n"], timings["predicted_n"]) == (PROMPT, MADE)
     assert "CUDA0 model buffer size" in said
     prefill = 1000 * PROMPT / timings["prompt_ms"]

@@ -110,7 +110,8 @@ class Bench:
         print(f"wrote {self._model.name}: {size:.1f} GB in {time.monotonic() - began:.1f} s", flush=True)
 
     def _tuned(self, settings: Settings, found: StartInputs) -> Profile | None:
-        """From `appliance tune`, as a user runs it; None where it needs another call to end."""
+        """Return the profile of `appliance tune`, run in the way that a user runs it; None if it needs another call to
+        end."""
         store = ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr))
         if profile := store.peek(found.key):
             return profile
@@ -199,7 +200,8 @@ class Bench:
         print(f"{len(self.rows)}: {row.cell}: {said} ({row.seconds:.0f} s)", flush=True)
 
     def _report(self, found: StartInputs, profile: Profile | None, taken: Mapping[str, int]) -> int:
-        """0 when every cell was seen, 75 (try again) when a further call has to go on."""
+        """Write the report and return the exit code: 0 if every cell was seen, 75 (try again) if another call must go
+        on."""
         kv_check = judge(self.rows)
         wanted = {PICK, *map(name_of, self._cells)}
         is_whole = profile is not None and wanted <= {row.cell for row in self.rows}

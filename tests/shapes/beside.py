@@ -50,7 +50,8 @@ def write_projector(
     patch: int = 8,
     seed: int = 0,
 ) -> Path:
-    """For images, as Gemma 3's: SigLIP, a mean of 4 x 4 patches, one matrix to the model's `embedding`."""
+    """Write a projector for images like Gemma 3's: SigLIP, a mean of 4 x 4 patches, one matrix to the model's
+    `embedding`."""
     writer = _Writer(path, "clip", seed)
     meta = writer.gguf
     meta.add_type("mmproj")
@@ -82,7 +83,7 @@ def write_projector(
 
 
 def write_ears(path: Path, embedding: int, *, width: int = 64, wide: int = 128, layers: int = 2, seed: int = 0) -> Path:
-    """For sound, as Qwen2-Audio's: Whisper's encoder and one matrix to the model's `embedding`."""
+    """Write a projector for sound like Qwen2-Audio's: Whisper's encoder and one matrix to the model's `embedding`."""
     writer = _Writer(path, "clip", seed)
     writer.scale = np.float32(0.2)
     meta = writer.gguf
@@ -142,7 +143,7 @@ def write_bert(
     scale: float = 0.5,
     seed: int = 0,
 ) -> Path:
-    """BERT with a word piece for each letter; of pooling type RANK (4) with the head of a cross-encoder."""
+    """Write a BERT with a word piece for each letter. Pooling type RANK (4) adds the head of a cross-encoder."""
     writer = _Writer(path, "bert", seed)
     writer.scale = np.float32(scale)
     meta = writer.gguf

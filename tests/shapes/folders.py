@@ -20,7 +20,7 @@ _TYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "U8": 1}
 
 
 def folder_model(name: str) -> Model:
-    """As read from a folder, which for those who look at its path lies on the volume."""
+    """Return the model as read from its folder; its path lies under /data/models."""
     return replace(_read(name), path=Path("/data/models") / name)
 
 
@@ -31,7 +31,7 @@ def _read(name: str) -> Model:
 
 
 def write_folder(folder: Path, name: str, **changes: Any) -> Path:
-    """`changes` of config.json, in its language part where it has one."""
+    """Write the folder of a published model. `changes` apply to config.json, or to its `text_config` if it has one."""
     row = CONFIGS[name]
     config = json.loads(json.dumps(row["config"]))
     (config.get("text_config") or config).update(changes)

@@ -37,7 +37,7 @@ _SCALES = {
 def write_gguf(
     path: Path, shape: Shape, *, quantization: str = "Q4_K_M", with_data: bool = False, seed: int = 0
 ) -> Path:
-    """Without data the file is a hole behind its header: of the right length, and no room on the disk.
+    """Write a model of this shape. Without data the file has its full length but is a hole behind the header.
 
     With data it has a tokenizer of bytes, so that the engine answers; without, only the size of its vocabulary.
     """
@@ -90,7 +90,7 @@ def _bytes(size: Sequence[int], kind: Type) -> int:
 
 
 def _floats(name: str, count: int, random: np.random.Generator) -> bytes:
-    """Norms are ones, decay rates (`ssm_a`) are negative as in every trained model."""
+    """Return random weights. Norms are ones; decay rates (`ssm_a`) are negative, as in every trained model."""
     if "norm" in name:
         return np.ones(count, dtype=np.float32).tobytes()
     values = random.standard_normal(count, dtype=np.float32) * np.float32(0.02)

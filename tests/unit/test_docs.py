@@ -43,7 +43,7 @@ FIGURES: dict[str, str] = yaml.safe_load((ROOT / "docs/figures.yaml").read_text(
 
 
 def codes(module: object) -> set[int]:
-    """Of each error that a module has."""
+    """Return the exit codes of all errors of a module."""
     found = (each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Exception))
     return {each.exit_code for each in found if hasattr(each, "exit_code")}
 
@@ -53,7 +53,8 @@ ALL_CODES = codes(errors) | codes(images_errors)
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """As forges make them: lower case, without punctuation, spaces as dashes; the second of a name has a number."""
+    """Return the anchors that forges make from headings: lower case, without punctuation, spaces as dashes. A repeated
+    name gets a number."""
     seen: dict[str, int] = {}
     found = []
     for heading in re.findall(r"^#{1,6} (.+)$", FENCED.sub("", page.read_text("utf-8")), re.MULTILINE):
@@ -129,7 +130,7 @@ def test_a_figure_of_the_front_page_is_that_of_its_row(name: str) -> None:
 
 
 def test_both_readmes_say_the_same() -> None:
-    """As far as that can be told without reading Chinese: headings, commands, and the names in each row of a table."""
+    """The comparison needs no Chinese: headings, commands, and the names in each row of a table."""
     english, chinese = (readme(name) for name in ("README.md", "README.zh-CN.md"))
     assert english.headings == chinese.headings
     assert english.commands == chinese.commands

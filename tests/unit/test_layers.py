@@ -196,7 +196,7 @@ def _imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Of the kinds that a rule asks for."""
+    """Return the nodes of a file whose kind some rule needs."""
     return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, KINDS))
 
 
@@ -301,7 +301,7 @@ def test_what_does_no_io_is_there() -> None:
 
 
 def words_that_are_not_for(name: str) -> re.Pattern[str]:
-    """Those of every engine but its own."""
+    """Return a pattern of the words of all engines except the one that owns this module."""
     others = (words for engine, words in WORDS.items() if not name.startswith(f"appliance/engines/{engine}/"))
     return re.compile("|".join(others), re.IGNORECASE)
 
@@ -321,7 +321,8 @@ def without_sources(document: object) -> object:
 
 
 def text_of(path: Path) -> str:
-    """All of it; of the room that knows the format without prose, and without what the format calls its own."""
+    """Return the text of a file. For the package that knows the format, prose and the format's own names are left
+    out."""
     text = path.read_text(encoding="utf-8")
     if name_of(path).startswith(KNOWS_THE_FORMAT):
         if path.suffix == ".py":
@@ -344,7 +345,7 @@ def test_an_engine_is_reached_through_its_doors_only() -> None:
 
 
 def test_no_engine_is_named_outside_its_folder() -> None:
-    """Nor in the folder of another one."""
+    """The folder of another engine does not name it either."""
     assert WORDS.keys() == set(ENGINES)
     files = [path for path in (ROOT / "appliance").rglob("*") if path.suffix in {".py", ".json", ".yaml"}]
     assert len(files) > 200
@@ -443,7 +444,7 @@ def _module(path: Path) -> str:
 
 
 def _named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Modules, or names within one, that an import may mean."""
+    """Yield the modules that an import may mean, or names within a module."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     else:
@@ -452,7 +453,8 @@ def _named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 @cache
 def _graph() -> Mapping[str, frozenset[str]]:
-    """Which file imports which, within functions and for types too. A package's face is a node of its own."""
+    """Return the files that each file imports, including imports within functions and for types. A package's `__init__`
+    is a node of its own."""
     modules = {_module(path): path for path in FILES}
     graph: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
@@ -476,7 +478,8 @@ def _circles(graph: Mapping[str, Iterable[str]]) -> list[set[str]]:
 
 
 def _folder(module: str) -> str:
-    """A face and a file that lies beside rooms (`appliance/errors.py`) stand for themselves."""
+    """Return the folder of a module. A package's `__init__` and a file beside packages (`appliance/errors.py`) stand
+    for themselves."""
     folder, _, name = module.rpartition(".")
     return module if name in WITHOUT_RULES or "." not in folder else folder
 

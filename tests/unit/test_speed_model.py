@@ -60,7 +60,8 @@ def test_half_of_the_results_are_held_out_by_a_rule_and_each_names_its_source() 
 
 @pytest.mark.thorough
 def test_results_that_were_never_fitted_are_predicted(compared: list[Compared]) -> None:
-    """Those that others published; a model of 135 M on two threads of a virtual machine is not (README)."""
+    """Only results that others published are judged. Our own are not: a model of 135 M on two cores of a Xeon
+    (docs/figures.md)."""
     held = _held(compared)
     assert len(held) > 130
     assert statistics.median(abs(row.error) for row in held) <= AIM_MEDIAN
@@ -104,7 +105,8 @@ def test_experts_in_host_memory_are_predicted_on_machines_of_several_kinds(compa
 
 
 def test_a_prompt_uses_some_experts_often_and_others_never() -> None:
-    """Of 128 experts 512 tokens with 4 each used 72 to 95 (llama.cpp#15346), the later layers fewer."""
+    """A prompt of 512 tokens with 4 experts each used 72 to 95 of 128 experts, fewer in later layers
+    (llama.cpp#15346)."""
     model = describe_shape(PUBLISHED["gpt-oss-120b"], Path("gpt-oss-120b.gguf"), "MXFP4")
     layer, card = layers_of(model)[0], device()
     whole_ms = layer.expert_bytes / (card.upload_gb_s * 1e6)

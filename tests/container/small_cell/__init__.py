@@ -33,13 +33,14 @@ def make_root(folder: Path, cell_id: str, text: str) -> tuple[Path, Cell]:
 
 
 def toolchain(cell: Cell) -> str:
-    """Its stages up to nvcc, byte for byte as they are rendered: so they share the real cell's layers."""
+    """Return the stages of the cell's Dockerfile up to nvcc. They are copied byte for byte to share the real cell's
+    layers."""
     text = (ROOT / cell.folder / "Dockerfile").read_text("utf-8")
     return text[: text.index("\nFROM nvcc AS ") + 1]
 
 
 def make_job(root: Path, cell: Cell, engine: docker.Engine) -> build.Job:
-    """On the base that is here, whatever its digest."""
+    """Return a job on the local base, whatever its digest."""
     return build.Job(
         cell=cell,
         base=build.choose_base(cell, cell.base.image, engine),
@@ -53,7 +54,7 @@ def make_job(root: Path, cell: Cell, engine: docker.Engine) -> build.Job:
 
 
 def only_runtime(root: Path, job: build.Job, *, keeps_lists: bool = False) -> tuple[Path, build.Job]:
-    """Its smallest part: one package on the base, so that a test may fetch it again and again.
+    """Cut the job down to one package on the base, which a test can fetch many times.
 
     The lists of the archive say which file a package is; a runtime stage removes them, a toolchain's does not.
     """
@@ -68,6 +69,6 @@ def only_runtime(root: Path, job: build.Job, *, keeps_lists: bool = False) -> tu
 
 
 def ca_bundle() -> Path | None:
-    """As the Makefile chooses it."""
+    """Return the CA bundle that the Makefile would choose; None if no variable names one."""
     names = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
     return build.check_ca_bundle(next((Path(os.environ[name]) for name in names if os.environ.get(name)), None))

@@ -50,7 +50,7 @@ class Stage:
         return self.container.logs().decode(errors="replace")
 
     def events(self) -> list[dict[str, Any]]:
-        """The JSON lines; words of the engine's last moments are not JSON and are passed over."""
+        """Return the JSON lines of the log. The engine's last lines before its end are not JSON and are left out."""
         return [json.loads(line) for line in self.logs().splitlines() if line.startswith("{")]
 
     def names(self) -> list[str]:
@@ -109,7 +109,7 @@ def volume(*, model: bool = True) -> Iterator[str]:
 
 
 def put_model(client: docker.DockerClient, name: str, path: Path) -> None:
-    """Through the image's own door: `appliance models add` reads standard input."""
+    """Put a model on the volume with the image's own `appliance models add`, which reads standard input."""
     container = client.containers.create(
         IMAGE,
         ["models", "add", path.name],
@@ -138,7 +138,7 @@ def started(
     image: str = IMAGE,
     **kwargs: Any,
 ) -> Iterator[Stage]:
-    """`docker run` with the hardened line; not waited for."""
+    """Start a container with the hardened options; do not wait until it is ready."""
     options = {**HARDENED, **kwargs}
     mounts = options.pop("tmpfs")
     container = DockerContainer(image, **options).with_exposed_ports(PORT)
@@ -160,7 +160,8 @@ def started(
 def ended(
     volume_name: str | None, *argv: str, image: str = IMAGE, timeout_s: float = WAIT_S, **kwargs: Any
 ) -> tuple[int, str]:
-    """A start that is expected to end by itself: its code and its words. No port, since it may be gone at once."""
+    """Return exit code and output of a start that is expected to end by itself. No port is published, as it may end at
+    once."""
     client = docker.from_env()
     env = {**SETTINGS, **kwargs.pop("env", {})}
     mode = kwargs.pop("mode", "rw")

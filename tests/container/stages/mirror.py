@@ -27,9 +27,8 @@ class PassingOn:
 
 @contextmanager
 def debian_mirror(copy: Path | None = None) -> Iterator[PassingOn]:
-    """Passes on what the public archive has. A path of its own, so that a rewrite is needed. What it gave stays in
-    `copy`, as `snapshot_service` has it.
-    """
+    """Serve the public archive under another path, so that a rewrite is needed. Served files stay in `copy`, in the
+    layout of `snapshot_service`."""
     archive = _archive()
 
     class Handler(_Quiet):
@@ -57,9 +56,9 @@ def debian_mirror(copy: Path | None = None) -> Iterator[PassingOn]:
 
 @contextmanager
 def snapshot_service(copy: Path, *, lies: str | None = None, lacks: str | None = None) -> Iterator[PassingOn]:
-    """The layout and the redirects of snapshot.debian.org over a copied archive.
+    """Serve a copied archive with the layout and the redirects of snapshot.debian.org.
 
-    `lies`: of a file whose path ends so it gives other bytes, as many; `lacks`: such a file it answers with 404.
+    A file whose path ends with `lies` gets other bytes of the same length. One that ends with `lacks` gets 404.
     """
 
     class Handler(_Quiet):
@@ -99,7 +98,7 @@ class _Quiet(BaseHTTPRequestHandler):
 
 @contextmanager
 def _served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """On the bridge's own address, which build containers reach."""
+    """Serve on the bridge's own address, which build containers can reach."""
     gateway = docker.from_env().networks.get("bridge").attrs["IPAM"]["Config"][0]["Gateway"]
     server = ThreadingHTTPServer((gateway, 0), handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -113,7 +112,7 @@ def _served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 def _archive() -> str:
-    """Where the base itself takes its packages from, without the path."""
+    """Return the address from which the base itself takes its packages, without the path."""
     command = ["sh", "-c", "cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null; true"]
     said = docker.from_env().containers.run(BASE, command, remove=True).decode()
     found = re.search(r"https?://[^/\s]+", said)

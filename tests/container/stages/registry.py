@@ -30,7 +30,7 @@ ENTRYPOINT ["docker-registry", "serve", "/registry.yml"]
 
 @contextmanager
 def registry() -> Iterator[str]:
-    """HOST:PORT of an empty registry that Docker talks to without TLS, since it is on the loopback."""
+    """Yield HOST:PORT of an empty registry. Docker talks to it without TLS because it is on the loopback."""
     name = f"{IMAGE}:{uuid.uuid4().hex[:12]}"  # of its own: tests at the same time must not remove each other's
     _build(name)
     container = DockerContainer(name).with_exposed_ports(PORT)
@@ -45,14 +45,14 @@ def registry() -> Iterator[str]:
 
 
 def manifest(host: str, repository: str, reference: str) -> requests.Response:
-    """As the registry has it; 404 when it has none."""
+    """Return the registry's answer for a manifest; its status is 404 if the manifest does not exist."""
     kinds = ("index", "manifest")
     accept = ", ".join(f"application/vnd.oci.image.{kind}.v1+json" for kind in kinds)
     return requests.get(f"http://{host}/v2/{repository}/manifests/{reference}", headers={"Accept": accept}, timeout=30)
 
 
 def _build(name: str) -> None:
-    """Through the builder's cache: the second time takes a second."""
+    """Build the image with the builder's cache; a second build takes a second."""
     argv = ("docker", "buildx", "build", "--quiet", "--provenance=false", "--load", "--tag", name, "-")
     done = subprocess.run(argv, input=DOCKERFILE, capture_output=True, text=True, check=False, cwd=Path("/"))
     assert done.returncode == 0, done.stderr

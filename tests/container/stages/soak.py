@@ -54,8 +54,8 @@ ENDLESS = {
 
 
 def write_model(folder: Path, tokenizer_of: Path, **shape: Any) -> None:
-    """Of zeros, with another model's tokenizer: what it says is of no interest, and it never ends. `shape`: what its
-    configuration has in place of `SHAPE`."""
+    """Write a model of zeros with another model's tokenizer. Its output means nothing and never ends. The entries of
+    `shape` replace those of `SHAPE` in its configuration."""
     vocabulary = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
     config = {**SHAPE, "vocab_size": vocabulary, **shape}
     folder.mkdir(parents=True)
@@ -95,13 +95,13 @@ def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tree(stage: Stage) -> dict[str, int]:
-    """Process ids on this machine of an engine with one rank or two."""
+    """Return the process ids on this machine of an engine with one rank or two, keyed by role."""
     found = processes(stage)
     return {name: pid for pid, _, line in found for name, words in TREE.items() if words.search(line)}
 
 
 def everything(stage: Stage) -> set[int]:
-    """Its group, which helpers of Python's are in as well."""
+    """Return the process ids of the engine's group, which includes helper processes of Python."""
     leader = tree(stage).get("api")
     return {pid for pid, group, _ in processes(stage) if group == leader}
 
@@ -112,13 +112,14 @@ def processes(stage: Stage) -> list[tuple[int, int, str]]:
 
 
 def others(stage: Stage) -> set[int]:
-    """All that are not in its group: those of the appliance, and what had left the group of an engine."""
+    """Return all process ids outside the engine's group: those of the appliance, and those that left an engine's
+    group."""
     leader = tree(stage).get("api")
     return {pid for pid, group, _ in processes(stage) if group != leader}
 
 
 def shared(stage: Stage) -> set[str]:
-    """Segments of shared memory, and sockets: but for the one that each engine in turn has."""
+    """Return segments of shared memory and sockets, except the appliance's socket to the current engine."""
     segments = stage.run("find", "/dev/shm", "-mindepth", "1")
     return set((segments + stage.run("find", "/tmp", "-type", "s", "-not", "-name", "appliance-*.sock")).split())
 
@@ -131,7 +132,7 @@ def is_alive(pid: int) -> bool:
 
 
 def stream(stage: Stage) -> requests.Response:
-    """Of an answer that takes minutes."""
+    """Start a stream whose answer takes minutes."""
     where = f"{stage.base}/v1/chat/completions"
     reply = requests.post(where, json=ENDLESS, headers=stage.authorized(), stream=True, timeout=300)
     assert reply.status_code == 200, f"{reply.text}\n{stage.logs()}"

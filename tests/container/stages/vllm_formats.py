@@ -55,7 +55,7 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser_and_request(parser_class: Any, tokenizer: Any, case: dict[str, Any]) -> tuple[Any, Any]:
-    """As the server makes them for each request."""
+    """Make the parser and the request in the way that the server makes them for each request."""
     protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
     body |= {"chat_template_kwargs": case["template"]} | ({"tools": [WEATHER]} if case["tools"] else {})

@@ -36,8 +36,8 @@ def needs_image(image: str = IMAGE) -> None:
 
 
 def answered(program: Path, question: Any, *, newer: bool = False, model: Path | None = None) -> Any:
-    """What it prints on its last line, as it prints logs before. It has no network and may write nothing. `newer`: with
-    the Python files of `NEWER`; `model` is the folder /model there."""
+    """Run `program` in the image and return its last line, which follows its logs. The container has no network and is
+    read-only. `newer` adds the Python files of `NEWER`; `model` is mounted as /model."""
     argv = ["docker", "run", "--rm", "-i", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--tmpfs", "/data"]
     argv += ["-v", f"{program}:/program.py:ro", *(["-v", f"{model}:/model:ro"] if model else [])]
     if newer:  # vLLM's own launcher sets the path
@@ -51,7 +51,8 @@ def answered(program: Path, question: Any, *, newer: bool = False, model: Path |
 
 
 def answered_for_cuda(program: Path, question: Any) -> Any:
-    """By the build for CUDA, with the stand-in for the driver that its image is built with."""
+    """Run `program` in the CUDA image and return its answer. The stand-in for the driver is that of the image's
+    build."""
     _, stand_in = DRIVER.read_text().split("\n", 1)
     argv = ["docker", "run", "--rm", "-i", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--tmpfs", "/data"]
     argv += ["--tmpfs", "/run/driver:exec,mode=1777", "-v", f"{program}:/program.py:ro", "--entrypoint", "sh", FOR_CUDA]
@@ -91,7 +92,7 @@ def _archive() -> bytes:
 
 
 def _install(name: str, target: Path) -> None:
-    """As the GPU images lock it, for the image's Python."""
+    """Install a package for the image's Python, in the version and with the hashes that the GPU images lock."""
     locked = re.search(rf"^{name}==(?:.*\\\n)*.*$", (ROOT / "images/locks/vllm-cu130.txt").read_text(), re.MULTILINE)
     assert locked, name
     (wanted := target / "wanted.txt").write_text(locked[0])

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def parser_and_command() -> tuple[Any, Any]:
-    """As vLLM's command line makes them."""
+    """Make the parser and the `serve` command in the way that vLLM's command line makes them."""
     parser = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="vllm")
     (command,) = import_module("vllm.entrypoints.cli.serve").cmd_init()
     command.subparser_init(parser.add_subparsers(dest="subparser"))

@@ -67,7 +67,7 @@ def test_what_was_not_written_from_it_is_refused_by_the_name_of_the_field(docume
 
 
 def leaves(documents: list[dict[str, Any]]) -> tuple[Leaf, ...]:
-    """Of documents that leave the name out."""
+    """Read leaves from documents that may lack the name."""
     return tuple(read(Leaf, {"name": "oak", **document}, rules=POSITIVE) for document in documents)
 
 

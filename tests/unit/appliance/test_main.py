@@ -47,7 +47,7 @@ class House:
         self._capture = capture
 
     def run(self, verb: str, *words: str) -> Said:
-        """`main` with this volume and these facts."""
+        """Run a verb with this volume and these facts."""
         return self.bare(verb, "--data-dir", str(self.data), "--facts-dir", str(self.facts), *words)
 
     def bare(self, *words: str) -> Said:
@@ -123,7 +123,7 @@ def test_wrong_words_are_usage(house: House, words: tuple[str, ...]) -> None:
 
 
 def test_flags_without_a_verb_are_those_of_serve(house: House) -> None:
-    """As images of other engines are started: `docker run IMAGE --ctx-size 2048`."""
+    """Images of other engines are started in this way: `docker run IMAGE --ctx-size 2048`."""
     own = ("--data-dir", str(house.data), "--facts-dir", str(house.facts))
     assert house.bare("--ctx-size", "2048", *own).err == house.run("serve", "--ctx-size", "2048").err
     assert "none is on the volume" in house.bare("--ctx-size", "2048", *own).err
@@ -152,7 +152,7 @@ def test_help_and_version_come_without_a_verb(house: House) -> None:
 
 
 def test_all_verbs_are_known_by_name(house: House) -> None:
-    """Those that `--help` lists are those that a word behind flags is compared with."""
+    """A word behind flags is compared with the same verbs that `--help` lists."""
     said = house.bare("srve").err
     assert re.findall(r"'([\w-]+)'", said.partition("choose from ")[2].partition(")")[0]) == [*VERBS, *HOST_VERBS]
 
@@ -405,12 +405,12 @@ def test_models_are_listed_added_and_removed(house: House, monkeypatch: pytest.M
 
 
 def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    """On standard input."""
+    """Give `data` on standard input."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
 def test_an_empty_input_is_30_and_keeps_the_model(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `docker exec` without -i gives it."""
+    """`docker exec` without -i gives an empty input."""
     path = house.add("a.gguf")
     before = path.read_bytes()
     give(monkeypatch, b"")

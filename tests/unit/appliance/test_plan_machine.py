@@ -220,7 +220,7 @@ def test_names_with_control_sequences_are_shown_as_words(image: Image) -> None:
 
 
 def test_nine_gpus_of_three_kinds_are_planned(image: Image) -> None:
-    """Odd is no contradiction."""
+    """An unusual machine is planned, not refused."""
     found = MACHINES["3090+4090+5060"]
     gpus = tuple(replace(gpu, index=at, uuid=f"GPU-{at}") for at, gpu in enumerate(3 * found.gpus.gpus))
     path = image.root / "nine.json"
@@ -285,7 +285,7 @@ def test_five_lines_come_first(image: Image) -> None:
 
 
 def test_memory_that_keeps_a_larger_ubatch_away_is_said(image: Image) -> None:
-    """And with that memory it is taken."""
+    """The plan names the missing memory. With that memory the larger ubatch is taken."""
     path = image.root / "m.yaml"
     server = (HERE / "two-sockets.yaml").read_text()
     path.write_text(server)

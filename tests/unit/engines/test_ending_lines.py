@@ -37,7 +37,7 @@ CASES = [
 
 
 def ended(engine: str, *lines: str, is_bare: bool = False, served: bool = False, **how: Any) -> FatalError:
-    """What the engine's ending is, after these lines as a supervisor keeps them."""
+    """Return the error of an engine that ended after these lines, kept in the way that a supervisor keeps them."""
     endings, log_module, _, mark = ENDINGS[engine]
     log = Log(log_module.is_error)
     if served:

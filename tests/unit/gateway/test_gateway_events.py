@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def watched(chunks: Sequence[bytes]) -> tuple[bytes, bytes | None]:
-    """What passes, and the error."""
+    """Return the bytes that pass, and the error or None."""
     watch, passed = ErrorWatch(), b""
     for chunk in chunks:
         found = watch.feed(chunk)

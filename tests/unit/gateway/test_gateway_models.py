@@ -92,7 +92,7 @@ def first_number(*values: Any) -> int | None:
 
 
 def ids(document: Any) -> list[str]:
-    """cline, codex, continue, open-webui, one-api, new-api, page-assist."""
+    """Read the list like cline, codex, continue, open-webui, one-api, new-api and page-assist."""
     return [model["id"] for model in document["data"]]
 
 
@@ -160,7 +160,8 @@ def test_clients_that_list_names(path: str) -> None:
 
 
 def roo(document: Any) -> dict[str, Any]:
-    """Its zod schema of an OpenRouter model first: name a string, context_length a number."""
+    """Read the list like Roo: its zod schema of an OpenRouter model wants name as a string and context_length as a
+    number."""
     model = document["data"][0]
     assert isinstance(model["id"], str)
     assert isinstance(model["name"], str)
@@ -181,7 +182,7 @@ def test_roo_finds_images_tools_and_reasoning() -> None:
 
 
 def zed(document: Any) -> dict[str, Any]:
-    """Its serde types: an unknown word in an enum refuses the whole list."""
+    """Read the list like Zed: an unknown word in an enum of its serde types refuses the whole list."""
     model = document["data"][0]
     assert all(isinstance(model[name], str) for name in ("id", "object", "publisher"))
     assert model["type"] in ("llm", "embeddings", "vlm")

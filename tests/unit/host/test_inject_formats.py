@@ -54,7 +54,7 @@ MODELS = Place(keys=("models",), item=Item(key="name", value="Appliance"))
 
 
 def is_kept(before: str, after: str) -> bool:
-    """All lines of before are in after, in order, but for commas that a line gained or lost."""
+    """True if `after` has all lines of `before` in order. Commas do not count."""
     lines = iter(line.replace(",", "").rstrip() for line in after.splitlines())
     return all(line.replace(",", "").rstrip() in lines for line in before.splitlines())
 

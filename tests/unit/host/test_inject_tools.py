@@ -32,7 +32,8 @@ TARGETS = {
 
 
 def problems(schema: Any, value: Any, where: str = "$") -> list[str]:
-    """Of JSON Schema what the files in SCHEMAS use; a word that is not known here is an error, never passed over."""
+    """Return the errors of `value` against `schema`. Only the words of JSON Schema that SCHEMAS uses are known; any
+    other word raises KeyError."""
     if isinstance(schema, bool):
         return [] if schema else [f"{where}: nothing may stand here"]
     found = []

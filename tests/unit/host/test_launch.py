@@ -134,7 +134,7 @@ def test_a_label_gives_the_same_launch(launch: Launch) -> None:
 @settings(max_examples=examples(50))
 @given(launches)
 def test_docker_reads_each_path_of_a_mount_as_it_is(launch: Launch) -> None:
-    """As a row of CSV (moby's parser of --mount)."""
+    """Docker reads a mount as a row of CSV (moby's parser of --mount)."""
     words = command_line(launch)
     mounts = [word for name, word in itertools.pairwise(words) if name == "--mount"]
     for word, bind in zip(mounts, launch.binds, strict=True):

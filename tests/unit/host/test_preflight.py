@@ -222,7 +222,8 @@ def test_what_the_builders_cache_has_is_not_asked_for_again(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_looked_at_is_no_traceback() -> None:
-    """As a folder that is closed to this user; a name that is too long is refused to root as well."""
+    """The case is a folder that this user may not open. The test takes a name that is too long, which root cannot open
+    either."""
     closed = "/" + 300 * "a"
     [(message, _)] = told(path_findings([f"CA_BUNDLE={closed}"]))
     assert message == f"CA_BUNDLE names a path that does not exist: {closed}"

@@ -187,7 +187,7 @@ def test_numbers_and_names_outside_their_range(tmp_path: Path, words: tuple[str,
 
 @pytest.mark.thorough
 def test_it_needs_nothing_that_an_image_has_not() -> None:
-    """Of what is outside of the standard library and ourselves, only what is locked for every image."""
+    """It imports the standard library, the appliance and packages that are locked for every image, nothing else."""
     source = (
         "import sys, json; before = set(sys.modules); import appliance.host.provision.verb; "
         "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"

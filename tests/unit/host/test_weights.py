@@ -124,7 +124,7 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(called: str) -> No
 
 
 def test_a_link_is_bound_by_its_content_under_its_own_name(tmp_path: Path) -> None:
-    """As the hub's cache has them."""
+    """The hub's cache links the name of a file to a blob."""
     blob, link = tmp_path / "blob", tmp_path / "m.gguf"
     blob.write_bytes(b"GGUF")
     link.symlink_to(blob)

@@ -19,7 +19,7 @@ from appliance.host.start.follow import Lines, duration, fetching
 
 
 def wrapped(error: OSError) -> DockerException:
-    """As docker-py, requests and urllib3 wrap it."""
+    """Wrap an error in the way that docker-py, requests and urllib3 do."""
     inner = requests.exceptions.ConnectionError(ProtocolError("Connection aborted.", error))
     outer = DockerException(f"Error while fetching server API version: {inner}")
     outer.__cause__ = inner

@@ -27,7 +27,7 @@ def written_matrix() -> dict[str, Any]:
 
 @pytest.fixture
 def matrix_data(written_matrix: dict[str, Any]) -> dict[str, Any]:
-    """build_matrix.yaml as values, the test's own to damage."""
+    """Return a copy of build_matrix.yaml's values that the test may damage."""
     return copy.deepcopy(written_matrix)
 
 

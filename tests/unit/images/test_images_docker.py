@@ -15,8 +15,8 @@ from images.errors import BuildError, MatrixError
 
 
 def test_stages_that_the_builder_had_done_are_told(tmp_path: Path) -> None:
-    """By the step's number: CACHED stands on a line of its own. That files were copied before tells nothing of what is
-    done with them."""
+    """CACHED stands on a line of its own and is matched by the step's number. A cached COPY does not make its stage a
+    kept one."""
     said = ["#6 [compile 2/4] COPY a b", "#6 CACHED", "#7 [compile 3/4] RUN w", "#7 DONE 2.0s"]
     said += ["#8 [linux/amd64 compile-cuda 1/2] RUN x", "#8 CACHED", "#9 [source 2/2] RUN y", "#9 CACHED", "#10 CACHED"]
     said += ["#11 [compile-cuda 2/2] RUN z", "#11 CACHED"]

@@ -296,7 +296,7 @@ class Terminal(io.StringIO):
 
 
 def _single_valued() -> Iterator[tuple[str, str]]:
-    """Every verb, and each flag of it that takes one value, with a value that it takes."""
+    """Yield each verb with each of its flags that take one value, and a valid value."""
     values = {"--epoch": "1", "--memory-mib": "1", "--platform": "linux/amd64", "--debian-mirror": "http://a"}
     addresses = ("--source", "--url", "--index-url")
     for verb, parser in next(iter(command.parser()._subparsers._group_actions)).choices.items():  # type: ignore[union-attr]

@@ -107,7 +107,7 @@ def test_labels_say_what_the_matrix_has(path: Path) -> None:
 
 @pytest.mark.parametrize("path", COMPILED_FOR_CUDA, ids=cell)
 def test_the_libraries_of_cuda_come_along_and_the_drivers_does_not(path: Path) -> None:
-    """By the very words that pick them, of what `ldd` says."""
+    """The test runs the Dockerfile's own `sed` expression on an output of `ldd`."""
     of_stage = stages(path)
     (libraries,) = (line for line in of_stage["cuda-libraries"] if line.startswith("RUN "))
     (words,) = re.findall(r"sed -nE '([^']*)'", libraries)

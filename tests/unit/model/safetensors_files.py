@@ -34,7 +34,7 @@ DENSE: Tensors = {
 
 
 def header(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> tuple[dict[str, Any], int]:
-    """Return consecutive header entries, and the end of the last one."""
+    """Return header entries that follow each other without gaps, and the end of the last one."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -65,7 +65,7 @@ def write_folder(folder: Path, tensors: Tensors = DENSE, *, config: dict[str, An
 
 
 def read_or_words(path: Path, read: Callable[[Path], Any]) -> Any:
-    """Return what was read, or the error message, which must be printable."""
+    """Return what `read` gives, or its error message. The error must have a hint and a printable message."""
     try:
         return read(path)
     except ModelUnreadableError as error:

@@ -51,7 +51,7 @@ def shape_of(name: str) -> Shape:
 
 
 def row_of(shape: Shape, quantization: str) -> dict[str, Any]:
-    """Return the shape as a recipe has it."""
+    """Return the row that a recipe's rung has for this shape."""
     return {
         "architecture": shape.architecture, "vocabulary": shape.vocabulary, "is_tied": shape.is_tied,
         "metadata": dict(shape.metadata), "quantization": quantization,

@@ -213,7 +213,7 @@ def test_a_digest_of_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_kind_may_not_be_asked_for_is_passed_over() -> None:
-    """Such folders are mounts of other users and links of other processes."""
+    """Another user's mount and another process's link refuse to tell their kind."""
     assert not is_folder_model(Path("/proc/1/cwd/nothing"))
     with pytest.raises(ModelUnreadableError, match=r"model is a folder: /$"):
         resolve_model("/", Path("/nowhere"))

@@ -145,7 +145,7 @@ def test_every_byte_is_in_one_place(tmp_path: Path, shape: Any) -> None:
 
 
 def tied_bytes(model: Model, shape: Any) -> int:
-    """Bytes of token_embd; without the per-layer embedding that gemma3n has."""
+    """Return the bytes of token_embd, without the embedding of each layer that gemma3n has in addition."""
     if shape.architecture != "gemma3n":
         return model.embedding_bytes
     return int(shape.vocabulary * shape.get("embedding_length") // 256 * 210)

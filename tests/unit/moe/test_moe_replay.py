@@ -264,7 +264,7 @@ def test_slots_for_all_experts_are_never_slower_than_fewer_and_those_than_none(s
 
 
 def test_the_benchmark_says_who_took_over_in_a_file_that_it_was_given(tmp_path: Path) -> None:
-    """Each expert three times, then not for long: what ours takes for frequent is over."""
+    """The trace uses each expert three times and then not for long: our cache keeps what is no longer used."""
     path = tmp_path / "phases.csv"
     rows = [row(1, step, 0, 0, step // 3 % 16) for step in range(300)]
     path.write_text("".join([*lines(layers=1, experts=16)[:3], *rows]), encoding="utf-8")
@@ -277,7 +277,7 @@ def test_the_benchmark_says_who_took_over_in_a_file_that_it_was_given(tmp_path: 
 
 @pytest.mark.thorough
 def test_layers_shared_out_to_processes_come_to_the_same() -> None:
-    """The guard's takeover, which is of all layers, included."""
+    """The guard's takeover, which concerns all layers, is the same as well."""
     made = phases(layers=11)
     whole = replay(made, COST, 1)
     assert whole.takeovers
@@ -289,7 +289,8 @@ def test_layers_shared_out_to_processes_come_to_the_same() -> None:
 
 
 def phases(*, layers: int) -> Trace:
-    """Each expert three times, then not for long: what ours takes for frequent is over."""
+    """Return a trace that uses each expert three times and then not for long: our cache keeps what is no longer
+    used."""
     turn = Turn()
     for layer in range(layers):
         turn.decode[layer] = array("H", [(at // 3 + layer) % 16 for at in range(300)])

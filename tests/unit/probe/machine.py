@@ -23,7 +23,7 @@ def v1_mount(controllers: str, root: str = "/") -> str:
 
 
 def fake_network(root: Path, interfaces: Mapping[str, tuple[int, int]], *, default: str | None = "eth0") -> Path:
-    """Write /proc and /sys of a network: each interface has its index and its peer's index."""
+    """Write /proc and /sys of a network. Each interface has its own number and the number of its other end."""
     for name, (own, other) in interfaces.items():
         folder = root / "sys/class/net" / name
         folder.mkdir(parents=True, exist_ok=True)

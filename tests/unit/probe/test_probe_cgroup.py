@@ -180,7 +180,7 @@ def test_memory_kills_of_version_2(tmp_path: Path, files: dict[str, str], kills:
 
 
 def test_memory_kills_of_version_1_are_those_of_the_own_group(tmp_path: Path) -> None:
-    """Many hosts also mount an empty version 2 tree."""
+    """The host also mounts an empty tree of version 2, as many hosts do."""
     put(
         tmp_path,
         {

@@ -22,7 +22,7 @@ FREE = GpuProbe(gpus=gpus_of("2x4090")[:1])
 
 
 def later(**more: float) -> LoadSample:
-    """Return a sample ten seconds later, after 40 seconds of CPU time."""
+    """Return a sample ten seconds after START; 40 seconds of CPU time have passed."""
     rises = {"busy_s": 0.0, "steal_s": 0.0, "own_s": 0.0} | more
     return replace(START, time_s=110, **{name: getattr(START, name) + by for name, by in rises.items()})
 
@@ -137,7 +137,8 @@ def test_a_process_that_works_meanwhile_is_named() -> None:
 
 @pytest.mark.parametrize("own_pids", [frozenset({1, 77}), frozenset({1, 12})])
 def test_the_engine_is_told_from_who_comes_later(own_pids: frozenset[int]) -> None:
-    """By our process tree. If the driver uses the host's pids, ours is the first process that appears."""
+    """The engine is found in our own process tree. If the driver uses the host's process numbers, the engine is the
+    process that came first."""
     alone = look(processes=(runs(77, 6000, 90),))
     crowded = look(processes=(runs(77, 6000, 50), runs(99, 500, 40, name="blender")))
     seen = on_gpu(look(), alone, crowded, crowded, look(), own_pids=own_pids)

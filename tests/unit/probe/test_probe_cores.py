@@ -31,7 +31,7 @@ def of_single_threads(root: Path, count: int, *values: dict[str, str]) -> Path:
 
 
 def hybrid(root: Path, *values: dict[str, str]) -> Path:
-    """Two large cores with two threads each (0 and 1, 2 and 3), and four small ones."""
+    """Write a machine with two large cores of two threads (0 and 1, 2 and 3) and four small ones."""
     siblings = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3", **{cpu: str(cpu) for cpu in range(4, 8)}}
     files = files_of(SIBLINGS, siblings)
     files |= {"/sys/devices/cpu_core/cpus": "0-3\n", "/sys/devices/cpu_atom/cpus": "4-7\n"}

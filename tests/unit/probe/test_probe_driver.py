@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def cache_of(*paths: str) -> str:
-    """Write a cache like ldconfig's, without its tables: zero-terminated names and paths."""
+    """Return a cache in the form of ldconfig, without its tables: names and paths, each with a zero at its end."""
     return "glibc-ld.so.cache1.1" + "".join(f"{Path(path).name}\0{path}\0" for path in paths)
 
 
@@ -110,7 +110,7 @@ def test_a_child_searches_what_is_trusted_and_then_the_folder(before: list[str],
 
 @pytest.fixture
 def untrusted(tmp_path: Path) -> list[str]:
-    """Empty untrusted folders, and a `data` folder as the volume."""
+    """Return folders that must not be trusted, all of them empty. `data` beside them is the volume."""
     for name in ("data/lib", "open", "with;two", "x$LIB"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "data/lib")

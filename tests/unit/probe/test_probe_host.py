@@ -49,7 +49,7 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 def machine_with_smt(root: Path, name: str = "core_cpus_list") -> Path:
-    """Four cores with two threads each; siblings are 0 and 4, 1 and 5, and so on."""
+    """Write a machine with four cores of two threads; siblings are 0 and 4, 1 and 5, and so on."""
     files = {TOPOLOGY.format(cpu, name): f"{cpu % 4},{cpu % 4 + 4}\n" for cpu in range(8)}
     return put(root, files | {"/proc/cpuinfo": CPUINFO})
 
@@ -261,7 +261,7 @@ def test_another_kind_of_gpu_is_another_machine(change: dict[str, object]) -> No
     "change", [{"uuid": "GPU-2"}, {"vram_free_mib": 7}, {"pcie_generation": 1}, {"display": True}, {"holders": ()}]
 )
 def test_another_card_of_the_same_kind_is_the_same_machine(change: dict[str, object]) -> None:
-    """The same for a card that is idle or busy."""
+    """A GPU that is asleep or busy is also the same."""
     cards = HARDWARE.gpus.gpus
     other = replace(HARDWARE, gpus=replace(HARDWARE.gpus, gpus=(replace(cards[0], **change), *cards[1:])))  # type: ignore[arg-type]
     assert fingerprint(other) == fingerprint(HARDWARE)

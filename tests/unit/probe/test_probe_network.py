@@ -29,7 +29,7 @@ def test_the_default_route_tells(tmp_path: Path, interfaces: dict[str, tuple[int
 
 
 def test_a_host_with_bridges_is_a_host_though_its_own_link_leads_elsewhere(tmp_path: Path) -> None:
-    """Example: containers run inside a container, and one of them uses that container's network."""
+    """Example: containers run inside a container, and one of them uses the network of the outer container."""
     root = fake_network(tmp_path, {**CONTAINER, "docker0": (5, 5)})
     assert has_own_network(root)
     (root / "sys/class/net/docker0/bridge").mkdir()

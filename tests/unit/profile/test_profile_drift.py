@@ -38,7 +38,8 @@ ANY = st.floats(0.001, 1000.0)
 
 
 def probed(decode: float = 1.0, prefill: float = 1.0, *, baseline: Baseline = PLAIN) -> tuple[Compared, ...]:
-    """Return a probe that took this many times the measured time for decode and prefill."""
+    """Compare a probe with the baseline: its decode and prefill took `decode` and `prefill` times as long as
+    measured."""
     seen = Point(depth=DEPTH, decode_ms=20.0 * decode, prefill_ms=2.5 * prefill, prefill_tokens=DEPTH)
     return baseline.compare(seen)
 
@@ -141,7 +142,7 @@ def test_one_that_is_slower_is_stale_after_two_whatever_else(probes: list[tuple[
 
 
 def looked(*points: tuple[int, int]) -> Profile:
-    """Return a measurement of the best plan: depth, and how many of these tokens were read for it."""
+    """Return a profile whose best plan has these points: depth, and the tokens that were read for it."""
     made = profile()
     of_best = tuple(Point(depth=d, decode_ms=10.0 + d, prefill_ms=d / 100, prefill_tokens=n) for d, n in points)
     return replace(made, measurements=(replace(measured(made.plan), points=of_best),))

@@ -33,7 +33,7 @@ def test_a_placement_comes_back_as_it_was() -> None:
 
 
 def places(found: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the path of everything in a document that has a name."""
+    """Yield the path of each named value in a document."""
     if isinstance(found, dict):
         for name, value in found.items():
             yield (*path, name)

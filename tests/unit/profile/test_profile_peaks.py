@@ -38,7 +38,7 @@ class Shelf:
         self.path = folder / f"{key().id}.peak"
 
     def keep(self, *peaks: MemoryPeak) -> tuple[MemoryPeak, ...]:
-        """Keep these peaks and return what the file has then."""
+        """Keep these peaks; return all peaks that are in the store."""
         for each in peaks:
             assert self.store.keep_peak(key(), each, GPUS)
         return self.store.peaks(key(), GPUS)

@@ -39,7 +39,7 @@ def vram_mib(plan: Plan) -> float:
 
 @cache
 def ladder() -> tuple[Plan, ...]:
-    """Plans with one context length, the largest GPU memory first."""
+    """Return up to four plans of one context length; the plan that needs most GPU memory comes first."""
     best = space(LAPTOP, shape(MODEL)).best
     alike = (best.context, best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
     found = [p for p in laptop_plans() if (p.context, p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike]
@@ -112,7 +112,7 @@ def contexts() -> tuple[Plan, ...]:
 
 
 def test_another_mode_takes_another_plan_from_the_same_measurements() -> None:
-    """Times rise with the context length; with a full context, the third plan is slower than people read."""
+    """Times rise with the context length. The third plan decodes below reading speed with a full context."""
     small, middle, large, *_ = contexts()
     seen = [measured(small, 20.0), measured(middle, 26.0, per_1000=0.1), measured(large, 40.0, per_1000=2.0)]
     here = space(LAPTOP, shape(MODEL))
@@ -161,7 +161,7 @@ def test_whatever_is_free_what_is_served_fits_and_nothing_that_fits_is_passed_ov
 
 
 def test_where_those_that_were_looked_at_longer_do_not_fit_one_that_was_glanced_at_is_served() -> None:
-    """The measured plan is preferred to the prediction, which was not measured."""
+    """A plan that was measured shortly is served before one that was only predicted."""
     large, small, *_ = ladder()
     seen = [measured(large, 10.0), replace(measured(small, 12.0), is_long=False)]
     found = pick(of((large, small), seen, mode="speed"), "speed", with_vram(vram_mib(small)))

@@ -31,7 +31,7 @@ def test_a_workload_that_nobody_knows_is_refused() -> None:
 
 
 def test_the_error_of_a_prediction_is_that_of_the_plan_whose_memory_was_read() -> None:
-    """Speculative decoding was added after the memory was read, so it does not count."""
+    """Later estimates for the same plan do not change the error."""
     made = profile()
     plain = made.prediction_error
     assert plain is not None

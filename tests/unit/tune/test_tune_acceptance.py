@@ -30,7 +30,8 @@ BASE, PUBLISHED = 22.92, ((1, 27.58, 0.884), (2, 29.39, 0.815), (3, 27.78, 0.713
 
 
 def of_every_step(tokens: int, ms: float, acceptance: float) -> SpeculationResult:
-    """Of a speculation that guesses `tokens` in every step, with that share of them right."""
+    """Return the result of a speculation that drafts `tokens` in every step; `acceptance` is the share that is
+    right."""
     steps = 1 / (1 + tokens * acceptance)
     return SpeculationResult(tokens=tokens, ms=ms, drafted=tokens * steps, accepted=tokens * acceptance * steps)
 
@@ -69,7 +70,7 @@ def test_what_is_measured_in_turn() -> None:
 
 
 def of_kinds(tokens: int, chat: float, edit: float) -> SpeculationResult:
-    """With the time of each kind of request as a share of that without guesses."""
+    """Return a result with the time of each kind of request, relative to the time without speculation."""
     rate = of_every_step(tokens, 100 * (chat + edit) / 2, 0.5)
     return replace(rate, by_kind=(("chat", chat), ("edit", edit)))
 

@@ -128,7 +128,7 @@ def test_sleeping_takes_no_time_and_moves_the_clock() -> None:
 
 
 def test_the_benchmark_drives_the_tuner_of_the_product_on_a_table() -> None:
-    """Of three plans one fails; each measurement pays its load, and what is picked is the best."""
+    """One of three plans fails. Each measurement includes its load, and the best plan is picked."""
     model = Recorded(FACTS, CELLS)
     (ours,) = courses(model, model.planned, CHAT, 0, "m", ["ours"])
     assert ours.regret["end"] == 0.0

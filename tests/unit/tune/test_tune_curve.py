@@ -21,7 +21,7 @@ def curve(decode: dict[int, float]) -> Curve:
 
 
 def read(*stretches: tuple[int, int, float]) -> Curve:
-    """Stretches (first, last, ms a token) of a prompt."""
+    """Return the curve of a prompt that was read in stretches (first, last, ms a token)."""
     points = (Point(depth=b, decode_ms=1.0, prefill_ms=ms, prefill_tokens=b - a) for a, b, ms in stretches)
     return Curve(points=tuple(points))
 
@@ -76,7 +76,7 @@ def test_a_few_slow_first_tokens_hardly_bend_the_fit() -> None:
 
 
 def copied(*stretches: tuple[int, int, float], batch: int) -> Curve:
-    """Of (from, to, milliseconds of it all), where weights are copied for so many tokens at once."""
+    """Return a curve of stretches (from, to, milliseconds in total); weights are copied once for `batch` tokens."""
     points = (
         Point(depth=b, decode_ms=10.0, prefill_ms=ms / (b - a), prefill_tokens=b - a, copied_batch=batch)
         for a, b, ms in stretches

@@ -24,7 +24,7 @@ CHATS = only(CHAT)
 
 
 def scored(context: int, ms: float, *, per_1000: float = 0.0, key: str = "") -> Scored:
-    """Decodes in `ms` at an empty context, and `per_1000` more with every thousand tokens."""
+    """Return a plan that decodes a token in `ms` at an empty context, and `per_1000` more for every thousand tokens."""
     points = tuple(
         Point(depth=depth, decode_ms=ms + per_1000 * depth / 1000, prefill_ms=0.1, prefill_tokens=depth)
         for depth in (32, 640, 8000)
@@ -85,7 +85,7 @@ def test_a_little_more_context_is_not_bought_with_a_quarter_of_the_speed() -> No
 
 
 def test_all_that_the_model_has_keeps_a_little_less_of_the_speed() -> None:
-    """As of a planner: Qwen3-Next-80B on two 4090 is predicted 262,144 tokens at 0.68 of the fastest."""
+    """The planner predicts such a case: Qwen3-Next-80B on two 4090 has 262,144 tokens at 0.68 of the fastest speed."""
     plans = (scored(8192, 20.0), scored(131072, 26.0), scored(262144, 29.5))
     assert choose("balanced", plans, CHATS, native=262144).scored.context == 262144
     assert choose("balanced", plans, CHATS, native=524288).scored.context == 131072
@@ -105,7 +105,7 @@ def test_balanced_takes_what_agents_work_with_before_speed() -> None:
 
 
 def test_balanced_counts_the_prompt_as_a_planner_does() -> None:
-    """Answers as fast, and a prompt that takes as long as the answer."""
+    """Both plans answer equally fast, but one takes as long for the prompt as for the answer."""
     fast, slow = scored(8192, 40.0), scored(65536, 40.0)
     reads = tuple(replace(point, prefill_ms=20.0) for point in slow.curve.points)
     assert choose("balanced", (fast, slow), CHATS, native=131072).scored.context == 65536
@@ -221,7 +221,7 @@ def test_one_that_was_not_followed_to_its_knee_does_not_win_by_that(mode: Mode, 
 
 
 def test_a_full_window_is_told_by_the_curves_that_go_deepest() -> None:
-    """One that was looked at twice, and was flat so far, says nothing of what lies behind."""
+    """A curve of two points that is flat so far says nothing about deeper contexts."""
     bent = scored(8192, 10.0, per_1000=20.0, key="bent")
     flat = replace(bent, key="flat", curve=Curve(points=scored(8192, 10.0).curve.points[:2]))
     assert measured_deepest([flat, bent]) == [bent]

@@ -229,8 +229,8 @@ def test_gaps_are_filled_from_the_first_on(there: set[int], chunks: int) -> None
 
 @given(st.integers(1, 24), st.lists(st.integers(0, 30), max_size=200))
 def test_any_row_of_broken_off_runs_comes_to_its_end(chunks: int, stretches: list[int]) -> None:
-    """As `quality.check` asks for them: with f16 where it has not read from there on, then with the other. A stretch is
-    how many pieces can be read in it; each that holds one counts, and one of each type make a pair at least."""
+    """Runs are asked for as in `kv_quality.check`: a gap is read with f16 first, then with the other type. A stretch is
+    the number of chunks that can be read before the check breaks off. Two useful reads give at least one pair."""
     exact: list[ScoredChunk] = []
     other: list[ScoredChunk] = []
     useful = 0

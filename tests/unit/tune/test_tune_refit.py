@@ -51,7 +51,7 @@ def test_what_scales_both_alike_does_not_tell_which_is_faster() -> None:
 
 
 def test_luck_cannot_make_a_part_less_than_nothing() -> None:
-    """Of 10 ms only 2 may shrink: twice the deviation of it is worth 1.3, and ln(10 / 8) is all that there ever is."""
+    """Only 2 of 10 ms can shrink, so luck is worth at most ln(10 / 8). Two deviations shrink these 2 ms by 1.3 ms."""
     found = fit([], {"gpu": 0.0001, "cpu": 0.5})
     mixed, other = Job(terms=terms(8.0, 2.0)), Job(terms=terms(8.0, 0.0))
     assert found.std(mixed, other) == pytest.approx(0.1, rel=0.01)

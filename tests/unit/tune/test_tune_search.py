@@ -44,7 +44,8 @@ EFFORT = Effort(depths=(32, 512))
 
 
 def candidate(layers: int, threads: int, ubatch: int, *, need_mib: float | None = None) -> Candidate:
-    """`layers` of 12 on the CPU, each 3 ms there at 8 threads and 1 ms on the GPU; 1,000 MiB a layer on the GPU."""
+    """Return a candidate with `layers` of 12 on the CPU. A layer takes 3 ms there at 8 threads; on the GPU it takes 1
+    ms and 1,000 MiB."""
     work = Costs(
         gpu_ms=12.0 - layers,
         cpu_ms=3.0 * layers * math.sqrt(8 / threads),
@@ -69,7 +70,7 @@ SPACE = tuple(candidate(*values) for values in product(LAYERS, THREADS, UBATCHES
 
 
 class Box:
-    """A machine: rates other than predicted, a cliff above `cliff` threads, less memory than there seems to be."""
+    """A machine whose rates are not the predicted ones, with a cliff above `cliff` threads and `room_mib` of memory."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ def test_on_a_cpu_the_first_look_is_at_the_plan_that_would_be_served(count: int)
 
 
 def test_measuring_takes_every_stretch_of_the_text_for_itself() -> None:
-    """A stretch of few tokens is a batch too, with all the copies of one."""
+    """A stretch of few tokens is also a batch and pays for all the copies of a batch."""
     search = searching(SPACE, Effort(depths=(32, 512), tokens_each=0))
     found, none = candidate(4, 8, 512), fit([], PRIORS)
     read_ms = (32 + 512) * found.work.gpu_prefill_ms + 3 * found.work.copy_ms  # of which one for warming up
@@ -170,8 +171,8 @@ def test_the_prior_of_threads_is_of_a_doubling_however_many_steps_it_has() -> No
 
 @pytest.mark.thorough
 def test_it_is_as_near_to_the_best_in_a_dozen_as_is_wanted() -> None:
-    """Two boxes are slower with eight threads than with two, and slowest with four: no model expects it, and a load for
-    so small a chance is not worth its time. It costs 5.6 and 8.3 % there."""
+    """Two boxes are slower with eight threads than with two, and slowest with four. No model expects this, and a load
+    for so small a chance is not worth its time. The result is 5.6 and 8.3 % worse there."""
     rates = [(1.0, 1.0), (2.0, 1.0), (0.5, 1.0), (1.0, 2.0), (1.0, 0.5), (0.5, 2.0)]
     regrets = []
     for (gpu, cpu), cliff in product(rates, (2, 4, 8)):
@@ -260,7 +261,7 @@ def test_two_that_are_near_are_measured_again_and_longer() -> None:
 
 
 def test_beside_a_long_load_the_next_look_is_a_longer_one_at_once() -> None:
-    """By the loads that were seen."""
+    """The loads seen so far decide how long the next measurement is."""
     for load_s, is_long in ((20.0, True), (0.1, False)):
         first = searching(SPACE).ask([], left_s=math.inf)
         assert isinstance(first, Ask)

@@ -49,13 +49,14 @@ def test_what_was_seen_of_both_replaces_the_figure() -> None:
 
 
 def test_a_cache_that_serves_nobody_makes_every_load_as_long() -> None:
-    """As on CPUs: nothing is expected of compiling, and all of it of the load."""
+    """On CPUs the whole expected time belongs to the load, none to compiling."""
     starts = Starts([start(COLD, 130.0), start(COLD, 131.0)])
     assert (starts.load_s, starts.compile_s(OTHER)) == (131.0, 0.0)
 
 
 def of_keys(first: Compilation, second: Compilation) -> tuple[Search, Ask]:
-    """Three that are alike but for a knob's step, after the middle one was measured: the search, and what is next."""
+    """Return a search over three candidates that differ by steps of one knob, and its next question after the middle
+    one was measured."""
     space = [
         replace(candidate(4, 4, 512), compilation=WARM),
         replace(candidate(4, 2, 512), compilation=first),

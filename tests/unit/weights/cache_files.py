@@ -15,7 +15,8 @@ OTHER_COMMIT = "b" * 40
 def put_cached(
     cache: Path, repo: str, file: str, data: bytes = b"GGUF", *, commit: str = COMMIT, ref: str | None = "main"
 ) -> Path:
-    """Write a file as the hub's client does: a blob named by its sha256, a relative link, a ref. Returns the link."""
+    """Put a file in the cache as the hub's client does: a blob named by its sha256, a relative link, a ref. Returns the
+    link."""
     folder = cache / f"models--{repo.replace('/', '--')}"
     blob = folder / "blobs" / hashlib.sha256(data).hexdigest()
     link = folder / "snapshots" / commit / file
@@ -30,17 +31,15 @@ def put_cached(
 
 
 def let_others_in(folder: Path) -> None:
-    """Let every user enter the folder.
-
-    Pytest's own folders are closed to others; with parallel workers there is one more level.
-    """
+    """Let every user enter the folder. pytest's own folders are closed, and one more of them if tests run in
+    parallel."""
     for each in (folder, *folder.parents):
         if each.stat().st_uid == os.getuid() and not each.stat().st_mode & 0o001:
             each.chmod(each.stat().st_mode | 0o755)
 
 
 def put_blob(store: Path, data: bytes) -> str:
-    """Write a blob into Ollama's store and return its digest."""
+    """Put a blob in Ollama's store; returns the digest."""
     digest = hashlib.sha256(data).hexdigest()
     (store / "blobs").mkdir(parents=True, exist_ok=True)
     (store / "blobs" / f"sha256-{digest}").write_bytes(data)
@@ -54,7 +53,7 @@ def layer(kind: str, digest: str, size: int) -> dict[str, Any]:
 def put_manifest(
     store: Path, name: str, layers: list[dict[str, Any]], *, host: str = "registry.ollama.ai", **more: object
 ) -> Path:
-    """Write a manifest; `name` is namespace/model/tag."""
+    """Put a manifest in Ollama's store; `name` is namespace/model/tag."""
     path = store / "manifests" / host / name
     path.parent.mkdir(parents=True, exist_ok=True)
     media_type = "application/vnd.docker.distribution.manifest.v2+json"
@@ -63,7 +62,7 @@ def put_manifest(
 
 
 def put_ollama(store: Path, name: str, data: bytes, projector: bytes | None = None) -> Path:
-    """Write a model as `ollama pull` does."""
+    """Put a model in the state that `ollama pull` leaves."""
     layers = [layer("model", put_blob(store, data), len(data)), layer("license", put_blob(store, b"free"), 4)]
     if projector is not None:
         layers.append(layer("projector", put_blob(store, projector), len(projector)))

@@ -51,7 +51,7 @@ def names(store: Store) -> list[str]:
 
 
 def served(settings: Settings) -> Located:
-    """Return the path that a start would serve."""
+    """Return the model that a start would serve."""
     found = which_model(settings, None, "gguf", HubSettings)
     assert isinstance(found, Located)
     return found
@@ -240,7 +240,7 @@ def test_other_names_are_no_artifacts_unless_a_registry_stands_before_them(refer
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> Iterator[None]:
-    """Another user, who may enter the test's folders."""
+    """Become another user, who may enter the test's folders."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     let_others_in(tmp_path)

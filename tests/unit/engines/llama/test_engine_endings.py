@@ -101,7 +101,7 @@ def test_a_plain_sigkill_is_memory_only_by_the_kernels_count(
 
 
 def test_a_count_without_a_kill_of_the_engine_is_no_evidence() -> None:
-    """The counter is the whole group's: it may have been a shell of `docker exec`."""
+    """The counter belongs to the whole control group: the killed process may have been a shell of `docker exec`."""
     assert as_error(crash("error: invalid argument: --x", oom_kills=1)).exit_code == 40
     assert as_error(crash(None, oom_kills=1)).exit_code == 43
 
@@ -175,7 +175,7 @@ def test_only_a_load_that_lacked_so_much_memory_tells_a_shortage(name: str) -> N
 
 
 def test_what_was_free_on_that_gpu_when_the_engine_began() -> None:
-    """The first time that it says so: a draft model that is loaded after it finds less."""
+    """The first line about a GPU counts: a draft model that is loaded later finds less free memory."""
     using = "0.00.0{}0.001 I llama_model_load_from_file_impl: using device CUDA{} (NVIDIA H200) (0:0) - {} MiB free"
     lines = [using.format(1, 0, 142566), using.format(1, 1, 20000), using.format(9, 1, 300), "nothing of that kind"]
     found = shortage_of(as_error(read("cuda-compute-buffers")), lines)

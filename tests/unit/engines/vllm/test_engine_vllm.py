@@ -22,7 +22,7 @@ FACTS = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=(), kv_
 
 
 def recorded() -> dict[str, Any]:
-    """What introspect.py wrote."""
+    """Return the recorded facts without the entries that introspect.py does not write."""
     document: dict[str, Any] = json.loads(SAID.read_text("utf-8"))
     for name in ("schema", "build", "kv_pairs", "backends", "split_modes", "cpu_variants"):
         del document[name]
@@ -108,7 +108,7 @@ def test_a_python_that_cannot_import_vllm_is_44(tmp_path: Path, script: str, mes
 def test_a_build_s_stand_in_is_found_and_a_user_s_folder_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Doctor would load from a folder of the volume what a start does not."""
+    """Otherwise doctor would load libraries from a folder of the volume, which a start does not do."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/run/driver")
     binary = pretend(tmp_path / "bin", 'echo "at ${LD_LIBRARY_PATH-nothing}" >&2; exit 1')
     with pytest.raises(EngineLibraryError, match="at /run/driver"):

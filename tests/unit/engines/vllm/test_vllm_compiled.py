@@ -96,7 +96,7 @@ def test_a_volume_that_refuses_is_said_and_no_error(tmp_path: Path, caplog: pyte
 
 
 def test_the_search_asks_for_what_is_compiled_before_what_is_alike_and_is_not(tmp_path: Path) -> None:
-    """Plans of a GPU, of which predictions say the same: the last one is compiled."""
+    """The plans have equal predictions; only the last one is compiled."""
     here = space(ADA)
     plans = [plan for plan in here.all() if plan.kv_type == "bf16" and launch_of(plan).asked_block_size is None]
     (tmp_path / KEY).mkdir(parents=True)

@@ -94,7 +94,7 @@ FAMILIES: tuple[tuple[str, str, frozenset[str], str | None, str | None], ...] = 
 
 
 def as_given(template: str | None, tokens: frozenset[str] = NO_TOKENS) -> Model:
-    """As a folder with such a template is read."""
+    """Return the model that is read from a folder with this template; None means without a template."""
     text = template or ""
     return replace(
         folder_model("qwen3-8b"),

@@ -106,7 +106,7 @@ def test_graphs_and_memory_of_a_gpu() -> None:
 
 
 def test_bytes_that_were_given_are_told_in_words_of_their_own() -> None:
-    """Of GPUs: v1/worker/gpu_worker.py:657 of 0.33.0."""
+    """Workers on GPUs log this line: v1/worker/gpu_worker.py:657 of 0.33.0."""
     line = (
         "(EngineCore pid=117) INFO 11-22 12:00:40 [gpu_worker.py:657] Initial free memory 78.2 GiB, reserved 2.00 GiB "
         "memory for KV Cache as specified by kv_cache_memory_bytes config and skipped memory profiling."

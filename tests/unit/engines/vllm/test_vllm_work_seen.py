@@ -14,7 +14,7 @@ NAME = "vllm:request_prefill_kv_computed_tokens"
 
 
 def metrics(*prompts: int, engine: int = 0) -> bytes:
-    """As 0.33.0 writes it for these prompts."""
+    """Return the histogram of prompt tokens in the form that 0.33.0 writes for these prompts."""
     labels = f'engine="{engine}",model_name="small"'
     edges = [(str(edge), sum(tokens <= edge for tokens in prompts)) for edge in EDGES]
     rows = [f'{NAME}_bucket{{{labels},le="{edge}"}} {count:.1f}' for edge, count in (*edges, ("+Inf", len(prompts)))]

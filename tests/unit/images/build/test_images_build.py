@@ -156,7 +156,7 @@ APT = "#9 2.1 E: Failed to fetch http://h/debian/pool/t/tini_1.deb  "
 def test_what_apt_could_not_get_is_told_from_what_it_was_given_wrongly(
     cell: Cell, line: str, kind: type[BuildError], said: str
 ) -> None:
-    """Another archive is tried after the first, and never after the second."""
+    """Another archive is tried if apt could not get a package, never if apt was given a wrong one."""
     step = 'ERROR: failed to solve: process "/bin/sh -c apt-get update  && apt-get install -y x" did not complete: 100'
     error = build.explain_failure(cell, ["Get:1 ca-certificates", line, step])
     assert type(error) is kind
@@ -234,7 +234,7 @@ def test_a_revision_is_true_where_that_commit_gives_the_same_inputs(tmp_path: Pa
 
 @pytest.mark.thorough
 def test_a_shallow_clone_gives_the_same_origin_or_none(tmp_path: Path, cell: Cell) -> None:
-    """Deep enough for the last commit that touched an input, it is as good as a whole one."""
+    """A shallow clone that contains the last commit of an input is as good as a whole one."""
     source = tmp_path / "source"
     (source / "appliance").mkdir(parents=True)
     _git(source, "init", "-q")

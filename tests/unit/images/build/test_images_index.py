@@ -23,7 +23,7 @@ URL = "https://me:pw@wheels.example/simple"
 
 @pytest.fixture
 def job(job: build.Job, cell: Cell, project: Path, tmp_path: Path) -> build.Job:
-    """Of a copy of the cell's own Dockerfile, through another index."""
+    """Return a job that builds a copy of the cell's own Dockerfile with another package index."""
     for name in ("Dockerfile", "Dockerfile.dockerignore"):
         (tmp_path / cell.folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / cell.folder / name).write_text((project / cell.folder / name).read_text("utf-8"))

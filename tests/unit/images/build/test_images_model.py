@@ -28,7 +28,7 @@ REVISION = "a" * 40
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Weights:
-    """Three files of a repository, as `fetch` leaves them: with a mode and a date of their own."""
+    """Return three files of a repository in the state that `fetch` leaves: with their own mode and date."""
     folder = tmp_path / "fetched"
     folder.mkdir()
     for path, data in PARTS.items():

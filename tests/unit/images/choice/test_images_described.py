@@ -34,7 +34,7 @@ def document_of(name: str) -> str:
 
 
 def refuses(cell: str, text: str) -> tuple[str, ...] | ApplianceError:
-    """What a start of this cell's image would warn of on that machine, or why it would not start."""
+    """Return the warnings of a start of this cell's image on that machine, or the error that stops the start."""
     try:
         return check_supported(resolve_settings({}, {}), image_facts(cell), parse_machine(text, "m").hardware)
     except ApplianceError as error:

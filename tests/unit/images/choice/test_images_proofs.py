@@ -217,7 +217,8 @@ def test_a_substitute_toolkit_takes_no_proofs_place(project: Path, tmp_path: Pat
 
 @given(data=st.data())
 def test_list_explain_and_select_agree(data: st.DataObject) -> None:
-    """Of whatever was proven or is here: the word of `list` begins what the others say of that platform."""
+    """For any proofs and local images, `select` gives the state that `list` gives, and the text of `explain` begins
+    with that state."""
     pairs = sorted((cell.id, platform) for cell in LOADED.cells for platform in cell.platforms)
     proven = data.draw(st.sets(st.sampled_from(pairs)))
     here = data.draw(st.sets(st.sampled_from([cell.tag for cell in LOADED.cells])))
@@ -315,7 +316,7 @@ def test_facts_that_are_none_are_not_recorded(tmp_path: Path, cell: Cell) -> Non
 
 
 def test_an_image_of_an_edited_tree_is_not_recorded(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And that is said before its checks."""
+    """The refusal comes before the image's checks."""
     labels = {"Labels": {proofs.REVISION_LABEL: f"{'f' * 40}+dirty"}}
     image = docker.Image(id=DIGEST, tags=(), digests=(), platform="linux/amd64", config=labels)
     monkeypatch.setattr(Engine, "image", lambda *_: image)

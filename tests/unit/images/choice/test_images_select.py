@@ -312,7 +312,7 @@ MACHINES = st.builds(
 
 @given(machine=MACHINES, proven=st.sets(st.sampled_from(sorted(CELLS))))
 def test_a_proof_chooses_between_toolkits_of_one_chip(machine: Machine, proven: set[str]) -> None:
-    """It moves no GPU to another chip's code, and none to an image of two chips."""
+    """A proof does not move a GPU to another chip's code or to an image of two chips."""
     plain, refused = _tried(machine)
     if plain is None:
         assert refused
@@ -477,7 +477,7 @@ def test_variants_of_laptops_servers_shares_and_boards(name: str, sm: str) -> No
 
 @pytest.mark.parametrize(("plain", "sm"), sorted(gpus.driver_names().items()))
 def test_what_the_driver_calls_a_gpu_is_of_its_chip(plain: str, sm: str) -> None:
-    """And no other file says otherwise, whether it has the name or one that this one begins with."""
+    """Other files that list the same name give the same chip."""
     assert gpus.parse_gpu(f"NVIDIA {plain}").sm == sm
     known = {compat.plain_name(name): row.sm for row in compat.facts().gpus for name in row.names}
     known |= {key: gpu.sm for key, gpu in gpus.products().items()}

@@ -39,7 +39,8 @@ class Smi:
 
 
 def test_a_driver_that_does_not_know_a_field_is_asked_without_it() -> None:
-    """As 470 does with compute_cap: the names say the chips, and the refusal says what would help."""
+    """Driver 470 does not know compute_cap. The names of the GPUs tell the chips, and the refusal says what would
+    help."""
     run = Smi({"name": "Tesla T4", "driver_version": "470.256.02", "memory.total": "15360"})
     machine = smi.query_machine(run, "linux/amd64")
     assert run.runs == 2

@@ -132,7 +132,7 @@ def test_images_are_built_again_every_week_and_actions_are_kept_up(project: Path
     [("propose", ["list", "lock", "lock", "lock", "render"]), ("wheels", ["lock", "lock", "render"])],
 )
 def test_a_refreshed_lock_is_proposed_by_commands_that_exist(project: Path, job: str, verbs: list[str]) -> None:
-    """And what it may write is asked for."""
+    """The workflow also asks for the permissions that it needs to write."""
     workflow = yaml.safe_load((project / ".github/workflows/lock.yml").read_text("utf-8"))
     script = "\n".join(step.get("run", "") for step in workflow["jobs"][job]["steps"])
     commands = re.findall(r"-m images ((?:[\w/-]+ ?)+)", script)

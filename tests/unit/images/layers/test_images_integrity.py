@@ -16,7 +16,7 @@ PASSWD = b"root:x:0:0:root:/root:/bin/bash\nappliance:x:1000:0::/data:/usr/sbin/
 
 @pytest.fixture
 def tree() -> Tree:
-    """As a build leaves it: of layer 2 is the manifest, of layer 3 the image's identity."""
+    """Return the tree that a build leaves: the manifest is in layer 2, the image's identity in layer 3."""
     base = [_entry("etc/hosts", layer=0), _entry("etc/ld.so.conf", layer=0), _entry("tmp", kind="folder", mode=0o1777)]
     engine = [_entry("opt/llama/llama-server"), _entry(integrity.ACCOUNTS, content=PASSWD), _entry(FACTS, layer=2)]
     text = "".join(f"{ONE}  /{each.path}\n" for each in engine)

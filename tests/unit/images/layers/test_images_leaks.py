@@ -17,7 +17,7 @@ RANDOM = random.Random(1)
 
 
 def made(length: int, alphabet: str = ALNUM) -> str:
-    """Nobody's: drawn here, so that no secret stands in this file."""
+    """Return a random word that stands for a secret, so that this file contains none."""
     return "".join(RANDOM.choice(alphabet) for _ in range(length))
 
 

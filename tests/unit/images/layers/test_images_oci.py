@@ -137,7 +137,8 @@ class Archive:
         return entry
 
     def about(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """As BuildKit hangs it beside the image: of an unknown platform, with the image's digest."""
+        """Return an attestation in the form that BuildKit adds: an entry of unknown platform with the image's
+        digest."""
         said = self._add({"layers": [{"digest": self._add(SAID)}]})
         unknown = {"os": "unknown", "architecture": "unknown"}
         return {"digest": said, "platform": unknown, "annotations": {oci.ABOUT: entry["digest"]}}

@@ -43,7 +43,7 @@ def test_a_key_that_a_later_layer_removes_is_still_found(tmp_path: Path) -> None
 
 
 def test_an_encrypted_key_is_a_key(tmp_path: Path) -> None:
-    """As `openssl genrsa -aes128 -traditional` and `openssl pkcs8 -topk8` write them."""
+    """The keys have the forms that `openssl genrsa -aes128 -traditional` and `openssl pkcs8 -topk8` write."""
     traditional = KEY.replace(b"A" * 64, b"Proc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,0A1B\n\n" + b"A" * 64)
     newer = KEY.replace(b"RSA PRIVATE", b"ENCRYPTED PRIVATE")
     tree = read_layers(tmp_path, {}, {"a.pem": traditional, "b.pem": newer})

@@ -93,7 +93,7 @@ def test_a_third_engine_is_held_to_its_row(third: Cell) -> None:
 
 
 def test_no_other_file_names_an_engine(project: Path) -> None:
-    """As a value of its own: a dispatch by name would need one."""
+    """No other file has a string that is only the name of an engine. A dispatch by name would need such a string."""
     found = {
         (path.name, node.value)
         for path in (project / "images").rglob("*.py")

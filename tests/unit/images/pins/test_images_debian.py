@@ -69,7 +69,8 @@ def test_apts_answer_becomes_a_lock_without_an_address(lock: Lock) -> None:
 
 
 def test_a_lock_names_a_snapshot_that_has_its_packages(lock: Lock) -> None:
-    """After the import of the youngest list, which follows its date, and before that of the next one."""
+    """The snapshot lies after the import of the youngest list, which follows the list's date, and before the next
+    import."""
     assert lock.snapshot == "20260718T060000Z"
     of_a_snapshot = debian.parse_answer(
         ANSWER.splitlines(), image="x", identity=BASE, platform="linux/amd64", snapshot="20260719T000000Z"
@@ -269,7 +270,7 @@ def test_a_stranger_and_a_flipped_digit_in_a_debian_lock_are_found(tmp_path: Pat
 
 
 def test_of_another_platform_apt_is_asked_as_that_one(tmp_path: Path, cell: Cell) -> None:
-    """Its index, and the base's packages as that has them; no base of that platform was asked, and the lock says so."""
+    """apt reads the index of that platform. The base's packages are those of the own platform, and the lock says so."""
     engine, archive = Apt(ANSWER.replace("_amd64.deb", "_arm64.deb")), debian.Archive()
     (tmp_path / "images/locks").mkdir(parents=True)
     for platform in ("linux/amd64", "linux/arm64"):
@@ -285,7 +286,7 @@ def test_of_another_platform_apt_is_asked_as_that_one(tmp_path: Path, cell: Cell
 
 
 def test_the_lock_of_another_platform_names_what_the_own_one_names(project: Path, cell: Cell) -> None:
-    """But for what is called by the machine's name, or there for one alone."""
+    """Exceptions are packages that have the machine's name in theirs, or that exist for one platform only."""
     own, other = (debian.load(project, cell.base, each) for each in get_args(matrix.Platform))
     assert own
     assert other

@@ -170,7 +170,8 @@ def test_what_is_cut_off_is_named_though_the_tool_finds_no_code_in_it(tmp_path: 
 
 
 def _query(folder: Path, data: bytes, said: str) -> Library:
-    """As cuobjdump, which says `said`, and the file's own headers tell it."""
+    """Query a file of `data` with a cuobjdump that prints `said`; an empty `said` means that it finds no device
+    code."""
     file, tool = folder / "x.o", folder / "cuobjdump"
     file.write_bytes(data)
     none = "echo 'File does not contain device code' >&2; exit 255"
@@ -387,7 +388,7 @@ def _library(path: str = "libx.so", *, sass: tuple[str, ...] = (), ptx: tuple[st
 
 
 def _fatbin(*entries: tuple[int, int]) -> bytes:
-    """Kind and chip of each element, in the layout of nvcc 13.0."""
+    """Return a fat binary with an element for each kind and chip, in the layout of nvcc 13.0."""
     body = b""
     for kind, chip in entries:
         header = struct.pack("<HHIQ12x", kind, 0x101, 64, 16) + struct.pack("<I", chip)

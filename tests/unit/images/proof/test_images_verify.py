@@ -41,7 +41,7 @@ HEALTH = {
 
 @pytest.fixture
 def sound(cell: Cell) -> ImageSnapshot:
-    """ImageSnapshot of an image that is what it must be."""
+    """Return the snapshot of an image without any fault."""
     return ImageSnapshot(
         cell=cell,
         platform="linux/amd64",
@@ -96,7 +96,8 @@ def test_every_check_has_a_planted_fault() -> None:
 
 
 def test_links_of_a_sound_image_are_in_order(sound: ImageSnapshot) -> None:
-    """Those of an engine's libraries, and of the compiler that cuBLAS opens; Debian's are not judged."""
+    """The links are those of an engine's libraries and of the compiler that cuBLAS opens. Debian's links are not
+    judged."""
     for name in ("libllama.so.0.5.0", "libnvrtc.so.13"):
         sound.tree.files[f"opt/llama/{name}"] = _entry(f"opt/llama/{name}")
     _file("opt/vllm/lib/nvidia/cu13/lib", kind="folder")(sound)
@@ -294,7 +295,8 @@ def _kernel(*, sass: tuple[str, ...] = (), ptx: tuple[str, ...] = ()) -> Fault:
 
 
 def _compiling(*lines: str, code: int = 0, without: str = "") -> Fault:
-    """As a cell of CUDA 13.0, whose cuBLAS opens a compiler that said this."""
+    """Make a cell of CUDA 13.0 in which the compiler that cuBLAS opens printed `lines`; the file `without` is
+    missing."""
 
     def plant(snapshot: ImageSnapshot) -> ImageSnapshot:
         cell = matrix.select(matrix.load(Path(__file__).parents[4]).cells, "llama-cu130-sm90")[0]
@@ -409,7 +411,7 @@ WHEEL = "opt/appliance/lib/h11-0.16.0.dist-info"
 
 
 def _unlisted(snapshot: ImageSnapshot) -> ImageSnapshot:
-    """Judged only on the base that the lock was made in."""
+    """Plant a package that no lock names. It is judged only on the base for which the lock was made."""
     assert snapshot.debian
     content = _status("1") + b"\nPackage: curl\nVersion: 7\n"
     snapshot.tree.files[verify.STATUS] = _entry(verify.STATUS, content=content)

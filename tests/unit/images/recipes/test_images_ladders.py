@@ -54,7 +54,7 @@ def test_sizes_hashes_and_origin_are_cited(row: RecipeRow, rung: RungRow) -> Non
 
 
 def test_one_hash_is_one_file() -> None:
-    """Of the same size wherever it is, and of no other file of its repository."""
+    """A hash has the same size and path in every rung. A file of a repository's revision has only one hash."""
     known: dict[str, tuple[int, str]] = {}
     for _, rung in RUNGS:
         for file in rung.files:

@@ -130,7 +130,7 @@ def test_a_fresh_idle_period_that_is_long_enough_is_used(now: IdleState, idle_s:
 
 @given(SITUATIONS, st.floats(1, 3600))
 def test_a_wait_that_is_over_is_not_waited_again(now: IdleState, idle_s: float) -> None:
-    """It may only wait again where it looks again anyway."""
+    """It waits again only in states that it looks at again anyway."""
     # What has lasted longer than every pause before it is never waited for again.
     now = replace(now, rest_s=0.0, pauses=tuple(pause for pause in now.pauses if pause <= JITTER * now.idle_s))
     step = decide(now, idle_s=idle_s)
@@ -171,7 +171,7 @@ def test_a_life_of_requests(
 def after(
     now: IdleState, step: Decision, gap: float, measure_s: float, left: int, is_changed: bool, has_better: bool
 ) -> tuple[IdleState, int, bool]:
-    """What the doing of a step makes of it."""
+    """Return state, remaining work and whether something changed, after the step is done."""
     if step.action is Action.WAIT:
         return replace(now, idle_s=now.idle_s + step.wait_s), left, is_changed
     if step.action in (Action.SWAP_ALONE, Action.SWAP_BESIDE):
@@ -224,8 +224,8 @@ def test_each_wasted_sitting_doubles_what_the_next_needs_up_to_a_bound(need_s: f
     draws=st.randoms(use_true_random=False),
 )
 def test_a_steady_client_has_few_loads_wasted(every_s: float, share: float, need_s: float, draws: Random) -> None:
-    """It asks every so often, give or take a share below JITTER's; a load is wasted if the next request comes before
-    its end. Whether a load pays that takes about as long as a pause cannot be known: `doubled` is for that."""
+    """The client's pauses vary by a share below JITTER's. A load is wasted if the next request comes before its end.
+    Loads that take about as long as a pause are left out: nobody can know if they pay. `doubled` covers them."""
     shortest, longest = every_s * (1 - share), every_s * (1 + share)
     assume(not shortest <= SETTLE_S + need_s <= longest + SETTLE_S)
     pauses: deque[float] = deque(maxlen=32)

@@ -94,7 +94,7 @@ class Stage:
             await asyncio.sleep(0.01)
 
     def peaks(self) -> dict[tuple[int, ...], bool]:
-        """MiB of each card, and whether it is whole, of what is kept."""
+        """Return the kept peaks: MiB of each GPU, and True if the peak is whole."""
         found = self.store.peaks(key(), self.gpus)
         return {tuple(card.peak_mib for card in peak.cards): peak.is_whole for peak in found}
 

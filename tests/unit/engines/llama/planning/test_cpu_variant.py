@@ -187,7 +187,7 @@ def test_there_is_no_next_where_one_was_asked_for_or_is_the_only_one() -> None:
 
 
 def space_with(*checked: str, gpu_mib: int = 0) -> Space:
-    """On a CPU that runs zen4 and haswell."""
+    """Return a space on a CPU that runs zen4 and haswell."""
     here = replace(machine(), cpu=cpu(*CASCADELAKE, "avx512vbmi", "avx512_bf16"))
     if gpu_mib:
         here = with_gpus(here, [gpu(0, free_mib=gpu_mib)])
@@ -223,7 +223,8 @@ def test_what_was_not_checked_or_has_nothing_to_do_is_not_in_the_space() -> None
 
 
 def test_a_plan_of_a_variant_that_may_serve_no_more_is_of_the_usual_one() -> None:
-    """As after an update of the machine's firmware: what was measured of it is not told of the other."""
+    """A firmware update can take a variant away. Measurements of that variant are not told of the plan that replaces
+    it."""
     (haswell, *_) = (plan for plan in space_with("haswell").all() if plan.cpu_variant == "haswell")
     found = space_with().now(haswell)
     assert isinstance(found, Plan)

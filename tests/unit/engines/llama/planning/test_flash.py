@@ -23,7 +23,7 @@ from tests.shapes import PUBLISHED
 
 
 def with_heads(key: int, value: int, *, heads: int, kv_heads: int, kind: LayerKind = "full") -> Model:
-    """Llama 3.1 8B with attention of other sizes."""
+    """Return Llama 3.1 8B with attention of other sizes."""
     plain = model("llama-3.1-8b", "Q4_K_M")
     k, v = (key, 0) if kind == "mla" else (key * kv_heads, value * kv_heads)
     layers = tuple(replace(layer, kind=kind, k_elements=k, v_elements=v) for layer in plain.stack)
@@ -77,7 +77,7 @@ def planned(machine: str, of: Model, **flags: str) -> Plan:
 def test_a_rounded_cache_is_converted_for_heads_without_a_vector_kernel(
     sizes: Mapping[str, Any], of_f16: float
 ) -> None:
-    """And what it takes counts: it is read, written as f16, and read again."""
+    """The cost of the conversion counts: the cache is read, written as f16, and read again."""
 
     def planned_with(kv_type: str) -> Plan:
         return planned("2x4090", with_heads(**sizes), kv_type=kv_type, ctx_size="8192", devices="0")

@@ -86,7 +86,8 @@ def check_room(plan: Plan, hardware: Hardware) -> None:
 
 
 def check_sums(plan: Plan, of: Model) -> None:
-    """Of whole layers each thing lies in one place; split tensors may lie in several."""
+    """Check that the memory of all places adds up. Each part of a whole layer lies in one place; split tensors may lie
+    in several."""
     kept = [layer for layer in layers_of(of) if not layer.is_draft]
     ubatch = launch_of(plan).ubatch
     elements = sum((la.k_elements + la.v_elements) * cells(la, plan.context, ubatch, plan.parallel) for la in kept)

@@ -57,7 +57,8 @@ TIGHT = [
 def test_a_larger_ubatch_takes_no_more_than_it_saves(
     machine: str, name: str, quantization: str, reserved_mib: str, mode: str
 ) -> None:
-    """Of the context twice the share of a long job's time that it saves; of a short chat half of it, in mode speed."""
+    """The context shrinks by at most twice the share of time that a long job saves. In mode speed a short chat slows by
+    at most half of that share."""
     cell = Cell(
         machine=machine, model=name, quantization=quantization, flags={"reserve_mib": reserved_mib, "mode": mode}
     )
@@ -78,7 +79,7 @@ def test_a_larger_ubatch_takes_no_more_than_it_saves(
 def test_speed_gives_up_to_half_of_the_context_where_a_long_prompt_gains_much(
     machine: str, name: str, quantization: str
 ) -> None:
-    """Of DeepSeek-V3 on a slice 39 % for less than half of the time."""
+    """Example: DeepSeek-V3 on a slice gives up 39 % of the context and takes less than half of the time."""
     cell = Cell(machine=machine, model=name, quantization=quantization, flags={"mode": "speed", "fill_minutes": "0"})
     found, usual = cell.space().best, cell.space(ubatch="512").best
     assert launch_of(found).ubatch == 4096
@@ -160,7 +161,7 @@ def test_a_mapped_file_takes_its_room_in_shared_memory_beside_the_weights() -> N
 
 
 def cards(*sizes: tuple[int, float]) -> Hardware:
-    """By free MiB and GB/s."""
+    """Return a machine with one GPU for each pair of free MiB and GB/s."""
     found = [gpu(at, free_mib=mib, gb_s=gb_s) for at, (mib, gb_s) in enumerate(sizes)]
     return with_gpus(machine(total_mib=64000, logical=16, physical=8), found)
 

@@ -96,7 +96,7 @@ def reason(plan: Plan, name: str) -> str:
 
 
 def readable(here: Space, plan: Plan) -> float:
-    """Decode half full, tokens a second."""
+    """Return the decode speed with a half full context, in tokens a second."""
     return here.context_plan.half_full
 
 
@@ -248,7 +248,7 @@ def test_f16_is_taken_where_it_holds_the_same_context_in_the_same_place(machine:
 
 
 def test_what_agents_work_with_comes_before_speed() -> None:
-    """Of the card's 24 GB q8_0 leaves 49,408 tokens beside the experts."""
+    """With all experts on the GPU of 24 GB, a q8_0 cache has room for 49,408 tokens."""
     here = space("3090-display", "30b-a3b-2507")
     assert here.context_plan.knees["q8_0"] < AGENT_CONTEXT <= here.best.context
     assert here.best.placement.cpu_expert_layers > 0

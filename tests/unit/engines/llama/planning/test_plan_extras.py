@@ -176,7 +176,7 @@ def test_no_text_brings_a_flag_of_the_plan_to_the_engine(text: str) -> None:
 
 
 def entries() -> list[set[str]]:
-    """Spellings of one entry of the engine's own help."""
+    """Return the spellings of each entry in the engine's own help."""
     heads = [re.split(r"\s{2,}(?![\s-])", line, maxsplit=1)[0] for line in USAGE.splitlines() if line.startswith("-")]
     return [set(re.findall(r"(?:^|[\s,])(--?[A-Za-z][A-Za-z0-9-]*)", head)) for head in heads]
 

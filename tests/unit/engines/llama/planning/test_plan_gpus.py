@@ -55,7 +55,7 @@ def reason(found: Plan, name: str) -> str:
 
 @cache
 def space_of(machine: str, name: str) -> Space | None:
-    """As it is asked for nothing; None where the model does not fit."""
+    """Return the space without any flags; None if the model does not fit."""
     found = space(MACHINES[machine], shape(name))
     try:
         _ = found.best
@@ -101,14 +101,14 @@ more_memory = st.integers(0, 30000)
 
 
 def widened(found: list[tuple[int, float]], more_mib: int, at: int) -> list[tuple[int, float]]:
-    """More memory on one card, or one more card."""
+    """Return the GPUs with more memory on one of them, or with one more GPU if `at` is past the last."""
     if at < len(found):
         return [(free + (more_mib if i == at else 0), speed) for i, (free, speed) in enumerate(found)]
     return [*found, (2000 + more_mib, 448.0)]
 
 
 def window(host: str, having: list[tuple[int, float]], name: str, mode: str = "context") -> tuple[int, float]:
-    """And how fast it decodes when full."""
+    """Return the context length of the best plan and its decode speed when full; zeros if the model does not fit."""
     hardware = with_gpus(MACHINES[host], *(gpu(i, free, speed) for i, (free, speed) in enumerate(having)))
     image, engine = facts(has_cuda=True)
     try:
@@ -125,8 +125,8 @@ def window(host: str, having: list[tuple[int, float]], name: str, mode: str = "c
 def test_in_mode_context_more_memory_never_gives_a_smaller_window(
     host: str, having: list[tuple[int, float]], name: str, more_mib: int, at: int
 ) -> None:
-    """But where a full one can be read along with only then: the mode asks for that where it can be had, and for no
-    less than `balanced` has."""
+    """Exception: only with more memory does a full context decode at reading speed. The mode then takes that context,
+    which may be smaller, but not a smaller one than `balanced` takes."""
     before, before_full = window(host, having, name)
     after, after_full = window(host, widened(having, more_mib, at), name)
     if before > after:
@@ -353,7 +353,7 @@ def test_what_holds_a_card_back_is_named() -> None:
 
 
 def with_one_changed(name: str, **change: Any) -> str:
-    """What is said of a machine's cards when the second is another."""
+    """Return the reason for the placement on a machine whose second GPU is changed."""
     cards = MACHINES[name].gpus.gpus
     return reason(
         best(with_gpus(MACHINES[name], cards[0], replace(cards[1], **change), *cards[2:]), shape("qwen3-8b")),
@@ -378,7 +378,7 @@ def test_a_power_cap_says_what_is_predicted_with_it(sms: int | None) -> None:
 
 @pytest.mark.parametrize("sms", [128, None])
 def test_a_capped_card_reads_prompts_more_slowly(sms: int | None) -> None:
-    """Also one of which nobody says how many multiprocessors it has, as in a machine file by hand."""
+    """A power cap counts even if the number of multiprocessors is unknown, as in a machine file written by hand."""
     card = replace(MACHINES["2x4090"].gpus.gpus[0], sm_count=sms, power_limit_w=450.0, power_limit_default_w=450.0)
     speeds = [
         best(with_gpus(MACHINES["2x4090"], replace(card, power_limit_w=watts)), shape("qwen3-8b")).speed
@@ -537,7 +537,7 @@ def test_image_facts_of_a_cuda_cell_are_enough_to_plan_gpus() -> None:
 
 
 def in_narrow_slot(at: int) -> Hardware:
-    """Two equal cards, one of them on a single lane."""
+    """Return a machine of two equal GPUs; the one at `at` has a single lane."""
     machine = MACHINES["2x4090"]
     gpus = tuple(
         replace(gpu, pcie_width=1 if index == at else 16, pcie_width_max=16)

@@ -86,7 +86,8 @@ def test_cards_that_hold_layers_read_a_long_prompt_at_the_same_time() -> None:
 
 
 def split(count: int, *, first: int | None = None) -> Costs:
-    """Of the same layers on so many cards that are alike, in equal runs unless the first has more."""
+    """Return the costs of one model on `count` equal GPUs. Each has an equal run of layers; `first` sets another number
+    for the first."""
     of = model("llama-3.1-8b", "Q4_K_M")
     cards = [replace(device(f"GPU-{number}", index=number), tflops=100.0) for number in range(count)]
     ends = [first, 33] if first else [round(33 * (number + 1) / count) for number in range(count)]

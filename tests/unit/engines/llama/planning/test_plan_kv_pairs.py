@@ -27,7 +27,7 @@ ACCEPTED = KvCheck(kv_type=MIXED, is_accepted=True, why="it costs nothing that c
 
 @cache
 def space(*kv_checks: KvCheck, has_pair: bool = True, **flags: str) -> Space:
-    """Of a card on which q8_0 carries 13,312 tokens with everything on the GPUs."""
+    """Return the space of two GPUs of 22 GB, on which q8_0 holds 13,312 tokens with everything on the GPUs."""
     engine = ENGINE if has_pair else WITHOUT
     hardware = hardware_of("2x2080ti-22g")
     return Space(resolve_settings(flags, {}), IMAGE, engine, hardware, sized("70b"), kv_checks=kv_checks)

@@ -133,7 +133,7 @@ def test_a_knee_is_measured_too_where_a_larger_ubatch_is_predicted(
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", some([name for name, _ in MODELS]))
 def test_every_knee_of_the_matrix_is_among_the_plans(name: str) -> None:
-    """With llama.cpp's own ubatch, and but for those below what any mode serves."""
+    """Knees are those with llama.cpp's own ubatch. Contexts below the smallest that any mode serves do not count."""
     for cell in (cell for cell in CELLS if cell.model == name):
         usual = replace(cell, flags={"ubatch": str(UBATCH)})
         knees = {plan.kv_type: plan.context for plan in usual.knees() if plan.context >= SMALLEST_CONTEXT}
@@ -143,7 +143,7 @@ def test_every_knee_of_the_matrix_is_among_the_plans(name: str) -> None:
 
 
 def widest(plans: Iterable[Plan]) -> dict[str, int]:
-    """By type of the cache, the most tokens with everything on GPUs."""
+    """Return the longest context with everything on GPUs, keyed by the type of the KV cache."""
     found: dict[str, int] = {}
     for plan in plans:
         if plan.placement.is_whole:
@@ -223,7 +223,7 @@ def test_o_is_a_plan_without_the_copies_of_a_rounded_cache(name: str, context: s
 
 
 def as_planned_before(plan: Plan, *, compute: float) -> Plan:
-    """With these buffers alone, and a card that is as full as it goes with them."""
+    """Return the plan with only these compute buffers, on a GPU that they fill completely."""
     (share,) = plan.placement.shares
     memory = replace(share.memory, compute=compute)
     gpu = replace(share.gpu, free_mib=memory.total, held_back_mib=1024.0)

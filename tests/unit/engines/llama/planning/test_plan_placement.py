@@ -57,7 +57,8 @@ def device(index: int, free_mib: float, gb_s: float) -> Device:
 
 
 def cheapest_by_counting(work: PlacementJob, devices: tuple[Device, ...], dram_gb_s: float) -> int | None:
-    """All runs of layers on all devices in order, none on the CPU."""
+    """Return the cost of the cheapest placement: all runs of layers on all devices in order are tried, none on the CPU.
+    None if none fits."""
     model, layers = work.model, layers_of(work.model)
     roofline = Roofline(model=model, kv_type="f16", ubatch=work.ubatch, dram_gb_s=dram_gb_s, depth=DEPTH)
     mib = [
@@ -111,7 +112,7 @@ def test_no_split_of_the_cards_is_faster_than_the_one_found(
 
 @pytest.mark.parametrize(("others", "used"), [((2500,), ["1"]), ((1200, 1200), ["1", "2"])])
 def test_the_fastest_card_need_not_be_of_the_team(others: tuple[int, ...], used: list[str]) -> None:
-    """It holds no layer at all here. The cards after it are looked at without it, though it is the faster one."""
+    """The fastest GPU holds no layer here. The GPUs after it are also tried without it."""
     model = small((300,) * LAYERS)
     devices = (device(0, 100, 900.0), *(device(at, free, 300.0) for at, free in enumerate(others, 1)))
     work = PlacementJob(model=model, context=512, kv_type="f16", ubatch=512, parallel=4)

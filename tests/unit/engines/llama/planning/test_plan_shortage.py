@@ -40,7 +40,7 @@ def first(machine: str) -> Plan:
 
 
 def loaded_mib(plan: Plan) -> float:
-    """Of the host's memory, what loading takes: caches grow with use."""
+    """Return the host memory that loading takes, without the caches, which grow with use."""
     return plan.memory.total - plan.memory.cache - plan.memory.checkpoints
 
 

@@ -134,7 +134,7 @@ def test_no_conversation_is_ever_left_to_a_cache_that_is_too_small(total_mib: in
 
 @pytest.mark.parametrize("kv_type", ["q8_0", "auto"])
 def test_slots_are_kept_where_a_rounder_cache_of_the_context_asked_for_has_room(kv_type: str) -> None:
-    """At f16 those 32,768 tokens do not fit, in one slot or four."""
+    """With f16 the 32,768 tokens do not fit, neither in one slot nor in four."""
     plan = first(PUBLISHED_8B, total_mib=9000, ctx_size="32768", kv_type=kv_type)
     assert (plan.kv_type, plan.parallel) == ("q8_0", 4)
     assert plan.memory.cache >= 128

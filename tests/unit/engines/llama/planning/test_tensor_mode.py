@@ -54,7 +54,7 @@ def placements(of: Model, *devices: Device, **changes: object) -> list[Placement
 
 
 def machine(gpus: int, *, width: int = 16, free_mib: int | None = None) -> Hardware:
-    """Equal cards of 24 GB on PCIe 4.0."""
+    """Return a machine with equal GPUs of 24 GB on PCIe 4.0."""
     hardware = MACHINES["2x4090"]
     first = hardware.gpus.gpus[0]
 
@@ -73,7 +73,7 @@ def space(hardware: Hardware, of: Model, *, engine: EngineFacts | None = None, *
 
 
 def large() -> Model:
-    """Of the architecture that is trusted, too large for one card of 24 GB."""
+    """Return a model of the trusted architecture that is too large for one GPU of 24 GB."""
     return replace(model("qwen3.6-27b", "Q8_0"), architecture="llama")
 
 
@@ -244,7 +244,7 @@ def test_it_is_predicted_where_it_is_clearly_faster_over_a_good_link() -> None:
 
 
 def test_plans_beside_a_pair_that_is_not_the_first_are_of_that_pair() -> None:
-    """A plan's key names no card: two pairs would be taken for one."""
+    """A plan's key names no GPU, so plans on two different pairs would have the same key."""
     equal = machine(3)
     first, *others = equal.gpus.gpus
     slow_link = replace(first, pcie_width=4, pcie_width_max=4, bandwidth_gb_s=(first.bandwidth_gb_s or 0.0) + 4)
@@ -257,7 +257,8 @@ def test_plans_beside_a_pair_that_is_not_the_first_are_of_that_pair() -> None:
 
 
 def test_a_prediction_tells_no_figure_of_whole_layers() -> None:
-    """Its context is bounded, and of one type: whole layers would tell what more tokens and another type cost."""
+    """The predicted plan has a bounded context and one type. Figures of whole layers would tell the cost of more tokens
+    and of another type."""
     here = space(machine(2, free_mib=20000), large(), kv_type="f16")
     best, whole = here.best, here.context_plan
     assert best.placement.split_mode == "tensor"
@@ -273,7 +274,7 @@ def test_a_prediction_tells_no_figure_of_whole_layers() -> None:
 
 
 def figures(whole: ContextPlan, best: Plan) -> set[float]:
-    """Decode of whole layers, as predicted beside them."""
+    """Return the rounded decode speeds that are predicted for splits by whole layers."""
     assert best.context == whole.context
     near = [each.placed for each in (whole, whole.before, whole.larger) if each is not None]
     others = (other.placed for other in whole.others.values())
@@ -301,7 +302,7 @@ def test_beside_it_whole_layers_take_over_none_of_its_words() -> None:
 
 
 def said_of_layers(here: Space) -> set[str]:
-    """Why each of them has its context."""
+    """Return the reasons for the context of each plan that is split by layers."""
     return {plan.choices[0].reason for plan in here.all() if plan.placement.split_mode == "layer"}
 
 
@@ -338,7 +339,7 @@ def test_equal_cards_in_other_slots_give_the_same_split() -> None:
 
 
 def test_a_split_whose_card_is_gone_is_placed_nowhere() -> None:
-    """Placed on those that are left it would be another split, under the name of the measured one."""
+    """On the remaining GPUs the plan would be another split under the key of the measured one."""
     of, three = model("qwen3-8b", "Q8_0"), (card(0), card(1), card(2))
     resources = Resources(devices=three, spare_mib=64000.0, dram_gb_s=40.0)
     (before,) = place_tensors(job(of), resources, MODES, [three])

@@ -189,7 +189,7 @@ RECORDED = json.loads((Path(__file__).parents[4] / "data/vllm/blocks-0.32.json")
 
 
 def recorded_shape(row: dict[str, Any]) -> Shape:
-    """Of one rank."""
+    """Return the shape that one rank of the recorded model has."""
     shape = QWEN36 if row["state_bytes"] else small(kv_heads=row["kv_heads"], length=row["head_size"])
     return replace(shape, kinds=tuple(row["kinds"]), window=row["window"])
 

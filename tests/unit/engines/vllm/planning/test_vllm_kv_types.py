@@ -155,7 +155,7 @@ def test_a_latent_cache_of_a_cpu_has_no_fp8() -> None:
     ("stored", "dtype", "factor"), [("F32", "bfloat16", 0.5), ("F32", "float32", 1), ("BF16", "float32", 2)]
 )
 def test_weights_count_in_the_type_that_serves(stored: str, dtype: str, factor: float) -> None:
-    """Whatever config.json calls them."""
+    """The type in config.json does not count."""
     model = folder_model("qwen3-8b")
     total = sum(size for _, size in model.bytes_by_type)
     held = replace(model, bytes_by_type=((stored, total),))

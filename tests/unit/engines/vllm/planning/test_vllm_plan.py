@@ -61,7 +61,7 @@ def value_of(plan: Plan, flag: str) -> str:
 
 
 def on_cuda_image(machine: Hardware, **flags: str) -> FatalError:
-    """What the CUDA image says of a machine where nothing can be planned."""
+    """Return the error of the CUDA image on a machine for which nothing can be planned."""
     cuda = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), flags)
     with pytest.raises(FatalError) as caught:
         Space(replace(cuda, hardware=machine))
@@ -300,7 +300,7 @@ def test_a_later_start_on_uneven_cards_is_given_what_the_largest_stage_takes() -
 
 
 def test_cards_of_one_kind_are_uneven_by_what_is_free() -> None:
-    """One share of both would be the small one's: the cache is given in bytes."""
+    """One share for both GPUs would be that of the smaller one, so the cache is given in bytes."""
     there = cards("2x4090", {"vram_free_mib": 23000}, {"vram_free_mib": 8000})
     plan = best(there, "gemma-3-12b", mmproj="off")
     assert launch(plan).pipeline_parallel == 2
@@ -747,7 +747,7 @@ def test_on_the_cpu_bytes_are_given_at_once() -> None:
     seqs=st.sampled_from((1, 4, 64)),
 )
 def test_memory_is_never_planned_above_what_is_free(total: int, free: float, more: int, seqs: int) -> None:
-    """And more of it is never less context."""
+    """More free memory never gives a smaller context."""
 
     def at(mib: int) -> Plan | None:
         there = with_cards(ADA, vram_total_mib=total + more, vram_free_mib=mib)

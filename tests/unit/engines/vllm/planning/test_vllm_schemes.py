@@ -218,7 +218,7 @@ def test_a_folder_without_any_tokenizer_is_30(tmp_path: Path) -> None:
 
 
 def test_yarn_of_config_json_is_reached_by_its_own_key() -> None:
-    """And not by a flag that is then refused."""
+    """The hint names the key of config.json, not a flag that would then be refused."""
     model = reported("safetensors-yarn-written-into-config")
     with pytest.raises(ConfigError) as caught:
         best(ADA, model, ctx_size="131072")

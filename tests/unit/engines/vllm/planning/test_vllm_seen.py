@@ -26,7 +26,7 @@ MODELS = {ADA: "qwen3-8b-fp8", TURINGS: "qwen3.6-27b-awq", "2x4090": "llama-3.3-
 
 
 def seen(plan: Plan, beyond_mib: float, *, is_whole: bool = True) -> MemoryPeak:
-    """That every rank of the plan held so much beyond what was planned for it."""
+    """Return a peak in which every rank of the plan held `beyond_mib` more than planned."""
     cards = tuple(
         CardPeak(
             device=share.gpu.id,

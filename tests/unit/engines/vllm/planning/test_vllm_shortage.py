@@ -36,8 +36,8 @@ def test_memory_that_was_refused_is_taken_from_the_cache() -> None:
 
 @pytest.mark.parametrize("free_mib", [12_000.0, 20_000.0])
 def test_a_card_that_lost_memory_since_the_probe_is_asked_for_what_is_free(free_mib: float) -> None:
-    """Another appliance on it, say. vLLM ends where less is free than the share says, whatever its cache's bytes are:
-    20,000 MiB carry the whole context, and the share alone is smaller then."""
+    """Another appliance may have taken the memory. vLLM ends if less is free than its share, whatever the bytes of its
+    cache. 20,000 MiB hold the whole context, so only the share gets smaller."""
     here = space("1x4090")
     plan = here.best
     wanted = wanted_mib(plan)

@@ -40,13 +40,13 @@ def reason(plan: Plan, name: str) -> str:
 
 
 def with_cards(machine: str, **changes: Any) -> Hardware:
-    """Every card of it changed so."""
+    """Return the machine with `changes` applied to every GPU."""
     found = hardware(machine)
     return replace(found, gpus=replace(found.gpus, gpus=tuple(replace(card, **changes) for card in found.gpus.gpus)))
 
 
 def cards(machine: str, *changed: Mapping[str, Any]) -> Hardware:
-    """As many of its first card, each changed so."""
+    """Return the machine with copies of its first GPU, one for each of `changed`, which has the fields to replace."""
     found = hardware(machine)
     first: Gpu = found.gpus.gpus[0]
     made = tuple(replace(first, index=at, uuid=f"GPU-{at}", **each) for at, each in enumerate(changed))
