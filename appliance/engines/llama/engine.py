@@ -1,4 +1,4 @@
-"""llama.cpp behind the doors of an engine."""
+"""llama.cpp as an engine: the methods that the rest of the appliance calls."""
 
 from __future__ import annotations
 

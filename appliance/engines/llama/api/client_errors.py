@@ -1,7 +1,7 @@
-"""Which of llama-server's errors clients are told in our words: data.
+"""Errors of llama-server that are replaced by the appliance's own words. Data.
 
-Its messages name flags of its own command line, and what the client got wrong is often a 500 or 501, which SDKs ask
-again. Sources are files of tools/server of the pinned llama.cpp.
+llama-server's messages name flags of its own command line. For many mistakes of a client it answers 500 or 501, which
+SDKs repeat. Sources are files of tools/server of the pinned llama.cpp.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What lines of llama.cpp's log mean for an ending. A source is a file of the pinned tree (llama_cpp_python 0.3.36,
-vendor/llama.cpp) with the function that prints the line; tests/endings holds each line."""
+"""Rules that map lines of llama.cpp's log to the error of an ending. A source is a file of the pinned tree
+(llama_cpp_python 0.3.36, vendor/llama.cpp) with the function that prints the line; tests/endings holds each line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOO_OLD = (
     "this image's engine is too old for the model, or it is no language model: use a newer image or another model"
 )
 
-# A line is tried from the top: what stands further down is wider.
+# Rules are tried from the top, the most specific first.
 RULES: tuple[Rule, ...] = (
     *LINKER_RULES,
     rule(
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
         "refused arguments",
         EngineArgumentsError,
         _SEE_PLAN,
-        # With its colon: "Invalid argument" is also what the kernel calls many a failed read.
+        # With the colon, because the kernel's words for failed reads include "Invalid argument" too.
         r"error: invalid argument: |unknown argument|error while handling argument|[Uu]nsupported cache type"
         r"|error: invalid parameter for argument: ",
         source="common/arg.cpp common_params_parse_ex",
@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
         "GPU cannot be used",
         GpuUnusableError,
         OTHER_GPU,
-        # cudaMalloc fails for other reasons than memory: a GPU that is busy or broken has not run out of it.
+        # cudaMalloc also fails if a GPU is busy or broken; that is not a lack of memory.
         r"failed to initialize CUDA: |cudaMalloc failed: (?!out of memory)",
         source="ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_init, ggml_backend_cuda_buffer_type_alloc_buffer",
     ),
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
         "out of GPU memory",
         EngineGpuMemoryError,
         _LESS,
-        # Not CUDA_Host: that is memory of the host, pinned for the GPU.
+        # Not CUDA_Host, which is pinned host memory.
         r"cudaMalloc failed: out of memory|CUDA error: out of memory",
         r"(?i)(?:failed|unable) to allocate CUDA\d+ buffer",
         source="ggml/src/ggml-cuda/ggml-cuda.cu ggml_backend_cuda_buffer_type_alloc_buffer, ggml_cuda_error; "
@@ -233,7 +233,7 @@ RULES: tuple[Rule, ...] = (
         r"couldn't (?:bind HTTP server socket|start HTTP listener)",
         source="tools/server/server-http.cpp server_http_context::start",
     ),
-    # The engine goes on without speculative decoding, except with synthetic acceptance; so anything else counts more.
+    # Vague, because the engine then continues without speculative decoding (except with synthetic acceptance).
     rule(
         "draft model of another model",
         ModelUnreadableError,
@@ -243,7 +243,7 @@ RULES: tuple[Rule, ...] = (
         source="common/speculative.cpp common_speculative_impl_draft_simple; tools/server/server-context.cpp init",
         is_vague=True,
     ),
-    # The loads whose own reason stands above, if the engine tells one.
+    # Vague, because a more specific line comes before these if the engine tells the reason.
     rule(
         "LoRA adapter does not load",
         ModelUnreadableError,

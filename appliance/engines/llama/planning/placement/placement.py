@@ -163,7 +163,7 @@ def _job_costs(roofline: Roofline, layers: tuple[Layer, ...], devices: tuple[Dev
 
 
 def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bool]]:
-    """Yield the teams of devices to search, and True if the team works as a pipeline (which keeps inputs several times).
+    """Yield the teams of devices to search, each with True if it is a pipeline, which keeps inputs several times.
 
     Teams are each device alone, and each device with all that follow. The first device of a team is always used, the
     others may be left empty. Weights on the host are copied to the first device, so each device with a faster link
@@ -428,7 +428,7 @@ class _Search:
         )
 
     def _outside_mib(self) -> float:
-        """Return the MiB of the token embedding, which is neither a layer nor the output."""
+        """Return the MiB of weights that are looked up by row, as the token embedding: they stay in host memory."""
         return self._job.model.embedding_bytes / MIB
 
     def best(self) -> Placed | None:
