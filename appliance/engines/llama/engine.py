@@ -87,7 +87,7 @@ class Llama(Engine):
 
     def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
         from appliance.engines.llama.kernels.kernel_guard import (
-            KernelGuard,  # here: it costs 20 ms, and `plan` has no loop
+            KernelGuard,  # here: it takes 20 ms, and `plan` has no event loop
         )
 
         store = KernelStore(install.cache_dir, image.build_id, cpu, partial(report.warning, "kernels_unknown"))
@@ -110,7 +110,9 @@ class Llama(Engine):
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
     ) -> Sequence[Plan]:
-        from appliance.engines.llama.process.fit import query_projections  # here: a start from a profile never needs it
+        from appliance.engines.llama.process.fit import (
+            query_projections,
+        )  # here: a start from a profile does not need it
 
         found = query_projections(plans, install, budget_s=budget_s, is_wanted=is_wanted)
         return refine(plans, found)

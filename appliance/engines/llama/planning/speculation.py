@@ -92,11 +92,11 @@ def check_speculation(settings: Settings, engine: EngineFacts, model: Model) -> 
     if kind is None:
         return
     lacking = _lacking(kind, engine, model)
-    hint = "use --speculation auto, which tries what there is"
+    hint = "use --speculation auto, which measures the possible kinds"
     if lacking is None and kind == "draft" and settings.draft_model is None:
         lacking, hint = "no draft model is given", "name a small model of the same family with --draft-model"
     if lacking is not None:
-        message = f"setting speculation cannot be done: '{asked}' ({settings.sources['speculation']}): {lacking}"
+        message = f"setting speculation is not possible: '{asked}' ({settings.sources['speculation']}): {lacking}"
         raise ConfigError(message, hint=hint)
 
 
@@ -123,7 +123,7 @@ def estimate(
     adds = replace(NOTHING, overhead=NGRAM_TABLE_MIB)
     if kind == "draft":
         if draft is None:
-            message = "drafting needs a draft model"
+            message = "speculation of kind draft needs a draft model"
             raise ValueError(message)
         keeper, path = draft, str(draft.path)
         adds = _draft_adds(plan, draft, isa, on_gpus=on_gpus)

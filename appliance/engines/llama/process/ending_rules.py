@@ -23,7 +23,7 @@ _FOREIGN = (
     "image if the model is new"
 )
 _TOO_OLD = (
-    "this image's engine is too old for the model, or it is no language model: use a newer image or another model"
+    "this image's engine is too old for the model, or the file is no language model: use a newer image or another model"
 )
 
 # Rules are tried from the top, the most specific first.
@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "no such GPU",
         GpuUnusableError,
-        f"the engine does not find the GPU that was planned with: {OTHER_GPU}",
+        f"the engine does not find the GPU that the plan uses: {OTHER_GPU}",
         r"invalid device: CUDA\d",
         source="common/arg.cpp parse_device_list; a backend that does not load says nothing (ggml-backend-reg.cpp)",
     ),
@@ -56,14 +56,14 @@ RULES: tuple[Rule, ...] = (
     rule(
         "unreadable chat template",
         EngineArgumentsError,
-        "the chat template cannot be read as Jinja: mend the one of --chat-template-file, or give another one there",
+        "the chat template is not valid Jinja: correct the file of --chat-template-file, or set another file there",
         r"the supplied chat template is not supported|chat template parsing error: ",
         source="common/arg.cpp; tools/server/server-context.cpp init",
     ),
     rule(
         "refused context",
         EngineArgumentsError,
-        "the model or this GPU cannot do what was set: leave --kv-type and --split-mode to the plan, and see "
+        "the model or this GPU does not support a setting: leave --kv-type and --split-mode to the plan, and see "
         "`appliance plan --explain`",
         r"quantized V cache (?:requires|was requested, but this requires)",
         r"cache type \S+ with block size \d+ does not divide|does not support different K \(",
@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "cuBLAS without room",
         EngineNotReadyError,
-        "cuBLAS found no room for itself on the GPU, or the driver is at fault: set a larger --reserve-mib, and check "
+        "cuBLAS found no free memory on the GPU, or the driver failed: set a larger --reserve-mib, and check "
         f"`nvidia-smi`; {LAST_LINES}",
         r"CUDA error: (?:the resource allocation failed|the library was not initialized)",
         source="ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_error, with cublasGetStatusString (common.cuh CUBLAS_CHECK)",
@@ -188,14 +188,14 @@ RULES: tuple[Rule, ...] = (
     rule(
         "disk failed",
         ModelUnreadableError,
-        "the disk or the network volume failed as the model was read: `dmesg` on the host tells more",
+        "the disk or the network volume failed while the model was read: `dmesg` on the host tells more",
         r"(?:read|seek) error: (?:Input/output error|Stale file handle|Remote I/O error)",
         source="src/llama-mmap.cpp llama_file::impl (strerror)",
     ),
     rule(
         "volume that maps no files",
         ModelUnreadableError,
-        "the filesystem maps no files into memory: --load-mode none reads them, or put the model on a local disk",
+        "the filesystem cannot map files into memory: use --load-mode none, or put the model on a local disk",
         r"mmap failed: (?:No such device|Operation not supported)",
         source="src/llama-mmap.cpp llama_mmap::impl (strerror of ENODEV, EOPNOTSUPP)",
     ),
@@ -229,7 +229,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "address in use",
         EngineNotReadyError,
-        "its socket or port is taken, which is an error of the appliance: please report it with the lines above",
+        "the engine's socket or port is in use, which is an error of the appliance: report it with the lines above",
         r"couldn't (?:bind HTTP server socket|start HTTP listener)",
         source="tools/server/server-http.cpp server_http_context::start",
     ),
@@ -271,7 +271,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "failed check of the engine",
         EngineNotReadyError,
-        f"the engine met what it does not expect: another upload of the model or a newer image may help; {LAST_LINES}",
+        f"a check inside the engine failed: another upload of the model or a newer image may help; {LAST_LINES}",
         r"GGML_ASSERT\(",
         source="ggml/include/ggml.h GGML_ASSERT",
         is_vague=True,

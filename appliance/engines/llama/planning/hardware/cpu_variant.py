@@ -83,7 +83,7 @@ def _asked(
         raise _not_offered(settings, f"this CPU lacks {', '.join(lacking)}", names)
     if asked in out.seen:
         error = _not_offered(settings, f"it was ruled out on this CPU: {out.seen[asked]}", names)
-        error.hint = f"{error.hint}; to let it be tried again remove {out.where}"
+        error.hint = f"{error.hint}; remove {out.where} to try it again"
         raise error
     return variant
 
@@ -105,5 +105,5 @@ def _below_all(engine: EngineFacts, cpu: Cpu) -> CpuUnsupportedError:
 def _all_ruled_out(runnable: tuple[CpuVariant, ...], cpu: Cpu, out: RuledOut) -> CpuUnsupportedError:
     seen = "; ".join(f"{variant.name}: {out.seen[variant.name]}" for variant in reversed(runnable))
     message = f"none of the engine's CPU variants works on this CPU ({cpu.model_name or 'unnamed CPU'}): {seen}"
-    hint = f"use another image or machine; to let them be tried again, as after an update, remove {out.where}"
+    hint = f"use another image or machine; remove {out.where} to try them again, for example after an update"
     return CpuUnsupportedError(message, hint=hint)
