@@ -112,7 +112,7 @@ class Llama(Engine):
     ) -> Sequence[Plan]:
         from appliance.engines.llama.process.fit import (
             query_projections,
-        )  # here: a start from a profile does not need it
+        )  # here: a start from a profile never needs it
 
         found = query_projections(plans, install, budget_s=budget_s, is_wanted=is_wanted)
         return refine(plans, found)
