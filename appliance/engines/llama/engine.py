@@ -110,9 +110,7 @@ class Llama(Engine):
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
     ) -> Sequence[Plan]:
-        from appliance.engines.llama.process.fit import (
-            query_projections,
-        )  # here: a start from a profile never needs it
+        from appliance.engines.llama.process.fit import query_projections  # here: a start from a profile never needs it
 
         found = query_projections(plans, install, budget_s=budget_s, is_wanted=is_wanted)
         return refine(plans, found)
