@@ -51,7 +51,7 @@ def _smaller_cache(inputs: PlanInputs, request: ContextRequest, found: ContextPl
     if larger := _at(inputs, smaller, target):
         words.append(f"with --ctx-size {target} as well {_speeds(larger.placed, larger.half_full)}")
     words.append(f"this {_speeds(found.placed, found.half_full)}")
-    words.append("it rounds more, which is checked before it is taken without being asked for")
+    words.append("it is less exact, so without a request it is used only after a quality check")
     yield Choice(name="smaller_cache", value=SMALLEST_CACHE, reason="; ".join(words), source="memory")
 
 

@@ -306,7 +306,7 @@ def left_out(notes: tuple[str, ...]) -> tuple[Choice, ...]:
 def _held_where(found: Placement) -> Iterator[str]:
     """Yield words on the placement: layers of each GPU, layers on the CPU, and experts in host memory."""
     held = (f"{share.device} ({share.gpu.name}) {share.layers} layers" for share in found.shares)
-    yield ", ".join(held) if found.shares else "the CPU holds everything: no GPU has room for a part that pays"
+    yield ", ".join(held) if found.shares else "the CPU holds everything: no faster part fits on a GPU"
     if _are_linked(found):
         yield "linked by NVLink"
     if found.cpu_layers:
@@ -378,7 +378,7 @@ def _why_not(device: Device, found: Placement) -> str:
     if device.is_slice and found.shares:
         return "a program can use one slice of a GPU, and this is not the faster choice"
     if not found.shares:
-        return "nothing fits on it that pays"
+        return "no part that would make a job faster fits on it"
     slowest = min(share.gpu.bandwidth_gb_s for share in found.shares)
     if device.bandwidth_gb_s < slowest:
         return f"a job is faster without it: {device.bandwidth_gb_s:,.0f} GB/s, estimated, would slow each layer on it"
@@ -411,7 +411,7 @@ def cache(model: Model, kv_type: str, size: float, left: float, most: float) -> 
     tokens = f": about {int(size * MIB / per_token):,} tokens" if per_token else ""
     why = f"half of the {max(left, 0):,.0f} MiB that are left, at most {most:,.0f}{tokens}"
     if not int(size):
-        why = "off: the model would not fit beside it; another request costs a conversation what its slot then loses"
+        why = "off: the model would not fit with it; another request makes a conversation lose the tokens of its slot"
     return Choice(name="cache_ram_mib", value=f"{size:.0f}", reason=why, source="memory")
 
 
@@ -488,8 +488,8 @@ def whole_ubatch(size: int) -> Choice:
 
 
 def fixed(no_flash: str | None = None) -> tuple[Choice, ...]:
-    keeps = "no scores of context by ubatch are kept, and a quantized V cache needs it"
-    lacks = f"{no_flash}: it would run on the CPU; so scores of context by ubatch are kept, and no quantized V cache"
+    keeps = "it needs no memory for scores of context x ubatch, and a quantized V cache requires it"
+    lacks = f"{no_flash}: it would run on the CPU; without it scores of context x ubatch are kept, and V is not quantized"
     return (
         Choice(
             name="flash_attention",
@@ -506,7 +506,7 @@ def fixed(no_flash: str | None = None) -> tuple[Choice, ...]:
         Choice(
             name="fit",
             value="off",
-            reason="every value is set here; the engine's own fit knows no cgroup",
+            reason="the plan sets every value; the engine's own fit ignores cgroup limits",
             source="default",
         ),
     )

@@ -21,7 +21,7 @@ FLAG, MASK_FLAG = "--numa", "--cpu-mask"
 # Mask of the threads that read prompts: with --threads-batch they no longer take the mask of --cpu-mask.
 BATCH_MASK_FLAG = "--cpu-mask-batch"
 OFF = "off"
-NOT_TOLD = "predicted speeds do not tell these ways apart, measuring does"
+NOT_TOLD = "predicted speeds do not distinguish NUMA modes, measuring does"
 NODE_SHARE = 0.9  # share of a node's memory that weights may fill
 
 
@@ -59,8 +59,8 @@ def numa_modes(
         return (Numa(mode=OFF if nodes else None),)
     near = _near_gpus(hardware, engine, placement, nodes, host_mib)
     spread = _spread(nodes) if FLAG in engine.flags else None
-    off = Numa(mode=OFF, choice=_said(OFF, "threads where the kernel puts them; measured beside others"))
-    isolated = Numa(mode="isolate", choice=_said("isolate", "one node's threads and memory; measured beside others"))
+    off = Numa(mode=OFF, choice=_said(OFF, "the kernel places threads; measured with the other modes"))
+    isolated = Numa(mode="isolate", choice=_said("isolate", "threads on one node; measured with the other modes"))
     found = (near, spread, off, isolated if spread else None)
     return tuple(numa for numa in found if numa is not None)
 
@@ -79,7 +79,7 @@ def _near_gpus(
         return None
     every = sum(len(each.cpus) for each in nodes)
     cores = max(1, hardware.cpu.cores * len(node.cpus) // every)
-    why = f"threads stay on the GPU's node: what the other of {len(nodes)} reads crosses the link between sockets"
+    why = f"threads stay on the GPU's node, 1 of {len(nodes)}: reads from other nodes cross the link between sockets"
     words = f"{why}; {cores} cores of it; {NOT_TOLD}"
     return Numa(mode=NODE, cpus=node.cpus, threads_max=cores, choice=_said(f"node {node.id}", words))
 

@@ -74,8 +74,8 @@ def _share(settings: Settings, count: int, context: int) -> str:
     else:
         served = f"{count} at once, of {users} users" if count < users else f"{users} users at once, none beside them"
     each = context // min(users, count)
-    beyond = "and beyond that those wait that have not begun, and the others end"
-    return f"{served}; one alone has all {context:,} tokens, each has {each:,} when all run, {beyond}"
+    beyond = "if they need more, requests that have not begun wait, and the others fail"
+    return f"{served}; one request alone has all {context:,} tokens, each has {each:,} when all run; {beyond}"
 
 
 def _idle(settings: Settings, context: int, cache_mib: float, needed_mib: float) -> tuple[Choice, ...]:
@@ -88,8 +88,8 @@ def _idle(settings: Settings, context: int, cache_mib: float, needed_mib: float)
         why = f"{short}; with one slot, what is longer is read anew after another request: --parallel 2 keeps it"
         return (Choice(name="idle_slots", value="saved", reason=why, source="memory"),)
     why = (
-        f"{short}, and what it cannot take would be lost to every side request; read anew are only conversations that "
-        f"do not fit into the context together, or whose slot is needed by the {_ordinal(settings.slots)} other one"
+        f"{short}, and every side request would lose a longer conversation; so a conversation is read again only if it "
+        f"does not fit into the context with another one, or if the {_ordinal(settings.slots)} other one needs its slot"
     )
     return (Choice(name="idle_slots", value="kept in the context", reason=why, source="memory"),)
 

@@ -325,7 +325,7 @@ def ubatch_words(
     if job.ubatch == UBATCH:
         if words := _lacking(job, resources, placement, settings, is_pinned=is_pinned):
             return f"llama.cpp's default: {words}"
-        return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
+        return f"llama.cpp's default: a larger one costs more room on the GPU than a prompt of {tokens:,} tokens gains"
     costs = long_costs(job, resources, placement, tokens, is_pinned=is_pinned)
     if placement.copies_weights:
         usual, why = replace(costs, batch=UBATCH), "weights in host memory are copied to the GPU for each: "
