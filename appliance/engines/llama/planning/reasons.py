@@ -489,7 +489,9 @@ def whole_ubatch(size: int) -> Choice:
 
 def fixed(no_flash: str | None = None) -> tuple[Choice, ...]:
     keeps = "it needs no memory for scores of context x ubatch, and a quantized V cache requires it"
-    lacks = f"{no_flash}: it would run on the CPU; without it scores of context x ubatch are kept, and V is not quantized"
+    lacks = (
+        f"{no_flash}: it would run on the CPU; without it scores of context x ubatch are kept, and V is not quantized"
+    )
     return (
         Choice(
             name="flash_attention",

@@ -62,7 +62,8 @@ def test_users_read_what_each_gets() -> None:
     assert found.value == "5"
     assert found.source == "flag --users"
     assert (
-        "4 users at once and 1 beside them; one request alone has all 8,192 tokens, each has 2,048 when all run" in found.reason
+        "4 users at once and 1 beside them; one request alone has all 8,192 tokens, each has 2,048 when all run"
+        in found.reason
     )
     queued = choice(first(users="4", parallel="2", ctx_size="8192"), "parallel")
     assert queued.source == "flag --parallel"
