@@ -87,7 +87,7 @@ class Llama(Engine):
 
     def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
         from appliance.engines.llama.kernels.kernel_guard import (
-            KernelGuard,  # here: it takes 20 ms, and `plan` has no event loop
+            KernelGuard,  # here: it costs 20 ms, and `plan` has no event loop
         )
 
         store = KernelStore(install.cache_dir, image.build_id, cpu, partial(report.warning, "kernels_unknown"))

@@ -316,7 +316,7 @@ def is_worth_showing(line: str) -> bool:
 
 def _health(socket_path: Path) -> Readiness:
     async def ask() -> bool:
-        import asyncio  # here: it takes 20 ms, and `plan` has no event loop
+        import asyncio  # here: it costs 20 ms, and `plan` has no event loop
 
         try:
             async with asyncio.timeout(5.0):
@@ -344,7 +344,7 @@ async def _answer(socket_path: Path, path: str) -> bytes:
     Written without an HTTP library, which costs a quarter of a second to import. Raises OSError if the appliance itself
     lacks memory or file descriptors, which says nothing about the engine.
     """
-    import asyncio  # here: it takes 20 ms, and `plan` has no event loop
+    import asyncio  # here: it costs 20 ms, and `plan` has no event loop
 
     writer = None
     try:
