@@ -1,4 +1,4 @@
-"""Step 2: what every engine's plan has. How plans are made is each engine's own: engines/<name>/."""
+"""Step 2: the types of a plan, which all engines share. Each engine makes its own plans: engines/<name>/."""
 
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, summary
 from appliance.plan.head import Head, LargerContext, head_of

@@ -1,4 +1,4 @@
-"""A plan as a person reads it, and as a script does."""
+"""A plan as text for people, and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.settings import SETTINGS, Settings
 
 
 def explain(plan: Plan, *, is_verbose: bool = False) -> str:
-    """One line a choice: value, reason, and the fact or setting that decided. `is_verbose`: with the figures."""
+    """Return a line for each choice: value, reason, and the fact or setting that decided. `is_verbose` adds figures."""
     width = max(len(choice.name) for choice in plan.choices)
     lines = [f"{c.name:<{width}}  {c.value}: {_reason(c, is_verbose=is_verbose)} [{c.source}]" for c in plan.choices]
     return "\n".join((*map(printable, lines), f"{'memory':<{width}}  {explain_memory(plan)}"))
@@ -23,7 +23,10 @@ def _reason(choice: Choice, *, is_verbose: bool) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """As in "kv_type f16, threads 2, ubatch 512, placement CPU", with speculative decoding if there is any."""
+    """Return the knobs except the context: "kv_type f16, threads 2, ubatch 512, placement CPU".
+
+    Speculative decoding is added if the plan has it.
+    """
     knobs = ", ".join(f"{name} {value}" for name, value in plan.knobs if name != "context")
     return f"{knobs}, {plan.speculation.describe()}" if plan.speculation else knobs
 
@@ -52,19 +55,19 @@ def explain_memory(plan: Plan) -> str:
 
 
 def explain_settings(settings: Settings) -> str:
-    """Each setting with its value and where it came from."""
+    """Return one line for each setting: its value and source."""
     width = max(len(name) for name in SETTINGS)
     rows = ((name, _shown(getattr(settings, name)), settings.sources[name]) for name in SETTINGS)
     return "\n".join(f"{name:<{width}}  {value} [{source}]" for name, value, source in rows)
 
 
 def _shown(value: object) -> str:
-    """One line; of several values with a space between, none where there is none."""
+    """Return a value as one line: several values with spaces between them, "None" for no value."""
     return printable(" ".join(map(str, value)) or "None" if isinstance(value, tuple) else str(value))
 
 
 def as_document(plan: Plan) -> dict[str, Any]:
-    """JSON-able: the plan's fields, its key and its knobs by name; `choices` carry the reasons."""
+    """Return the plan as a document for JSON: its fields, its key, its knobs by name, and the choices with reasons."""
     document = {"key": plan.key, "knobs": dict(plan.knobs), **asdict(plan)}
     document["memory"]["total"] = plan.memory.total
     for share, shown in zip(plan.placement.shares, document["placement"]["shares"], strict=True):

@@ -1,4 +1,4 @@
-"""The five lines that a plan opens with: what an expert looks at before the reasons. Pure."""
+"""The first five lines of a plan, which experts read before the reasons. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LargerContext:
-    """A longer context that another setting would give, and what it costs. `setting` is a flag with its value."""
+    """A longer context that another setting would give, and the speed that it would have."""
 
     context: int
-    setting: str
-    decode_tokens_per_s: float | None
+    setting: str  # a flag with its value
+    decode_tokens_per_s: float | None  # None: unknown
 
     def describe(self) -> str:
-        """As in "131,072 with --ctx-size 131072 (14 tok/s of decode)"."""
+        """Return "131,072 with --ctx-size 131072 (14 tok/s of decode)"."""
         speed = f" ({rate(self.decode_tokens_per_s)} tok/s of decode)" if self.decode_tokens_per_s else ""
         return f"{self.context:,} with {self.setting}{speed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """One line each."""
+    """The first five lines of a plan."""
 
     context: str
     placement: str
@@ -35,7 +35,7 @@ class Head:
     command: str
 
     def describe(self) -> str:
-        """Return the five lines, each behind its name."""
+        """Return the five lines, each with its name in front."""
         rows = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         return "\n".join(f"{name:<9}  {printable(words)}" for name, words in rows)
 
@@ -49,8 +49,11 @@ def head_of(
     measured: str = "",
     to_measure: Sequence[str] = (),
 ) -> Head:
-    """`native` is the model's own context length, None: unknown. `measured` are speeds in words, empty: predicted.
-    `to_measure` names the knobs and kinds of speculative decoding that measuring decides."""
+    """Return the first five lines of a plan. `command` is the command that starts the engine, as one line.
+
+    `native` is the model's own context length; None: unknown. `measured` are measured speeds in words; "": none, the
+    prediction is shown. `to_measure` names the knobs and kinds of speculative decoding that measuring will decide.
+    """
     return Head(
         context=_context(plan, native, larger),
         placement=_placement(plan.placement),
@@ -61,7 +64,7 @@ def head_of(
 
 
 def rate(tokens_per_s: float) -> str:
-    """As in "116" and "2.1"."""
+    """Return a speed for people: "116", or "2.1" below 10."""
     return f"{tokens_per_s:.{0 if tokens_per_s >= 9.95 else 1}f}"
 
 
@@ -75,7 +78,7 @@ def _context(plan: Plan, native: int | None, larger: Sequence[LargerContext]) ->
 
 
 def _placement(placement: Placement) -> str:
-    """As in "NVIDIA GeForce RTX 4090: 49 layers; host memory: experts of 28 layers"."""
+    """Return words like "NVIDIA GeForce RTX 4090: 49 layers; host memory: experts of 28 layers"."""
     if not placement.shares:
         return "all on the CPU"
     parts = [f"{_named(shares)}: {layers} layers{_each(shares)}" for layers, shares in _by_layers(placement)]
@@ -86,7 +89,7 @@ def _placement(placement: Placement) -> str:
 
 
 def _by_layers(placement: Placement) -> Iterator[tuple[int, list[GpuAllocation]]]:
-    """Neighbours of one kind with as many layers, together."""
+    """Yield groups of neighbouring GPUs with the same name and number of layers."""
     for (layers, _), shares in groupby(placement.shares, key=lambda share: (share.layers, share.gpu.name)):
         yield layers, list(shares)
 
@@ -109,7 +112,7 @@ def _speed(plan: Plan, measured: str, to_measure: Sequence[str]) -> str:
 
 
 def memory_left(plan: Plan) -> str:
-    """As in "A 6,451 of 6,458 MiB, 7 left; host 23,413 of 29,952 MiB, 6,539 left"."""
+    """Return words like "A 6,451 of 6,458 MiB, 7 left; host 23,413 of 29,952 MiB, 6,539 left"."""
     shares = [share for share in plan.placement.shares if not share.gpu.is_unified]
     places = [(share.device, share.memory.total, share.gpu.free_mib) for share in shares]
     rows = [*_alike(places), (["host"], plan.memory.total, plan.usable_mib)]
@@ -128,6 +131,6 @@ def _left(taken: float, may: float) -> str:
 
 
 def _alike(places: Sequence[tuple[str, float, float]]) -> Iterator[tuple[list[str], float, float]]:
-    """Neighbours that hold as much of as much, together."""
+    """Yield groups of neighbouring GPUs with the same taken and free memory: names, MiB taken, MiB there are."""
     for (taken, may), rows in groupby(places, key=lambda row: (round(row[1]), round(row[2]))):
         yield [name for name, _, _ in rows], taken, may

@@ -1,4 +1,4 @@
-"""How long a prompt of a workload is: what plans are sized by. What is measured is tune/workload.py's."""
+"""Length of a workload's prompts, by which plans are sized. tune/workload.py has the jobs that are measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONG_PROMPTS: Mapping[str, int] = {"chat": 4096, "agent": 8192, "document": 1638
 
 
 def long_prompt(settings: Settings) -> int:
-    """Tokens of the workload's mean prompt."""
+    """Return the mean length of the workload's prompts, in tokens."""
     jobs = list(parse_jobs(settings.workload))
     whole = sum(weight for _, weight in jobs)
     return round(sum(LONG_PROMPTS[name] * weight for name, weight in jobs) / whole)

@@ -1,1 +1,1 @@
-"""All that knows llama.cpp: its flags, log, programs, kernels."""
+"""The engine llama.cpp: its flags, log lines, programs and kernels."""

@@ -1,4 +1,4 @@
-"""llama.cpp behind the doors of an engine."""
+"""llama.cpp as an engine: the methods that the rest of the appliance calls."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Llama(Engine):
 
     def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
         from appliance.engines.llama.kernels.kernel_guard import (
-            KernelGuard,  # here: it costs 20 ms, and `plan` has no loop
+            KernelGuard,  # here: it costs 20 ms, and `plan` has no event loop
         )
 
         store = KernelStore(install.cache_dir, image.build_id, cpu, partial(report.warning, "kernels_unknown"))

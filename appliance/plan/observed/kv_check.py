@@ -1,4 +1,4 @@
-"""Whether a KV cache type of few bits is harmless for one model: what a check of it found."""
+"""Result of a quality check: whether a small KV cache type is harmless for one model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class KvCheck:
-    """Whether a type of the cache is harmless for one model. Without figures it could not be measured: `why` says why.
-
-    `difference` and `standard_error` are of nats for each token, against f16 over the same `tokens`; its exponential is
-    the ratio of the perplexities.
-    """
+    """Result of the quality check of a KV cache type for one model. If the check failed, the figures are None."""
 
     kv_type: str
     is_accepted: bool
     why: str
-    tokens: int = 0  # that were foretold, in each of the two runs
+    tokens: int = 0  # scored tokens in each of the two runs
     chunks: int = 0
+    # Mean nats of a token, less those with f16 over the same tokens; e^difference is the ratio of the perplexities.
     difference: float | None = None
-    standard_error: float | None = None
+    standard_error: float | None = None  # of the difference
     seconds: float = 0.0

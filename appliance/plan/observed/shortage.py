@@ -1,4 +1,4 @@
-"""What an engine that ran out of memory said of it."""
+"""The lack of memory that an engine's log reports."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """What an engine's log tells of it. `refused_mib` is the size of the buffer that was refused, so at most that much
-    was missing. `device` is the engine's name of the GPU; None: the host. `free_mib` was
-    free there when the engine began, before it allocated anything. `context` is what it names as the longest that would
-    have fitted. `is_whole`: nothing was allocated yet, and `refused_mib` is all that it wants to find free."""
+    """The lack of memory that an engine's log reports."""
 
-    refused_mib: float
-    device: str | None = None
-    free_mib: float | None = None
-    context: int | None = None
-    is_whole: bool = False
+    refused_mib: float  # size of the refused buffer: at most so much was missing
+    device: str | None = None  # the engine's name of the GPU; None: host memory
+    free_mib: float | None = None  # free there before the engine allocated anything; None: the log does not tell
+    context: int | None = None  # the longest context that would have fitted; None: the log does not tell
+    is_whole: bool = False  # True if nothing was allocated yet: `refused_mib` is all that the engine needs

@@ -1,4 +1,4 @@
-"""One value of a plan, and why it is that."""
+"""One value of a plan, with the reason for it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One value of a plan with the reason for it; `source` says which fact or setting decided."""
+    """One value of a plan with the reason for it; `source` is the fact or setting that decided."""
 
     name: str
     value: str
     reason: str
     source: str
-    detail: str = ""  # figures behind the reason, for those who ask for them
-    is_refusal: bool = False  # something was asked for and is not done: said at the start, not only when asked
+    detail: str = ""  # more figures behind the reason, shown with --explain --verbose
+    is_refusal: bool = False  # True if a request of the user is not fulfilled: every start says so

@@ -1,4 +1,4 @@
-"""What a start has compiled before it serves, where an engine keeps the result for later starts."""
+"""Compilation that an engine does before it serves, and whose result it keeps for later starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """Starts with the same key share what was compiled. `seconds` as expected of the next start; 0: it is there."""
+    """Starts with the same `key` share the compiled code. `seconds`: expected time at the next start; 0: it is done."""
 
     key: str
     seconds: float

@@ -1,4 +1,4 @@
-"""Which build of an engine's CPU kernels serves, where it has several."""
+"""The CPU variant that serves: one of several builds of an engine's CPU kernels."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from appliance.plan.parts.choice import Choice
 
 @dataclass(frozen=True, kw_only=True)
 class RuledOut:
-    """Variants that failed on this CPU in this build: what was seen of each. `where` is the file that keeps it, with
-    those that were `checked` and compute rightly."""
+    """CPU variants that failed on this CPU and build, and variants that passed the kernel check."""
 
-    seen: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    where: str = ""
-    checked: frozenset[str] = frozenset()
+    seen: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # how each variant failed
+    where: str = ""  # path of the file with this record
+    checked: frozenset[str] = frozenset()  # variants whose kernels compute correctly
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """`isa` is what the kernels that serve are compiled for: it decides which weights they copy. Without `variant` the
-    engine takes its own choice, and the CPU's flags stand for it. The `runner_up` is the next fastest by what it is
-    compiled for, where nobody asked for one: measuring may find it the faster, once it `is_checked`."""
+    """A CPU variant, and the next fastest one."""
 
-    variant: str | None
+    variant: str | None  # None: the engine has no variants to choose from
+    # Instructions that the kernels are compiled for, which decide what weights they copy. Without a variant: the CPU's.
     isa: tuple[str, ...]
     choice: Choice | None = None
-    runner_up: Kernels | None = None
-    is_checked: bool = False
+    runner_up: Kernels | None = None  # the next fastest by instructions, which measuring may find faster
+    is_checked: bool = False  # True if its kernels passed the check; only then a runner-up is measured
 
     @property
     def variants(self) -> tuple[str | None, ...]:
-        """By name, whether checked or not."""
+        """Names of the variant and of the runner-up, whether checked or not."""
         return (self.variant, *((self.runner_up.variant,) if self.runner_up else ()))
 
     @property
     def candidate(self) -> Kernels | None:
-        """The runner-up that plans may be made for."""
+        """The runner-up if plans may use it; None if it is not checked or does not exist."""
         return self.runner_up if self.runner_up and self.runner_up.is_checked else None

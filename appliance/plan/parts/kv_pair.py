@@ -1,4 +1,4 @@
-"""The types of K and of V, which may differ: "q8_0" is both, "q8_0/q4_0" is K and V."""
+"""KV cache types of K and V, which may differ: "q8_0" means both, "q8_0/q4_0" means K and V."""
 
 from __future__ import annotations
 

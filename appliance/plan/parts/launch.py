@@ -1,4 +1,4 @@
-"""What an engine adds to the plan that every engine has, and what each of its knobs does to a plan's speed."""
+"""Settings of a plan that only one engine has, and the effect of each knob on a plan's speed."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ Phase = Literal["decode", "prefill"]
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Base of each engine's own frozen dataclass: what its command line has beside the plan's shared fields. Kept in
-    profiles as JSON: numbers, texts, booleans and None."""
+    """Base class for an engine's own part of a plan, which its command line needs besides the shared fields.
+
+    Profiles keep it as JSON, so fields are numbers, texts, booleans or None.
+    """
 
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
-        """Of these fields, what the tuner varies: names of settings with their values."""
+        """Fields that the tuner varies: names of settings with their values."""
         return ()
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Beside text: image, audio."""
+        """Inputs other than text: image, audio."""
         return ()
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the engine takes tools, and gives calls as such, where the model writes any."""
+        """True if the engine accepts tools and returns a model's tool calls as such."""
         return True
 
     @property
     def splits_reasoning(self) -> bool:
-        """Whether the engine gives reasoning apart from the answer, where the model reasons."""
+        """True if the engine returns a model's reasoning apart from its answer."""
         return True
 
     @property
     def tie_break(self) -> int:
-        """Of two plans as fast as each other, the one with more is taken."""
+        """Preference between equally fast plans: the larger number wins."""
         return 0
 
     @property
     def may_queue(self) -> bool:
-        """Whether a user may wait for a slot without losing what is cached of the conversation."""
+        """True if users may wait for a slot without losing the cached tokens of their conversations."""
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnobEffect:
-    """What a step of a knob's value does beyond what `Costs` predict. Words are one step apart, numbers one for each
-    value that lies between.
+    """Effect of a step of a knob's value on speed, in addition to what `Costs` predict.
 
-    `prior` is the standard deviation of ln(true / predicted) for one step, or for a doubling. `parts` are the fields of
-    `Costs` that it scales, by their beginning ("cpu": cpu_ms, cpu_depth_us and cpu_prefill_ms); empty: all.
+    Between texts there is one step, between numbers one step for each candidate value.
     """
 
-    prior: float = 0.1
+    prior: float = 0.1  # standard deviation of ln(true / predicted) for one step
     phases: tuple[Phase, ...] = ("decode", "prefill")
-    parts: tuple[str, ...] = ()
-    is_of_doubling: bool = False
+    parts: tuple[str, ...] = ()  # prefixes of the `Costs` fields it scales ("cpu": cpu_ms, cpu_depth_us, ...); (): all
+    is_of_doubling: bool = False  # True if a step is a doubling of the value
 
 
 PREDICTED = KnobEffect(phases=())  # for a knob whose whole effect is in the costs

@@ -1,6 +1,6 @@
-"""The speeds of one plan as numbers, predicted or measured. Sentences are made of them here.
+"""Speeds of a plan as numbers, predicted or measured, and the sentences about them.
 
-Of one request at a time, without speculative decoding.
+They hold for one request at a time, without speculative decoding.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedAt:
-    """With `depth` tokens in the KV cache.
+    """Speeds with `depth` tokens in the KV cache.
 
-    `prefill_tokens_per_s` is the mean over the last `prefill_tokens` tokens of the prompt, those before them in the
-    cache; None where none were read. Fewer tokens than a ubatch are read more slowly each.
-    `decode_uncertainty` is the share that the decode speed may be off by; 0.0 where that is no more than usual.
+    `prefill_tokens_per_s` is the mean over the last `prefill_tokens` tokens of the prompt, with the tokens before them
+    in the cache; None if no tokens were read. Fewer tokens than a ubatch are read more slowly each.
+    `decode_uncertainty` is the relative error of the decode speed; 0.0 if it is no more than usual.
     """
 
     depth: int
@@ -24,7 +24,7 @@ class SpeedAt:
     prefill_tokens_per_s: float | None
 
     def describe(self) -> str:
-        """As in "116.0 tok/s", or "0.5 tok/s (within 14 %: few tokens)"."""
+        """Return words like "116.0 tok/s" or "0.5 tok/s (within 14 %: few tokens)"."""
         uncertainty = f" (within {100 * self.decode_uncertainty:.0f} %: few tokens)" if self.decode_uncertainty else ""
         return f"{self.decode_tokens_per_s:.1f} tok/s{uncertainty}"
 
@@ -33,8 +33,8 @@ class SpeedAt:
 class JobSpeed:
     """One job of the workload: a prompt of `tokens_in` tokens, an answer of `tokens_out`.
 
-    `ttft_s`: time to first token of a first turn, where all of the prompt is read into an empty cache: its prefill and
-    one decode step.
+    `ttft_s`: time to first token of a first turn, which reads the whole prompt into an empty cache: prefill and one
+    decode step.
     `job_s`: the whole job, with the first `tokens_reused` tokens of the prompt still in the cache from the turn before.
     `is_extrapolated`: the job ends far beyond the deepest measurement.
     """
@@ -48,21 +48,21 @@ class JobSpeed:
     is_extrapolated: bool
 
     def describe(self) -> str:
-        """As in "a chat job takes 3.1 s"."""
+        """Return words like "a chat job takes 3.1 s"."""
         words = f"a {self.workload} job takes {self.job_s:.1f} s"
         return f"{words} (extrapolated)" if self.is_extrapolated else words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """`plan` is the plan's key; `at` is by depth and never empty; `jobs` are the workload's, one for each of a mix."""
+    """Speeds of one plan."""
 
-    plan: str
-    at: tuple[SpeedAt, ...]
-    jobs: tuple[JobSpeed, ...]
+    plan: str  # the plan's key
+    at: tuple[SpeedAt, ...]  # by depth, never empty
+    jobs: tuple[JobSpeed, ...]  # the workload's jobs, one for each of a mix
 
     def describe(self) -> str:
-        """As in "decodes 116.0 tok/s at 32 tokens of context, 42.1 tok/s at 2,048; a chat job takes 3.1 s"."""
+        """Return "decodes 116.0 tok/s at 32 tokens of context, 42.1 tok/s at 2,048; a chat job takes 3.1 s"."""
         first, *rest = (f"{speed.describe()} at {speed.depth:,}" for speed in self.at)
         return (
             f"decodes {', '.join((f'{first} tokens of context', *rest))}; {', '.join(j.describe() for j in self.jobs)}"

@@ -1,4 +1,4 @@
-"""llama-server asked for completions, through its socket, in its own form: what its clock says comes with each."""
+"""Client of llama-server's own completion API, through its socket. Each reply has the timings of the engine's clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class LlamaClient(JsonSocket):
 
 
 def parse_completion(reply: dict[str, Any]) -> Completion:
-    """From the engine's own `timings`; zeros where there are none. EngineNotReadyError for what are no numbers."""
+    """Return the completion with the engine's own `timings`; missing ones are 0.
+
+    Raises EngineNotReadyError if a timing is not a number.
+    """
     timings = reply.get("timings") or {}
     try:
         return _completion(reply, timings)

@@ -1,7 +1,7 @@
-"""Which of llama-server's errors clients are told in our words: data.
+"""Errors of llama-server that are replaced by the appliance's own words. Data.
 
-Its messages name flags of its own command line, and what the client got wrong is often a 500 or 501, which SDKs ask
-again. Sources are files of tools/server of the pinned llama.cpp.
+llama-server's messages name flags of its own command line. For many mistakes of a client it answers 500 or 501, which
+SDKs repeat. Sources are files of tools/server of the pinned llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ ERRORS: tuple[ErrorRule, ...] = (
         says=r"^This server does not support embeddings\. Start it with",
         status=400,
         code="model_gives_text",
-        detail=f"this model gives no vectors here: serve an embedding model, {_POOLING} to mean, cls or last",
+        detail=f"this model returns no vectors: serve an embedding model, {_POOLING} to mean, cls or last",
         source="server-context.cpp, handle_embeddings_impl",
     ),
     ErrorRule(
         says=r"^This server does not support reranking\. Start it with",
         status=400,
         code="model_is_no_reranker",
-        detail=f"this model gives no scores here: serve a reranker, {_POOLING} to rank for a model with a rank head",
+        detail=f"this model returns no scores: serve a reranker, {_POOLING} to rank for a model with a rank head",
         source="server-context.cpp, post_rerank",
     ),
     ErrorRule(
         says=r"^Pooling type 'none' is not OAI compatible",
         status=400,
         code="model_gives_token_vectors",
-        detail="this model gives a vector for each token, and this API has one for each text: "
+        detail="this model returns a vector for each token, but this API returns one for each text: "
         "set `pooling` (--pooling, APPLIANCE_POOLING) to mean, cls or last",
         source="server-context.cpp, handle_embeddings_impl",
     ),
@@ -37,8 +37,8 @@ ERRORS: tuple[ErrorRule, ...] = (
         says=r"^the current context does not support logits computation",
         status=400,
         code="model_gives_vectors",
-        detail="this model gives vectors or scores, not text: ask /v1/embeddings or /v1/rerank, or serve a model that "
-        "writes text",
+        detail="this model returns vectors or scores, not text: use /v1/embeddings or /v1/rerank, or serve a model "
+        "that generates text",
         source="server-context.cpp, pre_decode",
     ),
     ErrorRule(
@@ -84,7 +84,7 @@ ERRORS: tuple[ErrorRule, ...] = (
         says=r"^file:// URLs are not allowed unless",
         status=400,
         code="file_address_refused",
-        detail="files of this server are not read for a request: send the data itself, as a `data:` address in base64",
+        detail="requests cannot read files of this server: send the data itself, as a `data:` address in base64",
         source="server-common.cpp, handle_media",
     ),
     ErrorRule(

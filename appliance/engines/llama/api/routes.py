@@ -1,4 +1,4 @@
-"""Which of llama-server's routes and request headers a client may use: data."""
+"""llama-server's routes that clients may use, and request headers that are dropped. Data."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from appliance.engine_route import EngineRoute
 from appliance.engines.routes import BARE, post
 
 SLOTS_PATH = "/slots"
-"""The gateway's own: clients do not reach it."""
+"""Used by the gateway only; clients have no route to it."""
 
 CROWDED = b"Context size has been exceeded."
-"""All that run are ended with it, status 500, where slots share one context and it is full (server-context.cpp,
-`llama_decode` returned 1 for a single token). A request too long for itself is a 400, or ends by length."""
+"""Text of the status 500 that ends all running requests when the context that slots share is full (server-context.cpp,
+`llama_decode` returned 1 for a single token). A request that alone exceeds the context gets 400, or ends by length."""
 
-_LM_STUDIO = ("", "/api/v0")  # and for those of LM Studio's own API
+_LM_STUDIO = ("", "/api/v0")  # other prefixes of the same route: none, and that of LM Studio's own API
 _post = partial(post, crowded=CROWDED)
 
-# llama-server's own /completions and /embeddings are older forms with other replies than OpenAI's, so every bare path
-# is asked for under /v1. The list of models is the gateway's own.
+# llama-server's own /completions and /embeddings are older forms whose replies differ from OpenAI's, so every path
+# without /v1 is forwarded to the one with /v1. The gateway answers the list of models itself.
 ROUTES: tuple[EngineRoute, ...] = (
     *_post("/v1/chat/completions", also=_LM_STUDIO, can_stream=True),
     *_post("/v1/completions", also=_LM_STUDIO, can_stream=True),
     *_post("/v1/responses", also=BARE, can_stream=True),
-    *_post("/v1/embeddings", also=_LM_STUDIO, not_for_rerankers=True),  # the score as a vector of one number
+    *_post("/v1/embeddings", also=_LM_STUDIO, not_for_rerankers=True),  # a reranker's vector is one number, its score
     *_post("/v1/messages", dialect="anthropic", can_stream=True),
     *_post("/v1/messages/count_tokens", dialect="anthropic", needs_model=False),
     *_post("/v1/chat/completions/input_tokens", also=BARE, needs_model=False),
@@ -39,37 +39,41 @@ ROUTES: tuple[EngineRoute, ...] = (
     *_post("/infill", can_stream=True),
 )
 
-# llama-server keeps generating for such a conversation after its client has left (server-stream.cpp), and the routes to
-# come back to it are not among the above: a disconnect would hold the slot to the end.
+# With this header llama-server keeps generating after its client has disconnected (server-stream.cpp). The routes to
+# resume such a stream are not offered, so a disconnect would occupy the slot to the end.
 DROPPED_HEADERS = frozenset({b"x-conversation-id"})
 
 
 def parse_kv_use(answer: bytes, context: int) -> float:
-    """Of `/slots`: tokens in the slots that work, as a share of the one KV cache that all slots have. What idle slots
-    keep is given up for whoever needs the room. Raises ValueError."""
+    """Return the used share of the KV cache, 0 to 1, from an answer of `/slots`. Raises ValueError if it is malformed.
+
+    All slots share one KV cache. Only tokens of busy slots count: those of idle slots are given up when needed.
+    """
     slots = json.loads(answer)
     try:
         tokens: int = sum(slot.get("n_prompt_tokens", 0) for slot in slots if slot["is_processing"])
     except (AttributeError, KeyError, TypeError) as error:
-        message = f"{SLOTS_PATH} tells of no slots: {answer[:100]!r}"
+        message = f"{SLOTS_PATH} has an unexpected form: {answer[:100]!r}"
         raise ValueError(message) from error
     return min(float(tokens) / context, 1.0)
 
 
 def parse_work(answer: bytes) -> tuple[object, ...]:
-    """Return each slot's task, and how many tokens it has read and made, by an answer of `/slots` (server-context.cpp,
-    `server_slot::to_json`). Raises ValueError."""
+    """Return each slot's task, and the numbers of tokens that it has read and made, from an answer of `/slots`.
+
+    The form is that of server-context.cpp, `server_slot::to_json`. Raises ValueError if it is malformed.
+    """
     try:
         return tuple(
             (slot.get("id_task"), slot.get("n_prompt_tokens_processed"), slot.get("n_prompt_tokens"), _made(slot))
             for slot in json.loads(answer)
         )
     except (AttributeError, LookupError, TypeError) as error:
-        message = f"{SLOTS_PATH} tells of no slots: {answer[:100]!r}"
+        message = f"{SLOTS_PATH} has an unexpected form: {answer[:100]!r}"
         raise ValueError(message) from error
 
 
 def _made(slot: dict[str, Any]) -> int | None:
-    """Return the number of tokens that it has made; None before its first task."""
+    """Return the number of tokens that a slot has made; None before its first task."""
     said = slot.get("next_token")
     return said[0].get("n_decoded") if said else None

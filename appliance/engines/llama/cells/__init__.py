@@ -1,1 +1,1 @@
-"""The cells of this engine, and what the engine says of itself in those that were built: data (`engines/cells.py`)."""
+"""Cells of this engine, and the engine facts of the cells that were built: data (`engines/cells.py`)."""

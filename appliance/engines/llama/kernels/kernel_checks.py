@@ -1,4 +1,4 @@
-"""Every kernel that this machine can run, for one model's types: seconds for the CPU, minutes for GPUs."""
+"""Check of all kernels that this machine can run, for one model's types: seconds for CPUs, minutes for GPUs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from appliance.engines.llama.planning.hardware.cpu_variant import runnable_varia
 from appliance.engines.llama.process.devices import query_devices
 from appliance.errors import CpuUnsupportedError, NoKernelError
 
-TIMEOUT_S = 300.0  # all variants on a machine that is at work
+TIMEOUT_S = 300.0  # for all variants on a busy machine
 
 
 def check_kernels(install: Install, inputs: Inputs) -> Iterator[KernelResult]:
-    """What is found is kept as a start keeps it: a variant that fails is ruled out on this CPU."""
+    """Yield the result for each CPU variant and GPU. A CPU variant that fails is ruled out here, as at a start."""
     asked = asked_for(inputs)
     yield from _cpu(install, inputs, asked)
     if inputs.image.cuda is not None and inputs.hardware.gpus.gpus and inputs.settings.devices != "none":
@@ -50,14 +50,14 @@ def _cpu(install: Install, inputs: Inputs, asked: Asked) -> Iterator[KernelResul
             store.note(report.variant, Checked(asked=asked))
         yield _of_variant(report, str(store.path))
     if said:
-        hint = "the next start finds out again: see the check of the volume"
+        hint = "the next start repeats the check: see the check of the volume"
         yield KernelResult(name="kernels kept", problem=said[0], hint=hint)
 
 
 def _of_variant(report: KernelReport, path: str) -> KernelResult:
     name = f"kernels {report.variant}"
     if report.problem:
-        hint = f"an image of today carries {CPU_PROGRAM}; see its log"
+        hint = f"see the log; if {CPU_PROGRAM} is missing, use a newer image"
         return KernelResult(name=name, problem=f"not checked: {report.problem}", hint=hint)
     if report.why_not:
         hint = f"it is ruled out, and the next variant serves; after a repair remove {path}"
@@ -68,7 +68,7 @@ def _of_variant(report: KernelReport, path: str) -> KernelResult:
 def _gpus(install: Install, inputs: Inputs, asked: Asked) -> Iterator[KernelResult]:
     if not (install.engine_dir / GPU_PROGRAM).exists():
         problem = f"not checked: {GPU_PROGRAM} is not in this image"
-        yield KernelResult(name="kernels GPU", problem=problem, hint="use an image of today")
+        yield KernelResult(name="kernels GPU", problem=problem, hint="use a newer image")
         return
     for device in query_devices(
         install.engine_dir, install.cache_dir, driver_dir=install.driver_dir, cpu_variant=inputs.kernels.variant

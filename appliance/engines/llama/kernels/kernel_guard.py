@@ -1,4 +1,4 @@
-"""Whether the engine's CPU kernels may serve here: what was seen of them before, and the check of what was not."""
+"""Check of the engine's CPU kernels before they serve on this machine, unless the record already has the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Check:
 
 
 class KernelGuard:
-    """Made inside the running loop. A check that nobody waits for any more is ended by `give_up`."""
+    """Runs the check of one start in a thread. Created inside the running event loop. `give_up` stops the check."""
 
     def __init__(self, store: KernelStore, report: Report, install: Install, *, threads: int) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class KernelGuard:
         return self._check is not None
 
     def begin(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> None:
-        """Starts the check, unless this was checked before, by this start or by one before on this volume."""
+        """Start the check, unless this start or an earlier one on this volume has done it."""
         kernels = inputs.kernels
         if self._check is not None or kernels.variant is None:
             return
@@ -52,12 +52,12 @@ class KernelGuard:
             if known.problem:
                 self._warn(kernels.variant, known.problem)
             return
-        # At once: the loop may be busy with imports for half a second.
+        # In a thread that starts now, because the loop may be busy with imports for half a second.
         found = asyncio.get_running_loop().run_in_executor(None, self._ask, kernels.variant, asked)
         self._check = _Check(variant=kernels.variant, asked=asked, found=found)
 
     async def finish(self) -> tuple[str, str] | None:
-        """The variant that fails and what was seen of it, else None. A good one is kept for the next start."""
+        """Wait for the check; return the variant that failed and how, or None. Other results are kept on the volume."""
         check = self._check
         if check is None:
             return None
@@ -75,11 +75,11 @@ class KernelGuard:
 
     @property
     def known(self) -> RuledOut:
-        """By now."""
+        """Variants that are ruled out or checked so far."""
         return self._store.ruled_out(self._record)
 
     def rule_out(self, variant: str, seen: str) -> RuledOut:
-        """From now on, also for later starts on this CPU and build. What is ruled out altogether."""
+        """Rule a variant out for this start and later ones on this CPU and build; return all that are ruled out."""
         if variant not in self._record.ruled_out:
             words = f"the engine's CPU variant {variant} is ruled out on this CPU: {seen}"
             self._report.warning("cpu_variant_ruled_out", words, variant=variant, kept=str(self._store.path))
@@ -107,7 +107,7 @@ class KernelGuard:
 
 
 def asked_for(inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Asked:
-    """What the kernels of a plan for these models have to work with."""
+    """Return the weight and KV cache types that kernels of plans for these models have to compute with."""
     models = (inputs.model, *((inputs.draft,) if inputs.draft else ()))
     types = {matrices.type_name for each in models for matrices in each.matrices}
     kinds = kv_candidates(inputs.settings, inputs.facts, inputs.model, kv_checks, on_gpu=False)

@@ -1,7 +1,8 @@
-"""What was seen of the engine's CPU kernels, on the volume: variants that failed here, and what was checked.
+"""The record of the engine's CPU kernels on the volume: variants that failed on this CPU, and checks that were done.
 
-One file for each CPU in the folder of a build's caches: what another build or another CPU did says nothing. Written
-whole and renamed; two containers that write at once may lose one's news, which is then found out again.
+There is one file for each CPU in the folder of a build's caches, because results of another build or CPU do not apply.
+The file is written whole and renamed. If two containers write at the same time, one result may be lost; the check is
+then repeated.
 """
 
 from __future__ import annotations
@@ -22,41 +23,41 @@ from appliance.probe import Cpu
 from appliance.system.disk import Disk, put_file
 
 SCHEMA = 1
-MAX_BYTES = 2**20  # ours are under 10 KB
+MAX_BYTES = 2**20  # real records are under 10 KB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A check that found nothing wrong with a variant. `problem` is why it found out nothing at all."""
+    """A check of a variant that found no wrong kernel."""
 
     asked: Asked
-    problem: str | None = None
+    problem: str | None = None  # why the check was inconclusive; None: the kernels are correct
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """By the variant's name. `ruled_out` is what was seen of it."""
+    """Results of one CPU and build, by the variant's name."""
 
-    ruled_out: Mapping[str, str] = field(default_factory=dict)
+    ruled_out: Mapping[str, str] = field(default_factory=dict)  # how the variant failed
     checked: Mapping[str, Checked] = field(default_factory=dict)
 
     def check_of(self, variant: str, asked: Asked) -> Checked | None:
-        """The one that covers this."""
+        """Return the check that covers all types in `asked`; None if there is none."""
         found = self.checked.get(variant)
         return found if found is not None and found.asked.holds(asked) else None
 
 
 def identity(cpu: Cpu) -> dict[str, Any]:
-    """Flags are those that kernels are chosen by: the rest changes with the kernel of the host."""
+    """Return the facts that identify a CPU. Only flags that kernels are chosen by: others change with the host's OS."""
     found = {"vendor": cpu.vendor, "stepping": cpu.stepping, "model_name": cpu.model_name, "flags": list(cpu.isa)}
     return dict(sorted(found.items()))
 
 
 class KernelStore:
-    """Of one CPU and one build. Reading raises nothing: a file that cannot be read is no reason not to serve."""
+    """Reads and writes the record of one CPU and build. File errors are warnings, because a start can serve without."""
 
     def __init__(self, cache_dir: Path, build_id: str, cpu: Cpu, warn: Callable[[str], None] = lambda _: None) -> None:
-        """`cache_dir` is the build's own folder."""
+        """`cache_dir` is the cache folder of this build, `warn` is called with each file error."""
         self._owner = {"build": build_id, "cpu": identity(cpu)}
         name = hashlib.sha256(json.dumps(self._owner, sort_keys=True).encode()).hexdigest()[:16]
         self.path = cache_dir / f"cpu-kernels-{name}.json"
@@ -64,13 +65,13 @@ class KernelStore:
         self._disk = Disk()
 
     def load(self, *, may_set_aside: bool = True) -> Record:
-        """Nothing where there is no file. A damaged one is set aside, and one of another build or CPU ignored."""
+        """Return the record; empty if there is no file. A damaged file is set aside, a foreign one is ignored."""
         try:
             data = self._disk.read(self.path, MAX_BYTES)
         except FileNotFoundError:
             return Record()
         except OSError as error:
-            self._warn(f"what is known of the CPU's kernels cannot be read: {self.path}: {_words(error)}")
+            self._warn(f"record of CPU kernel checks cannot be read: {self.path}: {_words(error)}")
             return Record()
         try:
             return _parse(data, self._owner)
@@ -84,12 +85,12 @@ class KernelStore:
         return RuledOut(seen=record.ruled_out, where=str(self.path), checked=good)
 
     def rule_out(self, variant: str, seen: str) -> Record:
-        """What is known now; told by a warning where the volume does not take it."""
+        """Add a failed variant and return the new record. If the file cannot be written, `warn` is called."""
         record = self.load()
         return self._save(replace(record, ruled_out={**record.ruled_out, variant: seen}))
 
     def note(self, variant: str, checked: Checked) -> Record:
-        """Beside what was checked before, unless one of the two found out nothing."""
+        """Add a check result; it is merged with the previous one if both were conclusive. Returns the new record."""
         record = self.load()
         before = record.checked.get(variant)
         if before is not None and before.problem is None and checked.problem is None:
@@ -106,7 +107,7 @@ class KernelStore:
         try:
             put_file(self._disk, self.path, text.encode(), temporary=temporary, modified_ns=time.time_ns())
         except OSError as error:
-            self._warn(f"what was seen of the CPU's kernels cannot be kept: {self.path}: {_words(error)}")
+            self._warn(f"record of CPU kernel checks cannot be kept: {self.path}: {_words(error)}")
         return record
 
     def _set_aside(self, why: str) -> None:
@@ -114,13 +115,14 @@ class KernelStore:
         try:
             self._disk.rename(self.path, aside)
         except OSError as error:
-            self._warn(f"what is known of the CPU's kernels is damaged and stays: {self.path}: {_words(error)}")
+            words = f"record of CPU kernel checks is damaged and cannot be renamed: {self.path}: {_words(error)}"
+            self._warn(words)
             return
-        self._warn(f"what was known of the CPU's kernels is damaged ({why}): set aside as {aside.name}")
+        self._warn(f"record of CPU kernel checks is damaged ({why}): renamed to {aside.name}")
 
 
 def _parse(data: bytes, owner: Mapping[str, Any]) -> Record:
-    """Raises ValueError for a damaged document."""
+    """Return the record in a file; empty if it has another schema or owner. Raises ValueError if it is damaged."""
     if len(data) >= MAX_BYTES:
         message = f"longer than {MAX_BYTES:,} bytes"
         raise ValueError(message)
@@ -129,9 +131,9 @@ def _parse(data: bytes, owner: Mapping[str, Any]) -> Record:
     theirs = {name: document.pop(name) for name in owner if name in document}
     is_whole = schema is not None and (schema != SCHEMA or theirs.keys() == owner.keys())
     if is_whole and (schema, theirs) != (SCHEMA, owner):
-        return Record()  # an appliance of another schema may come back; a foreign file says nothing of this CPU
+        return Record()  # not set aside: an appliance with the other schema may be started again
     if not is_whole:
-        message = "it does not say what it is of"
+        message = "it names no build and CPU"
         raise ValueError(message)
     return read(Record, document)
 

@@ -1,7 +1,7 @@
-"""kernel-check and test-backend-ops: whether the engine's kernels compute what they should on this machine.
+"""kernel-check and test-backend-ops: programs that check the results of the engine's kernels on this machine.
 
-kernel-check runs CPU variants, each in a process of its own, and compares their results with those of the plainest one
-(images/builder/kernel-check.cpp). test-backend-ops, which images for CUDA carry, compares a GPU with the CPU.
+kernel-check runs CPU variants, each in a process of its own, and compares their results with those of the plainest
+variant (images/builder/kernel-check.cpp). test-backend-ops compares a GPU with the CPU; only CUDA images contain it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from appliance.run import RunTimeout, run
 CPU_PROGRAM = "kernel-check"
 GPU_PROGRAM = "test-backend-ops"
 REFERENCE = "x64"
-TIMEOUT_S = 60.0  # of one model's types under three seconds, on a machine that does nothing else
+TIMEOUT_S = 60.0  # one model's types take less than three seconds on an idle machine
 GPU_TIMEOUT_S = 600.0
 GPU_OPS = ("MUL_MAT", "MUL_MAT_ID", "FLASH_ATTN_EXT")
 THREADS_MAX = 4  # the matrices are small
-# Numbers, and what only activations are made of: no weights that are multiplied with.
+# Types of numbers and of activations, which no weights of a matrix have.
 _NO_WEIGHTS = re.compile(r"I\d+|F64|Q8_1|Q8_K")
-# What a wrong kernel or a damaged file dies of. SIGKILL, SIGTERM and SIGALRM come from outside.
+# Signals that a wrong kernel or a damaged file causes. SIGKILL, SIGTERM and SIGALRM come from outside.
 _FAULTS = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is checked: types of the weights and of the KV cache, as files and flags name them."""
+    """Types of weights and of the KV cache to check, by their names in files and flags."""
 
     types: tuple[str, ...]
     kv_types: tuple[str, ...]
@@ -46,16 +46,15 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelReport:
-    """Of one variant. `why_not` says in words what is wrong with it; `problem` why nothing was found out. With neither
-    it is in order."""
+    """Check result of one CPU variant. It is good if neither `why_not` nor `problem` is set."""
 
     variant: str
     cases: int = 0
     worst_nmse: float | None = None
-    is_compared: bool = False
+    is_compared: bool = False  # False if the reference variant does not run here
     seconds: float = 0.0
-    why_not: str | None = None
-    problem: str | None = None
+    why_not: str | None = None  # what is wrong with the variant
+    problem: str | None = None  # why the check was inconclusive
 
     def describe(self) -> str:
         if self.why_not or self.problem:
@@ -84,7 +83,10 @@ def query_kernels(
     timeout_s: float = TIMEOUT_S,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[KernelReport, ...]:
-    """One a variant, in their order. What the program itself fails of is each one's `problem`; nothing is raised."""
+    """Return a report for each variant, in their order.
+
+    Nothing is raised: if the program itself fails, the cause is the `problem` of each report.
+    """
     argv = (
         *(str(engine_dir / CPU_PROGRAM), "--dir", str(engine_dir)),
         *("--variant", ",".join(variants), "--reference", REFERENCE),
@@ -98,19 +100,19 @@ def query_kernels(
     except OSError as error:
         return _all(variants, f"{CPU_PROGRAM} cannot be started: {(error.strerror or str(error)).lower()}")
     found = parse_reports(done.stdout)
-    said = (done.stderr.strip().splitlines() or ["it says nothing"])[0][:300]
-    lacking = f"{CPU_PROGRAM} ended with {done.returncode} and tells nothing of it: {said}"
+    said = (done.stderr.strip().splitlines() or ["it printed nothing"])[0][:300]
+    lacking = f"{CPU_PROGRAM} ended with {done.returncode} without a report of this variant: {said}"
     return tuple(found.get(name) or KernelReport(variant=name, problem=lacking) for name in variants)
 
 
 def parse_reports(text: str) -> dict[str, KernelReport]:
-    """By variant; lines that are no report are left out."""
+    """Return the reports by variant. Lines that are no report are skipped."""
     rows = []
     for line in text.splitlines():
         try:
             rows.append(_report(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # it is told as missing
+            continue  # the caller reports the variant as missing
     return {row.variant: row for row in rows}
 
 
@@ -133,7 +135,7 @@ def _report(row: dict[str, Any]) -> KernelReport:
         case "unloadable":
             why_not = "its file cannot be loaded: it is missing or damaged"
         case _:
-            problem = f"{CPU_PROGRAM} says what nobody knows: {status[:80]}"
+            problem = f"{CPU_PROGRAM} reported an unknown status: {status[:80]}"
     return KernelReport(
         variant=name,
         cases=int(row["cases"]),
@@ -151,7 +153,7 @@ def _all(variants: Iterable[str], problem: str) -> tuple[KernelReport, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReport:
-    """Of one device. As in a KernelReport."""
+    """Check result of one GPU. `why_not` and `problem` as in a KernelReport."""
 
     device: str
     cases: int | None = None
@@ -169,7 +171,10 @@ def query_gpu_kernels(
     cpu_variant: str | None,
     timeout_s: float = GPU_TIMEOUT_S,
 ) -> GpuReport:
-    """Minutes of work. Of the program's cases those whose weights, or cache, are of these types."""
+    """Return the report for a GPU: all cases of the program with weights or KV caches of these types.
+
+    It takes minutes. Nothing is raised.
+    """
     argv = (
         *(str(engine_dir / GPU_PROGRAM), "test", "-b", device, "-o", ",".join(GPU_OPS)),
         *("-p", gpu_pattern(asked)),
@@ -181,25 +186,28 @@ def query_gpu_kernels(
         return GpuReport(device=device, problem=f"{GPU_PROGRAM} did not end within {timeout_s:g} s")
     except OSError as error:
         return GpuReport(device=device, problem=f"{GPU_PROGRAM} cannot be started: {(error.strerror or '').lower()}")
-    if done.is_cut and done.returncode == 0:  # its count stands at the end
+    if done.is_cut and done.returncode == 0:  # the output was cut before the count of cases, at its end
         return GpuReport(device=device)
     return parse_gpu_report(device, f"{done.stderr}\n{done.stdout}", done.returncode)
 
 
 def gpu_pattern(asked: Asked) -> str:
-    """Of the parameters as that program prints them: `type_a=q4_K,type_b=f32,…` and `…,type_K=q8_0,type_V=q8_0,…`."""
+    """Return a pattern for the parameters of the cases to run.
+
+    The program prints parameters as `type_a=q4_K,type_b=f32,…` and `…,type_K=q8_0,type_V=q8_0,…`.
+    """
     names = "|".join(ggml_name(name) for name in asked.types)
     kv_names = "|".join(ggml_name(name) for name in asked.kv_types)
     return f"type_a=({names}),|type_K=({kv_names}),"
 
 
 def ggml_name(name: str) -> str:
-    """As ggml prints it: in lower case, but for the K of K-quants."""
+    """Return a type's name as ggml prints it: in lower case, except the K of K-quants."""
     return re.sub(r"_k$", "_K", name.lower())
 
 
 def parse_gpu_report(device: str, text: str, code: int) -> GpuReport:
-    """Its last lines count the cases of a backend: `1120/1120 tests passed`."""
+    """Return the report from the program's output, whose last lines count the cases: `1120/1120 tests passed`."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     counts = re.search(r"(\d+)/(\d+) tests passed", plain)
     failing = re.findall(r"^ *(\w+\(.*?\)): .*FAIL", plain, re.MULTILINE)
@@ -207,7 +215,7 @@ def parse_gpu_report(device: str, text: str, code: int) -> GpuReport:
         return GpuReport(device=device, why_not=f"{GPU_PROGRAM} was killed by signal {-code}")
     if counts is None or int(counts[2]) == 0:
         last = next((line.strip() for line in reversed(plain.splitlines()) if line.strip()), "nothing")
-        return GpuReport(device=device, problem=f"{GPU_PROGRAM} ended with {code} and counts no cases: {last[:200]}")
+        return GpuReport(device=device, problem=f"{GPU_PROGRAM} ended with {code} and ran no cases: {last[:200]}")
     passed, all_cases = int(counts[1]), int(counts[2])
     if passed < all_cases or code:
         first = f": {failing[0][:200]}" if failing else ""

@@ -1,1 +1,1 @@
-"""What llama.cpp can do with one model on one machine: settings and facts in, plans out. Pure."""
+"""Plans of llama.cpp for one model on one machine, computed from settings and facts. Pure."""

@@ -1,5 +1,5 @@
-"""What a user may change if a plan costs much, each with its price in one line: a smaller type of the cache, a smaller
-quantization of the model. Pure."""
+"""Alternatives that a user has if a plan is short of GPU memory, each with its price: a smaller KV cache type, a
+smaller quantization of the model. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.plan import AGENT_CONTEXT, READABLE_TOKENS_PER_S, SMALLEST_CONTEX
 from appliance.plan.parts.choice import Choice
 
 SMALLEST_CACHE = "q4_0"
-WORTH_NAMING = 1.2  # times the context, or the speed
+WORTH_NAMING = 1.2  # an alternative is named from this many times the context, or the speed
 # Bits a weight of whole files, as llama.cpp's tools/quantize/README.md gives them for Llama 3.1 8B; the largest first.
 QUANTIZATIONS: Mapping[str, float] = {
     "Q8_0": 8.50, "Q6_K": 6.56, "Q5_K_M": 5.70, "Q4_K_M": 4.89, "Q3_K_M": 4.00, "Q2_K": 3.16, "IQ2_XXS": 2.38,
@@ -26,7 +26,7 @@ QUANTIZATIONS: Mapping[str, float] = {
 
 
 def alternatives(inputs: PlanInputs, request: ContextRequest, found: ContextPlan) -> Iterator[Choice]:
-    """None beside what was asked for."""
+    """Yield a choice for each alternative that is worth naming; none without GPUs or with --allow-disk."""
     if not inputs.resources.devices or inputs.model.is_embedding_model or inputs.settings.allow_disk:
         return
     yield from _smaller_cache(inputs, request, found)
@@ -34,7 +34,10 @@ def alternatives(inputs: PlanInputs, request: ContextRequest, found: ContextPlan
 
 
 def _smaller_cache(inputs: PlanInputs, request: ContextRequest, found: ContextPlan) -> Iterator[Choice]:
-    """Where a GPU holds less than the model was trained for, in a type that nobody showed to be harmless here."""
+    """Yield what SMALLEST_CACHE would hold, if the plan has less context than the model was trained for.
+
+    The type is named only if no quality check judged it yet: then it is not among the plan's own candidates.
+    """
     settings = inputs.settings
     kinds = unjudged(settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=True)
     if request.is_explicit or found.context >= request.tokens or SMALLEST_CACHE not in kinds:
@@ -48,12 +51,12 @@ def _smaller_cache(inputs: PlanInputs, request: ContextRequest, found: ContextPl
     if larger := _at(inputs, smaller, target):
         words.append(f"with --ctx-size {target} as well {_speeds(larger.placed, larger.half_full)}")
     words.append(f"this {_speeds(found.placed, found.half_full)}")
-    words.append("it rounds more, which is checked before it is taken without being asked for")
+    words.append("it is less exact, so without a request it is used only after a quality check")
     yield Choice(name="smaller_cache", value=SMALLEST_CACHE, reason="; ".join(words), source="memory")
 
 
 def _at(inputs: PlanInputs, request: ContextRequest, tokens: int) -> Candidate | None:
-    """The same type of the cache at so many tokens; None for 0, and where they do not fit."""
+    """Return the request's one KV cache type placed with `tokens` of context; None for 0 and if they do not fit."""
     if not tokens:
         return None
     (kind,) = request.kinds
@@ -66,8 +69,11 @@ def _at(inputs: PlanInputs, request: ContextRequest, tokens: int) -> Candidate |
 
 
 def _smaller_file(inputs: PlanInputs, request: ContextRequest, found: ContextPlan) -> Iterator[Choice]:
-    """Where layers outside of the GPUs make an answer slower than it is read: the largest quantization that is faster,
-    or lies on them as a whole."""
+    """Yield a smaller quantization, if layers outside the GPUs make decoding slower than reading.
+
+    Of the quantizations that are WORTH_NAMING times as fast it is the largest that fits on the GPUs; if none fits
+    there, the smallest.
+    """
     now = found.placed.speed.decode_tokens_per_s
     if found.placed.placement.is_whole or now >= READABLE_TOKENS_PER_S:
         return
@@ -93,14 +99,14 @@ def _price(model: Model, size: int, placed: Placed, now: float) -> str:
 
 
 def _fastest(inputs: PlanInputs, kinds: Sequence[str], model: Model, tokens: int) -> Placed | None:
-    """Of any type of the cache."""
+    """Return the fastest placement of the model over all these KV cache types; None if none fits."""
     job, resources = replace(inputs.job, model=model, context=padded(tokens)), replace(inputs.resources, tables={})
     found = (place(replace(job, kv_type=kind), resources) for kind in kinds)
     return min((placed for placed in found if placed), key=lambda placed: placed.cost, default=None)
 
 
 def _shrunk(model: Model, share: float) -> Model:
-    """The model at a smaller quantization: all matrices by the same share."""
+    """Return the model at a smaller quantization: every matrix is smaller by the same share."""
 
     def less(size: int) -> int:
         return round(size * share)

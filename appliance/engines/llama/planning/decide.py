@@ -1,6 +1,6 @@
-"""(Settings, ImageFacts, EngineFacts, Hardware, Model) -> Plan: pure, and every choice carries its reason.
+"""The predicted plan of a start, from its inputs: every choice carries its reason. Pure.
 
-The first plan is the prediction; the others are space.py's.
+space.py has the other plans, which measuring compares with the prediction.
 """
 
 from __future__ import annotations
@@ -79,7 +79,11 @@ def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
 
 
 def _not_less(context_plan: ContextPlan, inputs: PlanInputs, aim: Aim) -> ContextPlan:
-    """Than the mode before has: what costs nothing before it is filled is not cut off for being slow then."""
+    """Return the decision of the mode with the next smaller context if its context is longer, else `context_plan`.
+
+    Only mode `context` asks for a readable speed when the context is full. Tokens that cost nothing until they are
+    filled are not given up for it.
+    """
     before = context_for(inputs, BY_CONTEXT[BY_CONTEXT.index(aim) - 1])
     if before.context <= context_plan.context:
         return context_plan
@@ -87,7 +91,7 @@ def _not_less(context_plan: ContextPlan, inputs: PlanInputs, aim: Aim) -> Contex
 
 
 def _context_of_the_mode_before(inputs: PlanInputs, aim: Aim, request: ContextRequest) -> int:
-    """Tokens of the mode that asks for the next less; 0 where there is none, or the context is given."""
+    """Return the context length of the mode with the next smaller context; 0 if there is none or --ctx-size is set."""
     before = BY_CONTEXT.index(aim) - 1
     return 0 if before < 0 or request.is_explicit else context_for(inputs, BY_CONTEXT[before]).context
 
@@ -106,7 +110,10 @@ def wanted_context(inputs: PlanInputs, aim: Aim) -> ContextRequest:
 
 
 def _from_disk(inputs: PlanInputs, tokens: int) -> int:
-    """Without a limit every context would fit: where the weights exceed memory, a small one is taken."""
+    """Return the context length for --allow-disk, where no memory limit holds: the length that fits into memory.
+
+    If the weights alone exceed memory, at most 4,096 tokens.
+    """
     usable = inputs.spare_mib
     bounded = replace(
         inputs.resources, spare_mib=usable - least_cache(inputs.settings) - host_overhead_mib(inputs.model)
@@ -174,7 +181,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
 
 
 def _context_choices(inputs: PlanInputs, context_plan: ContextPlan) -> tuple[Choice, ...]:
-    """And the type of its cache."""
+    """Return the choices of the context length and of the KV cache type."""
     kv_type, has_gpu = context_plan.kv_type, bool(inputs.resources.devices)
     is_on_gpu = bool(context_plan.placed.placement.shares)
     return (
@@ -198,7 +205,10 @@ def _ubatch_choice(inputs: PlanInputs, job: PlacementJob, context_plan: ContextP
 
 
 def _placement_choices(inputs: PlanInputs, placement: Placement, speed: Speed) -> tuple[Choice, ...]:
-    """Where there is no GPU and none is left out only the speed; numbers that mean nothing without one are refused."""
+    """Return the choices of the placement, and refusals of settings that have no effect on this machine or model.
+
+    If the machine has no GPU at all, the placement is not worth a line: the choice of the speed replaces it.
+    """
     devices, settings = inputs.resources.devices, inputs.settings
     lost = reasons.left_out(inputs.notes)
     where = (reasons.placement(placement, speed, inputs.resources, settings), *lost)

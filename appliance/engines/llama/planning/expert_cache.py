@@ -1,4 +1,4 @@
-"""What an expert cache would do for a mixture of experts larger than the GPU: modelled, for `--explain`."""
+"""The modelled speed of an expert cache, for mixture-of-experts models larger than the GPU; for `plan --explain`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Outlook, Replay, cached, static_layers
 from appliance.plan import Device, Placement
 
-GPU_EXPERT_MS = 0.005  # a kernel's start: chosen
-OFF = 1.25  # each rate, too high or too low: they are computed, not measured with CPU and PCIe at work together
+GPU_EXPERT_MS = 0.005  # start of a kernel: chosen, not measured
+# Each rate may be this many times too high or too low: rates are computed, not measured with CPU and PCIe busy at once.
+OFF = 1.25
 
 
 def modelled(model: Model, resources: Resources, placement: Placement) -> str | None:
-    """One line, or None: all experts on the GPU, several GPUs, or no recorded trace of this architecture."""
+    """Return one line on the modelled expert cache.
+
+    None if all experts lie on GPUs, if the plan uses several GPUs, or if no trace of this architecture was recorded.
+    """
     with_experts = [layer for layer in layers_of(model) if layer.expert_bytes and not layer.is_draft]
     if len(placement.shares) != 1 or not placement.cpu_expert_layers or not with_experts:
         return None
@@ -50,7 +54,7 @@ def _replay_of(model: Model) -> Replay | None:
 
 
 def _rates(model: Model, resources: Resources, device: Device, expert_mb: float) -> Rates:
-    """Both sides share what DRAM can stream; kernels of the CPU alone reach `DRAM_SHARE` of it."""
+    """Return the rates of the model. CPU and PCIe share the bandwidth of DRAM; CPU kernels reach `DRAM_SHARE` of it."""
     dense = sum(layer.dense_bytes for layer in layers_of(model)) / len(layers_of(model)) / 1e6
     return Rates(
         cpu_gb_s=resources.dram_gb_s,

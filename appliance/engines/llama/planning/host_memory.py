@@ -1,4 +1,4 @@
-"""Host memory of a plan: what is loaded how, and the caches that what is left is for."""
+"""Host memory of a plan: how weights are loaded, and the sizes of the prompt cache and context checkpoints."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ from appliance.plan.parts.choice import Choice
 from appliance.values import dataclass
 
 CACHE_MAX_MIB = 8192.0  # llama-server's own default
-CACHE_SPARE = 0.05  # beside one conversation that fills the context, for a side request
-CHECKPOINTS_SHARE = 0.25  # of what is left
+CACHE_SPARE = 0.05  # room for a side request, as a share of a conversation that fills the context
+CHECKPOINTS_SHARE = 0.25  # share of the remaining host memory that checkpoints may take
 
 
 def host_memory(inputs: PlanInputs, found: Memory, load_mode: str, has_gpu: bool) -> Memory:
-    """What is copied beside the mapped file counts as allocated; its originals only in the engine's own sums."""
+    """Return the placement's host memory with the programs' overhead and the copies that the CPU backend makes.
+
+    Copies count as allocated. Their mapped originals count only in the sums of the engine's log (`mapped_twice`),
+    because the kernel may drop those pages.
+    """
     copied = Copies() if has_gpu else copies(inputs.model, inputs.kernels.isa)
     is_mapped = "mmap" in load_mode
     return replace(
@@ -44,18 +48,18 @@ def host_memory(inputs: PlanInputs, found: Memory, load_mode: str, has_gpu: bool
 
 
 def unified_mib(inputs: PlanInputs, placement: Placement) -> float:
-    """What GPUs take of host memory, since they have none of their own."""
+    """Return the MiB of host memory that the plan's GPUs use, because they have no memory of their own."""
     unified = {device.id for device in inputs.resources.devices if device.is_unified}
     return sum(share.memory.total + share.gpu.held_back_mib for share in placement.shares if share.gpu.id in unified)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caches:
-    """Of prompts, and checkpoints of what cannot be rolled back."""
+    """Prompt cache and context checkpoints of a plan, and the reasons for their sizes."""
 
-    memory: Memory  # of the host, with them
-    checkpoints: int | None  # of each slot; None for a model that needs none
-    longest_mib: float  # one conversation that fills the context takes
+    memory: Memory  # host memory with both
+    checkpoints: int | None  # checkpoints of each slot; None: the model needs none
+    longest_mib: float  # size of one conversation that fills the context
     by_cache: Choice
     by_checkpoints: tuple[Choice, ...]
 
@@ -65,12 +69,12 @@ class Caches:
 
 
 def spare_beside(inputs: PlanInputs, placement: Placement) -> float:
-    """MiB of host memory that may be filled beside GPUs that have none of their own."""
+    """Return the MiB of host memory that may be filled, less what GPUs without memory of their own use."""
     return inputs.spare_mib - unified_mib(inputs, placement)
 
 
 def caches(inputs: PlanInputs, host: Memory, spare_mib: float, *, kv_type: str, context: int, ubatch: int) -> Caches:
-    """Those that fit beside `host`."""
+    """Return the largest prompt cache and checkpoints that fit in `spare_mib` after `host`."""
     count, host, by_checkpoints = _with_checkpoints(inputs, host, kv_type, spare_mib)
     longest = conversation_mib(inputs.model, kv_type, context, ubatch=ubatch, checkpoints=count)
     host, by_cache = _with_prompts(inputs, host, kv_type, spare_mib, longest)
@@ -80,7 +84,11 @@ def caches(inputs: PlanInputs, host: Memory, spare_mib: float, *, kv_type: str, 
 def _with_checkpoints(
     inputs: PlanInputs, host: Memory, kv_type: str, spare_mib: float
 ) -> tuple[int | None, Memory, tuple[Choice, ...]]:
-    """Copies of what cannot be rolled back, so that a chat that goes back is not read anew from its beginning."""
+    """Return the number of context checkpoints, the host memory with them, and the reason.
+
+    States and sliding windows cannot be rolled back. Without checkpoints a chat that is edited would be read again
+    from its beginning.
+    """
     each = checkpoint_mib(inputs.model, kv_type) * inputs.settings.slots
     if not each:
         return None, host, ()
@@ -94,8 +102,11 @@ def _with_checkpoints(
 def _with_prompts(
     inputs: PlanInputs, host: Memory, kv_type: str, spare_mib: float, longest_mib: float
 ) -> tuple[Memory, Choice]:
-    """Without it a side request costs the conversation a whole prefill: it is off only where the model would not fit
-    beside it. It is larger than the engine's default where one conversation can be."""
+    """Return the host memory with the prompt cache, and the reason for its size.
+
+    Without the cache, a side request costs the conversation a whole prefill: it is off only if the model would not fit
+    otherwise. It is larger than the engine's default if one conversation may be larger.
+    """
     asked = inputs.settings.cache_ram_mib
     if asked is not None:
         return replace(host, cache=float(asked)), reasons.cache_asked(inputs.settings)
@@ -106,7 +117,7 @@ def _with_prompts(
 
 
 def load_mode_of(inputs: PlanInputs, job: PlacementJob, placed: Placed) -> tuple[str, Choice]:
-    """Locking only where the limit allows it: a refusal is said here and is not fatal."""
+    """Return how weights are loaded, and the reason. mlock beyond RLIMIT_MEMLOCK is refused, but is no error."""
     settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
     if settings.load_mode == "auto":
         needed = placed.host.total + inputs.least_cache_mib + host_overhead_mib(model)

@@ -1,4 +1,4 @@
-"""What a plan is made from: the facts of one start, checked against each other, and what follows from them at once."""
+"""The inputs of a plan: the facts of one start, checked against each other, and the values computed from them."""
 
 from __future__ import annotations
 
@@ -47,15 +47,17 @@ from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
-WHOLE_UBATCH_MAX = 8192  # of a model that reads a text in one batch; the masks grow with its square
+# Largest ubatch of a model that reads each text in one batch: the attention mask grows with its square.
+WHOLE_UBATCH_MAX = 8192
 MIN_CONTEXT = CONTEXT_STEP
 CACHE_MIN_MIB = 128.0
-SPARE_SHARE = 0.03  # of usable memory, left alone: page cache for the weights' file, other processes of the container
+# Share of usable host memory that stays free: page cache of the weights file, other processes of the container.
+SPARE_SHARE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """The facts of one start, and what follows from them at once."""
+    """The facts of one start and the values computed from them."""
 
     settings: Settings
     engine: EngineFacts
@@ -64,15 +66,15 @@ class PlanInputs:
     kernels: Kernels
     resources: Resources
     notes: tuple[str, ...]  # devices that are not used, and why
-    kv_checks: tuple[KvCheck, ...] = ()  # on types of the KV cache below q8_0
+    kv_checks: tuple[KvCheck, ...] = ()  # results of quality checks of KV cache types below q8_0
     limits: Limits = NO_LIMITS
-    is_bare: bool = False  # memory is so short that there is a model, or the prompt cache and context checkpoints
-    projector_on_host: bool = False  # though there is a GPU
-    left_away: Projector | None = None  # since the model would not fit beside it
+    is_bare: bool = False  # True if host memory is so short that prompt cache and context checkpoints may shrink to 0
+    projector_on_host: bool = False  # True if the projector lies in host memory although there is a GPU
+    left_away: Projector | None = None  # the projector that is not loaded, because the model would not fit with it
 
     @property
     def usable_mib(self) -> float:
-        """Of host memory."""
+        """Host memory that is usable, MiB; `spare_mib` is the part that a plan may fill."""
         return self.limits.of_host(self.hardware.memory)
 
     @property
@@ -96,27 +98,27 @@ class PlanInputs:
 
     @property
     def no_flash(self) -> str | None:
-        """Why flash attention is off."""
+        """Reason why flash attention is off; None if it is on. The CPU has kernels for heads of any size."""
         return why_no_kernel(self.model) if self.resources.devices else None
 
     @property
     def parallel(self) -> int:
-        """Slots."""
+        """Number of slots: requests that run at the same time."""
         return self.settings.slots
 
     @property
     def least_cache_mib(self) -> float:
-        """Of prompts."""
+        """Smallest prompt cache that a plan may have, MiB."""
         return least_cache(self.settings, is_bare=self.is_bare)
 
     @property
     def spare_mib(self) -> float:
-        """Of host memory, what may be filled."""
+        """Host memory that a plan may fill, MiB: usable memory less SPARE_SHARE."""
         return self.usable_mib * (1 - SPARE_SHARE)
 
 
 def is_read_whole(settings: Settings, model: Model) -> bool:
-    """Whether the batch is as long as the longest text."""
+    """Return True if the model reads each text in one batch and no ubatch is set: then the ubatch is the context."""
     return model.reads_whole and not settings.ubatch
 
 
@@ -157,7 +159,10 @@ def plan_inputs(
     kernels: Kernels | None = None,
     limits: Limits = NO_LIMITS,
 ) -> PlanInputs:
-    """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
+    """Return the inputs of the plans of one start. Raises ConfigError for a setting that GPUs or model cannot take.
+
+    `kernels` is the CPU variant chosen with the record of failed variants; None: it is chosen here without the record.
+    """
     model = with_adapters(model)
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits, reserve_mib=settings.reserve_mib)
@@ -169,7 +174,7 @@ def plan_inputs(
     bare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - host_overhead_mib(model) - copied.more
     spare = bare - least_cache(settings) - settings.slots * checkpoint_mib(model, "f16")
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
-    nodes = max(1, len(usable_nodes(hardware)))  # each has memory channels of its own
+    nodes = max(1, len(usable_nodes(hardware)))  # each NUMA node has memory channels of its own
     memory = measured or min(nodes * assumptions.DRAM_GB_S.value, limits.dram_gb_s)
     cpu = cpu_rates(
         kernels.isa,
@@ -202,7 +207,7 @@ def plan_inputs(
 
 
 def _has_room(inputs: PlanInputs, at_least: int) -> bool:
-    """For so large a context, or the one that was asked for, in any type of the cache, beside what else is held."""
+    """Return True if `at_least` tokens of context, or --ctx-size if it is set, fit with some KV cache type."""
     least = inputs.settings.ctx_size or min(inputs.model.native_context, at_least)
     return any(
         _is_placed(inputs, replace(inputs.job, context=padded(least), kv_type=kind)) for kind in offered_kinds(inputs)
@@ -210,7 +215,8 @@ def _has_room(inputs: PlanInputs, at_least: int) -> bool:
 
 
 def _is_placed(inputs: PlanInputs, job: PlacementJob) -> bool:
-    # What fits into host memory alone has room: one search, and on a start from a profile no other is made.
+    # A placement in host memory alone proves that there is room. It costs one search, and a start from a profile makes
+    # no other.
     is_free = job.gpu_layers in (None, 0) and job.cpu_expert_layers in (None, 0)
     if is_free and place(job, replace(inputs.resources, devices=())) is not None:
         return True
@@ -218,8 +224,11 @@ def _is_placed(inputs: PlanInputs, job: PlacementJob) -> bool:
 
 
 def _bared(inputs: PlanInputs, bare_mib: float) -> PlanInputs:
-    """What is optional shrinks before the context that clients need does, and goes before a model is refused, slots
-    last; what was asked for stays."""
+    """Return inputs that may give up prompt cache and checkpoints, so that the context fits.
+
+    Both keep as much as SMALLEST_CONTEXT leaves. If MIN_CONTEXT does not fit even without them, one slot is planned.
+    Sizes that the user set stay.
+    """
     settings = inputs.settings
     most_mib = bare_mib - (settings.cache_ram_mib or 0.0)
 
@@ -237,7 +246,7 @@ def _bared(inputs: PlanInputs, bare_mib: float) -> PlanInputs:
 
 
 def _check_flash(settings: Settings, model: Model) -> None:
-    """Raises ConfigError for a type of the V cache that needs flash attention where no GPU has a kernel for it."""
+    """Raise ConfigError if the V cache type needs flash attention and GPUs have no kernel for the model's heads."""
     why = why_no_kernel(model)
     if why and settings.kv_type not in ("auto", *EXACT_TYPES):
         message = f"setting kv_type needs flash attention: '{settings.kv_type}' ({settings.sources['kv_type']}), {why}"
@@ -245,15 +254,18 @@ def _check_flash(settings: Settings, model: Model) -> None:
 
 
 def _beside_pages(device: Device, settings: Settings, model: Model) -> Device:
-    """Memory that GPU and host share is free as MemAvailable says, pages of files included: the kernel gives them up
-    (llama.cpp#17368, NVIDIA's known issues of DGX Spark). But a mapped file's pages come back while it is read."""
+    """Return the device; if it shares the host's memory and weights are mapped, with their size off its free memory.
+
+    MemAvailable counts pages of files as free, because the kernel gives them up (llama.cpp#17368, NVIDIA's known
+    issues of DGX Spark). The pages of mapped weights come back, because each token reads them.
+    """
     if not device.is_unified or "mmap" not in settings.load_mode:
         return device
     return replace(device, free_mib=max(0.0, device.free_mib - weights_mib(model)))
 
 
 def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]:
-    """In the order that was asked for. Raises ConfigError for a device that is not there."""
+    """Return the GPUs to use, in the order of --devices. Raises ConfigError for a GPU that is not usable."""
     if settings.devices == "auto":
         return () if settings.gpu_layers == 0 else found
     if settings.devices == "none":
@@ -269,8 +281,11 @@ def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]
 
 
 def with_less(inputs: PlanInputs) -> Iterator[PlanInputs]:
-    """The inputs, then with what can be done without moved and left away: no model is refused for its projector,
-    unless that was named."""
+    """Yield the inputs, then the same with the projector in host memory, then without the projector.
+
+    The second and third are tried only if the model does not fit: a model is not refused because of a projector that
+    --mmproj does not name.
+    """
     yield inputs
     projector = inputs.model.projector
     if projector and inputs.resources.devices:
@@ -280,7 +295,7 @@ def with_less(inputs: PlanInputs) -> Iterator[PlanInputs]:
 
 
 def offered_kinds(inputs: PlanInputs) -> tuple[str, ...]:
-    """Types of the cache that a plan may use, the exact one first."""
+    """Return the KV cache types that a plan may use, the most exact first."""
     on_gpu = bool(inputs.resources.devices)
     return kv_candidates(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
 

@@ -1,4 +1,4 @@
-"""The words for each choice of a plan: what was taken, beside which figures, and what more would cost."""
+"""Reasons for the choices of a plan, as text: the figures that decided, and the price of a larger value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from appliance.plan.parts.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 
-HASTY_TOKENS_PER_S = 100  # on a CPU: less than 10 ms for all layers, and threads meet several times in each
+# Predictions for a CPU above this are often too high: all layers take less than 10 ms, and threads wait for one another
+# several times in each layer.
+HASTY_TOKENS_PER_S = 100
 
 
 def limit(hardware: Hardware) -> str:
@@ -85,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def _when_full(context_plan: ContextPlan) -> str:
-    """Whether it can be read along with then, where that was asked for."""
+    """Return words on the speed when the context is full; "" if the mode does not ask for a readable one."""
     if not context_plan.minds_full:
         return ""
     words = f"; full it decodes {_rate(context_plan.full)} tok/s"
@@ -98,7 +100,7 @@ def _when_full(context_plan: ContextPlan) -> str:
 
 
 def _bound(context_plan: ContextPlan, native: str) -> str:
-    """What ended it."""
+    """Return words on the limit of the context length."""
     gpus = f"GPU{'s' * (len(context_plan.placed.placement.shares) > 1)}"
     where = {"leave the GPUs": f"everything on the {gpus}", "take attention off the GPUs": f"attention on the {gpus}"}
     if context_plan.bound in where:
@@ -115,7 +117,7 @@ def _bound(context_plan: ContextPlan, native: str) -> str:
 
 
 def _price(context_plan: ContextPlan) -> str:
-    """What it costs, against the same model with a context that leaves more on the GPUs."""
+    """Return words on the speed that the context costs, compared with a smaller one; "" if it costs none."""
     before, placed = context_plan.before, context_plan.placed
     if before is None or _tokens(before.placed) == _tokens(placed):
         return ""
@@ -126,7 +128,7 @@ def _price(context_plan: ContextPlan) -> str:
 
 
 def _more(context_plan: ContextPlan) -> str:
-    """What the next context that is worth its name would cost."""
+    """Return words on the speed that the next larger context would cost; "" if there is none."""
     if not context_plan.next_tokens:
         return ""
     if context_plan.larger is None:
@@ -182,7 +184,11 @@ def kv_type(
     is_slow: bool,
     is_converted: bool = False,
 ) -> Choice:
-    """`is_converted`: heads of this model have no kernel for the type, which the figures count."""
+    """Return the choice of the KV cache type.
+
+    `is_slow`: flash attention of this engine converts the type on a GPU. `is_converted`: heads of this model have no
+    kernel for the type, which the figures count.
+    """
     found = _kv_type(settings, context_plan, kv_checks, is_slow=is_slow)
     if not is_converted or is_slow:
         return found
@@ -230,7 +236,7 @@ def _why_rounded(context_plan: ContextPlan) -> str:
 
 
 def _with(context_plan: ContextPlan, kind: str) -> str:
-    """Tokens that another type carries, and with everything on the GPUs where that is fewer."""
+    """Return words on the tokens that another type carries, and how many with everything on GPUs if that is fewer."""
     most, knee = context_plan.carried[kind], context_plan.knees.get(kind, 0)
     return f"{most:,} tokens" + (f" ({knee:,} with everything on the GPUs)" if 0 < knee < most else "")
 
@@ -254,12 +260,12 @@ def placement(found: Placement, speed: Speed, resources: Resources, settings: Se
         reason="; ".join(parts),
         detail="; ".join(_holds(share) for share in found.shares),
         source=", ".join(asked) or "memory and bandwidths",
-        is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
+        is_refusal=not found.shares and not wants_cpu,  # a start says so if it uses the CPU although there is a GPU
     )
 
 
 def speed(found: Speed, placement: Placement, resources: Resources) -> Choice:
-    """Where there is no GPU, and so nothing else to say of the placement."""
+    """Return the choice of the speed, for machines without a GPU, where no choice of the placement is shown."""
     why = f"predicted from the bandwidth of memory ({_dram(resources)}) and the instructions of the cores"
     wide = _how_wide(placement, found, resources)
     return Choice(name="speed", value=found.describe(), reason="; ".join((why, *wide)), source="memory and CPU")
@@ -271,7 +277,8 @@ def _dram(resources: Resources) -> str:
 
 
 def _how_wide(found: Placement, speed: Speed, resources: Resources) -> Iterator[str]:
-    """Where published results were beyond half of what is predicted for them (docs/figures.md)."""
+    """Yield warnings for kinds of CPU plans with published results more than 50 % off the prediction
+    (docs/figures.md)."""
     if found.shares:
         return
     if speed.decode_tokens_per_s > HASTY_TOKENS_PER_S:
@@ -290,16 +297,16 @@ def _in_parallel(found: Placement) -> list[str]:
 
 
 def left_out(notes: tuple[str, ...]) -> tuple[Choice, ...]:
-    """GPUs that cannot be used: a line of its own, since a lost card is not looked for behind the figures of others."""
+    """Return the choice for GPUs that cannot be used. It is a line of its own, so that nobody overlooks a lost card."""
     if not notes:
         return ()
     return (Choice(name="left_out", value=str(len(notes)), reason="; ".join(notes), source="probe"),)
 
 
 def _held_where(found: Placement) -> Iterator[str]:
-    """Which layers lie where."""
+    """Yield words on the placement: layers of each GPU, layers on the CPU, and experts in host memory."""
     held = (f"{share.device} ({share.gpu.name}) {share.layers} layers" for share in found.shares)
-    yield ", ".join(held) if found.shares else "the CPU holds everything: no GPU has room for a part that pays"
+    yield ", ".join(held) if found.shares else "the CPU holds everything: no faster part fits on a GPU"
     if _are_linked(found):
         yield "linked by NVLink"
     if found.cpu_layers:
@@ -309,7 +316,7 @@ def _held_where(found: Placement) -> Iterator[str]:
 
 
 def _named(device: Device, resources: Resources) -> str:
-    """With its index where several have one name."""
+    """Return the device's name, with its index if several devices have that name."""
     is_one = sum(other.name == device.name for other in resources.devices) == 1
     return device.name if is_one else f"{device.name} (GPU {device.index})"
 
@@ -320,7 +327,7 @@ def _are_linked(found: Placement) -> bool:
 
 
 def _left_out(found: Placement, resources: Resources) -> Iterator[str]:
-    """Cards that could be used. Of equal slices one sentence."""
+    """Yield a sentence for each usable card that the plan leaves out; equal slices share one."""
     used = {share.gpu.id for share in found.shares}
     unused = [device for device in resources.devices if device.id not in used]
     for (name, index), group in itertools.groupby(unused, key=lambda each: (each.name, each.index)):
@@ -330,7 +337,7 @@ def _left_out(found: Placement, resources: Resources) -> Iterator[str]:
 
 
 def _reordered(found: Placement, resources: Resources) -> list[str]:
-    """Where another card comes first than the fastest, or than the first that was asked for."""
+    """Return a sentence if the plan's first card is not the fastest one, or not the first of --devices; else none."""
     used = {share.gpu.id for share in found.shares}
     in_order = [device for device in resources.devices if device.id in used]
     if not in_order or found.shares[0].gpu.id == in_order[0].id:
@@ -343,7 +350,7 @@ def _reordered(found: Placement, resources: Resources) -> list[str]:
 
 
 def without_gpu(settings: Settings) -> tuple[Choice, ...]:
-    """For numbers that were asked for and mean nothing where no GPU is used."""
+    """Return refusals of --gpu-layers and --n-cpu-moe, which have no effect without a GPU."""
     asked = {"gpu_layers": (settings.gpu_layers, 0), "n_cpu_moe": (settings.n_cpu_moe, "all")}
     return tuple(
         Choice(
@@ -359,7 +366,7 @@ def without_gpu(settings: Settings) -> tuple[Choice, ...]:
 
 
 def without_experts(settings: Settings, model: Model) -> tuple[Choice, ...]:
-    """For a number of layers that keep experts away from GPUs, and a model that has none."""
+    """Return a refusal of --n-cpu-moe if the model has no experts; else nothing."""
     if model.experts or not settings.n_cpu_moe:
         return ()
     why = f"{settings.n_cpu_moe} was asked for, and this model has no experts"
@@ -371,7 +378,7 @@ def _why_not(device: Device, found: Placement) -> str:
     if device.is_slice and found.shares:
         return "a program can use one slice of a GPU, and this is not the faster choice"
     if not found.shares:
-        return "nothing fits on it that pays"
+        return "no part that would make a job faster fits on it"
     slowest = min(share.gpu.bandwidth_gb_s for share in found.shares)
     if device.bandwidth_gb_s < slowest:
         return f"a job is faster without it: {device.bandwidth_gb_s:,.0f} GB/s, estimated, would slow each layer on it"
@@ -404,7 +411,7 @@ def cache(model: Model, kv_type: str, size: float, left: float, most: float) -> 
     tokens = f": about {int(size * MIB / per_token):,} tokens" if per_token else ""
     why = f"half of the {max(left, 0):,.0f} MiB that are left, at most {most:,.0f}{tokens}"
     if not int(size):
-        why = "off: the model would not fit beside it; another request costs a conversation what its slot then loses"
+        why = "off: the model would not fit with it; another request makes a conversation lose the tokens of its slot"
     return Choice(name="cache_ram_mib", value=f"{size:.0f}", reason=why, source="memory")
 
 
@@ -437,7 +444,10 @@ def threads(cpu: Cpu, first: int) -> Choice:
 
 
 def unequal_threads(cpu: Cpu, threads: int, other: int, here: str, there: str) -> str:
-    """`here` and `there` are speeds with so many threads and with so many others: "prefill 81.0" and "64.2"."""
+    """Return the reason for a number of threads on unequal cores.
+
+    `here` is the speed with `threads` threads ("prefill 81.0"), `there` the speed with `other` threads ("64.2").
+    """
     cores = cpu.cores
     if threads < cores:
         slow = f"{threads} of {cores} cores: the next has {cpu.capacities[threads]:.0%} of the fastest's speed"
@@ -461,7 +471,7 @@ def ubatch(settings: Settings, size: int, words: str) -> Choice:
 
 
 def batch_price(context_plan: ContextPlan) -> str:
-    """What another ubatch than the default costs, or brings: context, its exactness and decode."""
+    """Return words on what the default ubatch would hold and decode; "" if it is taken or makes no difference."""
     usual = context_plan.usual
     if usual is None:
         return ""
@@ -478,8 +488,10 @@ def whole_ubatch(size: int) -> Choice:
 
 
 def fixed(no_flash: str | None = None) -> tuple[Choice, ...]:
-    keeps = "no scores of context by ubatch are kept, and a quantized V cache needs it"
-    lacks = f"{no_flash}: it would run on the CPU; so scores of context by ubatch are kept, and no quantized V cache"
+    keeps = "it needs no memory for scores of context x ubatch, and a quantized V cache requires it"
+    lacks = (
+        f"{no_flash}: it would run on the CPU; without it scores of context x ubatch are kept, and V is not quantized"
+    )
     return (
         Choice(
             name="flash_attention",
@@ -496,7 +508,7 @@ def fixed(no_flash: str | None = None) -> tuple[Choice, ...]:
         Choice(
             name="fit",
             value="off",
-            reason="every value is set here; the engine's own fit knows no cgroup",
+            reason="the plan sets every value; the engine's own fit ignores cgroup limits",
             source="default",
         ),
     )

@@ -1,4 +1,4 @@
-"""The refusal of a model that does not fit: what it needs, what there is, how much is missing."""
+"""The error for a model that does not fit: the memory that it needs, the memory there is, and how much is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from appliance.errors import ModelDoesNotFitError
 
 
 def refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitError:
-    """Without `allow_disk` mmap would start all the same, and then read the weights from disk for every token."""
+    """Return the error for a model that does not fit with `request` tokens of context, with figures.
+
+    Mapped weights would start all the same, and then be read from disk for every token: --allow-disk permits that.
+    """
     settings = inputs.settings
     least = settings.ctx_size or min(request, MIN_CONTEXT)
     anywhere = replace(inputs.resources, devices=(), spare_mib=float("inf"))
@@ -47,7 +50,7 @@ def refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitEr
 
 
 def _lacking(inputs: PlanInputs, job: PlacementJob) -> str:
-    """How much more it takes to fit, in each place alone: of the host's memory, or on the first GPU."""
+    """Return words on how much more memory would be enough: on the host alone, or on the first GPU alone."""
     resources = inputs.resources
 
     def with_host(more: int) -> Resources:
@@ -71,7 +74,7 @@ def _lacking(inputs: PlanInputs, job: PlacementJob) -> str:
 
 
 def _least_more(job: PlacementJob, grown: Callable[[int], Resources]) -> int | None:
-    """MiB, by halving; None where no amount helps."""
+    """Return the fewest MiB with which `job` fits, found by halving; None if no amount is enough."""
     low, high = 0, int(2 * weights_mib(job.model)) + 65536
     if place(job, grown(high)) is None:
         return None

@@ -1,4 +1,4 @@
-"""A plan of an earlier start in the memory that is free now. Pure."""
+"""A plan of an earlier start, fitted to the memory that is free now. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from appliance.plan import Device, GpuAllocation, Placement, Plan, with_launch
 
 
 def plan_now(inputs: PlanInputs, measured: Plan) -> Plan | str:
-    """Or what it lacks. Its layers lie where they lay: what was measured was that. Caches of prompts and checkpoints
-    take what is left."""
+    """Return the measured plan with the caches that fit now, or a text that says what it lacks.
+
+    Layers stay where they were, because speeds were measured with that placement. Prompt cache and checkpoints take
+    the memory that is left.
+    """
     before = measured.placement.shares
     devices = _same_devices(before, inputs.resources.devices)
     if devices is None:
@@ -35,7 +38,7 @@ def plan_now(inputs: PlanInputs, measured: Plan) -> Plan | str:
 
 
 def with_caches(inputs: PlanInputs, plan: Plan) -> Plan | None:
-    """With the caches of prompts and checkpoints that fit beside it; None when not even the least do."""
+    """Return the plan with the prompt cache and checkpoints that fit; None if the smallest do not fit."""
     spare = spare_beside(inputs, plan.placement)
     bare = replace(plan.memory, cache=0.0, checkpoints=0.0)
     if bare.total + inputs.least_cache_mib > spare and not inputs.settings.allow_disk:
@@ -52,7 +55,7 @@ def with_caches(inputs: PlanInputs, plan: Plan) -> Plan | None:
 
 
 def _there(inputs: PlanInputs, measured: Plan, devices: list[Device]) -> Plan:
-    """On these devices, with what is free on them, and with the files of today."""
+    """Return the measured plan on these devices, with their free memory, and with today's settings and files."""
     pairs = zip(measured.placement.shares, devices, strict=True)
     shares = tuple(replace(share, gpu=device) for share, device in pairs)
     settings, model = inputs.settings, inputs.model
@@ -69,7 +72,7 @@ def _there(inputs: PlanInputs, measured: Plan, devices: list[Device]) -> Plan:
         choices = (kernels if choice.name == kernels.name else choice for choice in there.choices)
         there = replace(there, choices=tuple(choices))
     launch = launch_of(measured)
-    if launch.extras.projector is None:  # the model did not fit beside it
+    if launch.extras.projector is None:  # the model did not fit with its projector
         model = replace(model, projector=None)
     extras = extras_of(settings, model, on_host=launch.extras.projector_on_host)
     # A container may have been given other CPUs of the same kinds since.
@@ -80,7 +83,10 @@ def _there(inputs: PlanInputs, measured: Plan, devices: list[Device]) -> Plan:
 
 
 def _same_devices(shares: tuple[GpuAllocation, ...], devices: tuple[Device, ...]) -> list[Device] | None:
-    """By id; a profile that was made on another machine of the same kind finds its cards by name and order."""
+    """Return the devices of a plan's shares; None if one is missing.
+
+    They are found by id, else by name and order: a profile may come from another machine of the same kind.
+    """
     left = list(devices)
     found: list[Device] = []
     for share in shares:

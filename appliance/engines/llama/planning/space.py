@@ -1,5 +1,5 @@
-"""All plans of one start: the predicted one, every other that fits (variations.py), and the plans of an earlier start
-within the memory that is free now. Pure; computed when asked for, since a start from a profile needs only the last."""
+"""All plans of one start: the prediction, every other plan that fits (variations.py), and plans of an earlier start in
+the memory that is free now. Pure. Plans are computed on first use: a start from a profile needs only the last kind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ from appliance.settings import Settings
 
 
 class Space:
-    """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
+    """All plans of one start. See `appliance.engines.engine.Space`.
+
+    Raises ConfigError (10) for a setting that the engine cannot take, ModelDoesNotFitError (31) if no plan fits.
+    """
 
     def __init__(
         self,
@@ -70,8 +73,11 @@ class Space:
         draft: Model | None = None,
         limits: Limits = NO_LIMITS,
     ) -> None:
-        """`kv_checks` are on types of the cache below q8_0: none is in the space without one that accepts it.
-        `kernels` as for `plan_inputs`; `draft` is the model that makes draft tokens, if one is given."""
+        """Check the settings and gather the inputs.
+
+        `kv_checks` are quality checks of KV cache types: plans use a type below q8_0 only if a check accepts it.
+        `kernels` as for `plan_inputs`. `draft` is the draft model; None if none is given.
+        """
         check(settings, engine, model)
         facts = (settings, image, engine, hardware, model)
         self._with_limits = partial(Space, *facts, kv_checks=kv_checks, kernels=kernels, draft=draft)
@@ -85,13 +91,13 @@ class Space:
 
     @cached_property
     def _decided(self) -> tuple[PlanInputs, ContextPlan]:
-        """With as much beside the model as fits."""
+        """Inputs and context decision, with the projector if it fits."""
         refusal: ModelDoesNotFitError | None = None
         for inputs in with_less(self._given):
             try:
                 return inputs, context_for(inputs, self._aim)
             except ModelDoesNotFitError as error:
-                refusal = error  # the last says what is needed at least
+                refusal = error  # the last one has the smallest need
         raise refusal or AssertionError
 
     @property
@@ -104,7 +110,7 @@ class Space:
 
     @cached_property
     def best(self) -> Plan:
-        """The prediction."""
+        """The predicted plan, without speculative decoding."""
         in_parallel = _in_parallel(self._inputs, self.context_plan)
         found = predicted(self._inputs, self._image, in_parallel or self.context_plan)
         has_runner_up = self._given.kernels.candidate is not None and not found.placement.is_whole
@@ -116,40 +122,45 @@ class Space:
 
     @cached_property
     def _runner_up(self) -> Space | None:
-        """With the CPU variant that may turn out faster than the one that is taken by its instructions."""
+        """The plans with the next fastest CPU variant, which measuring may find faster; None if none is a candidate."""
         kernels = self._given.kernels.candidate
         return self._with_limits(kernels=kernels, limits=self._limits) if kernels else None
 
     def _of(self, plan: Plan) -> Space:
-        """That of the plan's CPU variant."""
+        """Return the space of the plan's CPU variant: this one or the runner-up's."""
         other = self._runner_up if plan.has_runner_up else None
         return other if other and plan.cpu_variant == other._given.kernels.variant else self
 
     @property
     def predicted(self) -> Plan:
-        """The best, with the kind of speculative decoding that was asked for.
+        """The predicted plan, with the kind of speculative decoding that was asked for.
 
-        Raises ModelDoesNotFitError where that has no room.
+        Raises ModelDoesNotFitError if that kind has no room.
         """
         inputs = self._inputs
         return as_asked(self.best, inputs.settings, model=inputs.model, draft=self._draft, isa=inputs.kernels.isa)
 
     def offers(self) -> tuple[Offer, ...]:
-        """Every kind of speculative decoding, the likeliest first. Raises ConfigError for one that was asked for and
-        cannot be done."""
+        """Return every kind of speculative decoding, the most promising first.
+
+        Raises ConfigError if the kind that was asked for is impossible here.
+        """
         return kinds(self._given.settings, self._given.model, self._given.engine, self._draft)
 
     def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
-        """What it adds to the plan."""
+        """Return the memory and settings that this kind of speculative decoding adds to the plan."""
         inputs = self._of(plan)._given
         return estimate(plan, kind, tokens, model=inputs.model, draft=self._draft, isa=inputs.kernels.isa)
 
     def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
-        """Raises ModelDoesNotFitError where there is no room."""
+        """Return the plan with speculative decoding. Raises ModelDoesNotFitError if it has no room."""
         return applied(plan, speculation, choice)
 
     def speculating_as(self, plan: Plan, measured: Plan) -> Plan:
-        """As a plan that was measured, where it was for the same context and there still is room."""
+        """Return the plan with the speculative decoding of a measured plan, if context and placement are the same.
+
+        If they differ or memory is short, the plan stays without it and has a refusal among its choices.
+        """
         return still_applied(plan, measured, draft_path=str(self._draft.path) if self._draft else None)
 
     @property
@@ -158,21 +169,26 @@ class Space:
         return self._given.native
 
     def kinds_to_check(self) -> tuple[str, ...]:
-        """Types of the KV cache that would carry a much larger context, if they were shown to be harmless; what helps
-        most first. The best plan that is possible already is what they are checked with."""
+        """Return the KV cache types that are worth a quality check: with them the context would be much larger.
+
+        The type with the largest gain comes first. The check runs with the best plan that needs no check.
+        """
         inputs = self._given
         request = wanted_context(inputs, self._aim)
         on_gpu = bool(inputs.resources.devices)
         more = unjudged(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
-        # From disk every context would fit.
+        # With --allow-disk every context fits, so no type has a gain.
         if not more or inputs.settings.allow_disk or inputs.model.is_embedding_model:
             return ()
         context_plan = choose_context(inputs.job, inputs.resources, replace(request, kinds=(*request.kinds, *more)))
         return worth_checking(context_plan.carried, enough=enough_of(request)) if context_plan else ()
 
     def all(self) -> list[Plan]:
-        """Every plan that fits, the best first: each KV type, context, ubatch, number of threads, way to load,
-        and some more or fewer experts in host memory. Thousands where there are GPUs."""
+        """Return every plan that fits, the prediction first.
+
+        Plans differ in KV cache type, context length, ubatch, threads, load mode, and in the number of layers whose
+        experts lie in host memory. With GPUs there are thousands.
+        """
         best = self.best
         room = float("inf") if self._inputs.settings.allow_disk else max(best.usable_mib, best.memory.total)
         found: dict[str, Plan] = {}
@@ -182,7 +198,7 @@ class Space:
         return list(found.values())
 
     def _variants(self) -> Iterator[Plan]:
-        """The prediction with the other CPU variant, which may copy other weights."""
+        """Yield the prediction with the runner-up CPU variant, which may copy other weights."""
         other, best = self._runner_up, self.best
         if other is None or not best.has_runner_up:
             return
@@ -190,7 +206,7 @@ class Space:
             yield from other._beside.around(replace(same, has_runner_up=True))
 
     def at_context(self, plan: Plan, context: int) -> Plan | None:
-        """The same plan with a smaller context; None where it cannot be placed again."""
+        """Return the same plan with a smaller context; None if it cannot be placed again."""
         if (other := self._of(plan)) is not self:
             found = other.at_context(replace(plan, has_runner_up=False), context)
             return replace(found, has_runner_up=True) if found else None
@@ -210,12 +226,14 @@ class Space:
         return with_launch(with_thread_count(found, launch.threads), numa=launch.numa, cpus=launch.cpus)
 
     def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
-        """A plan of an earlier start in the memory that is free now, or what it lacks, in words. Sizes are computed,
-        whatever it allocated then."""
+        """Return a plan of an earlier start, fitted to the memory that is free now, or a text that says what it lacks.
+
+        `allocated` is not used: the sizes of this engine are computed.
+        """
         found = plan_now(self._of(measured)._given, measured)
         if isinstance(found, str) or found.cpu_variant == measured.cpu_variant:
             return found
-        return replace(found, has_runner_up=False)  # which variant serves was not measured
+        return replace(found, has_runner_up=False)  # this CPU variant was not the one that was measured
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
         inputs = self._given
@@ -233,7 +251,7 @@ class Space:
         return with_threads(self._costs_of(plan), launch_of(plan).threads, cores, cpu)
 
     def _costs_of(self, plan: Plan) -> Costs:
-        """With every core at work."""
+        """Return the plan's costs with as many threads as compute most; each is computed once."""
         launch, inputs = launch_of(plan), self._given
         is_pinned = launch.load_mode in PINNED
         key = (*where(plan), plan.kv_type, launch.ubatch, is_pinned)
@@ -247,20 +265,22 @@ class Space:
         return KNOB_EFFECTS
 
     def modelled(self, plan: Plan) -> str | None:
-        """What an expert cache would do beside this plan, for people to read; None where nothing is known of it."""
+        """Return a line for people on what an expert cache would do for this plan; None if nothing is known."""
         return modelled(self._given.model, self._given.resources, plan.placement)
 
     def kv_tokens(self, plan: Plan) -> int | None:
-        """The engine tells sizes, and no tokens."""
+        """Return None: llama.cpp's log names the size of the KV cache in MiB, not in tokens."""
         return None
 
     def kv_mib(self, plan: Plan, tokens: int) -> tuple[float, ...]:
-        """All buffers are there before the first request."""
+        """Return nothing: llama.cpp allocates all buffers before the first request, so plans need no observed peak."""
         return ()
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
-        """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:
-        what is mapped there needs no room."""
+        """Return for each GPU its name in the engine, the MiB that the plan needs, and the MiB that are free.
+
+        The host is left out, because mapped weights need no free memory there.
+        """
         shares = enumerate(plan.placement.shares)
         return tuple(
             (f"CUDA{at}", share.memory.total, share.gpu.free_mib + share.gpu.held_back_mib) for at, share in shares
@@ -268,19 +288,20 @@ class Space:
 
 
 def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
-    """The same context in split mode tensor, if that is clearly faster than whole layers and relies on nothing that
-    nobody has seen: two cards with good links, and an architecture that runs so. Else it is for measuring.
+    """Return the same context in split mode tensor, if that is clearly faster than whole layers; else None.
 
-    The context stays that of whole layers, though this mode may carry another: it is experimental, and where it aborts
-    or turns out slower, whole layers have to serve what was promised. So does the type of the cache, unless an exacter
-    one has room.
+    Only combinations that were seen to work are predicted: two cards with good links, and an architecture of TRUSTED.
+    The others are measured.
+
+    The context is the one of whole layers, even if this mode has room for more: the mode is experimental, and if it
+    aborts or is slower, whole layers have to serve the promised context. The KV cache type is the same or more exact.
     """
     if inputs.model.architecture not in TRUSTED:
         return None
     sizes = (inputs.job.ubatch,) if inputs.settings.ubatch or inputs.model.reads_whole else (inputs.job.ubatch, SMALLER)
     cards = tuple(pairs(inputs.resources.devices))
     for kind in _no_rounder(offered_kinds(inputs), found.kv_type):
-        for ubatch in sizes:  # the smaller one where only its buffer leaves room
+        for ubatch in sizes:  # the smaller one may fit if only the buffer of the first is too large
             all_placed = tensor_placements(inputs, replace(found, kv_type=kind), cards, ubatch=ubatch)
             best = min(all_placed, key=lambda placed: placed.cost, default=None)
             if best and best.cost * CLEARLY <= found.placed.cost:
@@ -291,12 +312,15 @@ def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
 
 
 def _no_rounder(kinds: Sequence[str], than: str) -> Sequence[str]:
-    """Types of the cache up to that one, the most exact first."""
+    """Return the KV cache types that are at least as exact as `than`; all if `than` is not among them."""
     return kinds[: kinds.index(than) + 1] if than in kinds else kinds
 
 
 def _tensor_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed, *, kind: str, ubatch: int) -> ContextPlan:
-    """What was compared to find the context were whole layers: no figure of theirs is told of this placement."""
+    """Return the context decision for a placement in split mode tensor.
+
+    It holds no figures of the search for the context, because that search compared placements of whole layers.
+    """
     job = replace(inputs.job, context=padded(found.context), kv_type=kind, ubatch=ubatch)
     more = replace(job, context=padded(found.context + CONTEXT_STEP))
     costs = placement_costs(job, inputs.resources, placed.placement)

@@ -1,6 +1,6 @@
-"""Speculative decoding: which kinds a model and an engine can do, and what memory each takes.
+"""Speculative decoding: the kinds that a model and an engine support, and the memory of each. Pure.
 
-Pure. Which of them is faster, and how many tokens to draft, only measuring tells: tune/speculate.py.
+Only measuring tells which kind is faster and how many tokens to draft: tune/speculate.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from appliance.settings import Settings
 if TYPE_CHECKING:
     from appliance.plan import Plan
 
-CACHE_LEFT_MIB = 128.0  # of the prompt cache, which is what gives way; a cache that was asked for does not
+CACHE_LEFT_MIB = 128.0  # the prompt cache shrinks down to this to make room, unless the user set its size
 NGRAM_TABLE_MIB = 16.0  # common_ngram_mod of 4 Mi entries
 _FLAGS: dict[Kind, tuple[str, ...]] = {
     "draft": ("--spec-type", "--model-draft", "--spec-draft-n-max"),
@@ -55,7 +55,7 @@ _FLAGS: dict[Kind, tuple[str, ...]] = {
 
 
 def kinds(settings: Settings, model: Model, engine: EngineFacts, draft: Model | None = None) -> tuple[Offer, ...]:
-    """Every kind, the likeliest first. Raises ConfigError as `check_speculation` does."""
+    """Return every kind of speculative decoding, the most promising first. Raises as `check_speculation` does."""
     check_speculation(settings, engine, model)
     return tuple(_offer(kind, settings, model, engine, draft) for kind in KINDS)
 
@@ -80,7 +80,7 @@ def _offer(kind: Kind, settings: Settings, model: Model, engine: EngineFacts, dr
 
 
 def check_speculation(settings: Settings, engine: EngineFacts, model: Model) -> None:
-    """Raises ConfigError for a kind that was asked for and cannot be done, saying why."""
+    """Raise ConfigError if the kind that was asked for is impossible here, with the reason."""
     asked = settings.speculation
     if settings.draft_model is not None and asked in ("mtp", "ngram"):
         message = (
@@ -92,16 +92,16 @@ def check_speculation(settings: Settings, engine: EngineFacts, model: Model) -> 
     if kind is None:
         return
     lacking = _lacking(kind, engine, model)
-    hint = "use --speculation auto, which tries what there is"
+    hint = "use --speculation auto, which measures the possible kinds"
     if lacking is None and kind == "draft" and settings.draft_model is None:
         lacking, hint = "no draft model is given", "name a small model of the same family with --draft-model"
     if lacking is not None:
-        message = f"setting speculation cannot be done: '{asked}' ({settings.sources['speculation']}): {lacking}"
+        message = f"setting speculation is not possible: '{asked}' ({settings.sources['speculation']}): {lacking}"
         raise ConfigError(message, hint=hint)
 
 
 def _lacking(kind: Kind, engine: EngineFacts, model: Model) -> str | None:
-    """What stands in the way of this kind, whatever the settings are."""
+    """Return why model or engine do not support this kind; None if they do. Settings do not matter here."""
     if model.is_embedding_model:
         return f"{model.title} gives {model.gives} and no text"
     if missing := [flag for flag in _FLAGS[kind] if flag not in engine.flags]:
@@ -114,13 +114,16 @@ def _lacking(kind: Kind, engine: EngineFacts, model: Model) -> str | None:
 def estimate(
     plan: Plan, kind: Kind, tokens: int, *, model: Model, draft: Model | None = None, isa: tuple[str, ...] = ()
 ) -> Speculation:
-    """What this kind adds to that plan. `isa` is what the kernels that serve are compiled for, for what they copy."""
+    """Return what this kind of speculative decoding adds to the plan.
+
+    `isa` are the instructions that the serving kernels are compiled for: they decide which weights the CPU copies.
+    """
     on_gpus = bool(plan.placement.shares)
     keeper, path = model, None
     adds = replace(NOTHING, overhead=NGRAM_TABLE_MIB)
     if kind == "draft":
         if draft is None:
-            message = "drafting needs a draft model"
+            message = "speculation of kind draft needs a draft model"
             raise ValueError(message)
         keeper, path = draft, str(draft.path)
         adds = _draft_adds(plan, draft, isa, on_gpus=on_gpus)
@@ -138,9 +141,10 @@ def estimate(
 
 
 def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
-    """The plan with what was computed for one of the same context; the prompt cache gives way, if nobody asked for it.
+    """Return the plan with `speculation`, which was computed for a plan of the same context.
 
-    Raises ModelDoesNotFitError when there is no room.
+    The prompt cache shrinks to make room, unless the user set its size. Raises ModelDoesNotFitError if that is not
+    enough.
     """
     adds = speculation.adds
     if speculation.device is not None:
@@ -171,9 +175,9 @@ def as_asked(
     draft: Model | None = None,
     isa: tuple[str, ...] = (),
 ) -> Plan:
-    """A prediction with the kind of speculative decoding that was asked for: it is served unmeasured, too.
+    """Return the predicted plan with the kind that was asked for, which is served even if it was not measured.
 
-    Raises ModelDoesNotFitError when there is no room.
+    The plan is returned as it is if no kind was named. Raises ModelDoesNotFitError if there is no room.
     """
     kind = next((kind for kind in KINDS if kind == settings.speculation), None)
     if kind is None:
@@ -185,9 +189,9 @@ def as_asked(
 
 
 def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) -> Plan:
-    """With the speculation of a plan that was measured, if it was measured for this context and there still is room.
+    """Return the plan with the speculation of a measured plan; with a refusal if that has no room or another context.
 
-    The files may lie elsewhere by now: `draft_path` is where the draft model is found today.
+    `draft_path` is today's path of the draft model, which may have moved since.
     """
     speculation = measured.speculation
     if speculation is None:
@@ -204,7 +208,7 @@ def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) 
 
 
 def _place_of(plan: Plan) -> tuple[object, ...]:
-    """What the room that speculation takes depends on."""
+    """Return the parts of a plan that the memory of speculation depends on."""
     where = (plan.placement.summary(), launch_of(plan).load_mode) if plan.placement.shares else ()
     return (plan.context, plan.kv_type, plan.parallel, *where)
 
@@ -226,12 +230,12 @@ def _is_cache_asked(plan: Plan) -> bool:
 
 
 def draft_kv_type(plan: Plan, keeper: Model) -> str:
-    """The cache of what drafts is of the plan's type where its heads take it."""
+    """Return the KV cache type of the drafting model: the plan's, or f16 if its heads do not suit that type."""
     return plan.kv_type if can_keep(keeper, plan.kv_type) else "f16"
 
 
 def _draft_adds(plan: Plan, draft: Model, isa: tuple[str, ...], *, on_gpus: bool) -> Memory:
-    """A second model with a context as long as the first's, all of it in one place."""
+    """Return the memory of a draft model: its context is as long as the plan's, and it lies in one place."""
     copied, launch = Copies() if on_gpus else copies(draft, isa), launch_of(plan)
     return replace(
         NOTHING,
@@ -246,8 +250,11 @@ def _draft_adds(plan: Plan, draft: Model, isa: tuple[str, ...], *, on_gpus: bool
 
 
 def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on_gpus: bool) -> Memory:
-    """The model's own last layers with a cache and a context of theirs; states are kept for every token that may have
-    to be taken back, and the graph works on one layer's of them."""
+    """Return the memory of MTP: the model's draft layers with a KV cache and a compute buffer of their own.
+
+    Recurrent states are kept for every token that may be rolled back. The compute buffer holds one layer's states for
+    each of them.
+    """
     kept = [layer for layer in layers_of(model) if layer.is_draft]
     ubatch, has_flash = launch_of(plan).ubatch, launch_of(plan).flash_attention
     kv_type = draft_kv_type(plan, model)
@@ -265,14 +272,17 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
         output=output_mib(model, plan.parallel),
         state=state_mib(model, plan.parallel) * tokens,
         repacked=copied.made,
-        # The whole file is mapped, and the plan counts these layers there already.
+        # The whole file is mapped, so the plan's `mapped_twice` already counts these layers.
         mapped_twice=copied.originals - loaded if "mmap" in launch_of(plan).load_mode and not on_gpus else 0.0,
     )
 
 
 def _with_checks(plan: Plan, adds: Memory, model: Model, tokens: int) -> Memory:
-    """Every draft token is checked with logits of its own, in the graph and in a buffer that grows when it first
-    happens: the engine's log tells of the former alone."""
+    """Return `adds` with the memory for checking draft tokens: each has logits of its own.
+
+    They take memory in the graph, and in an output buffer that grows at the first check. The engine's log counts only
+    the graph.
+    """
     launch = launch_of(plan)
     outputs = min(launch.batch, plan.parallel * (1 + tokens))
     at_once = min(outputs, launch.ubatch)
@@ -290,7 +300,11 @@ def _with_checks(plan: Plan, adds: Memory, model: Model, tokens: int) -> Memory:
 
 
 def _device(plan: Plan, kind: Kind, adds: Memory) -> int | None:
-    """A draft model goes to the first GPU with room; draft layers follow the last layers, and checks the output."""
+    """Return the GPU that holds the additions, as an index of the plan's shares; None on the CPU.
+
+    A draft model goes to the first GPU with room. Draft layers and checks go to the last GPU, with the last layers and
+    the output.
+    """
     shares = plan.placement.shares
     if not shares:
         return None

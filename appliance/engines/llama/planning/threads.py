@@ -1,8 +1,8 @@
-"""How many threads, and on which cores. Pure.
+"""Number of threads of a plan, and the cores that they run on. Pure.
 
-llama.cpp cuts a matrix into parts, of which a thread takes the next when it is done (rates.py says where), and all wait
-at its end. A slow core brings little, or makes the others wait: predicted is the number of threads that compute most on
-the fastest cores. Where cores are left out, threads are kept off them by an affinity mask.
+llama.cpp cuts a matrix into parts. A thread that is done takes the next part (rates.py names the source), and all
+threads wait for the last one. A slow core adds little, or makes the others wait. So the prediction is the number of
+threads that compute most on the fastest cores. If slower cores are left out, an affinity mask keeps threads off them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
-MASK_CPUS = 512  # of a mask: GGML_MAX_N_THREADS
+MASK_CPUS = 512  # CPUs that an affinity mask of the engine can name: GGML_MAX_N_THREADS
 
 
 def thread_counts(settings: Settings, cpu: Cpu, rates: CpuRates | None) -> tuple[tuple[int, ...], Choice]:
-    """Candidates, the predicted one first; never above what the container may use: the engine sees the host's cores.
-    Of unequal cores all, and those of the fastest kinds alone, are among them."""
+    """Return the candidates, the predicted number first, and the reason for it.
+
+    None is above what the container may use; the engine itself would count the host's cores. If cores are unequal, the
+    candidates include all cores, and the fastest kinds alone.
+    """
     most = cpu.threads_max
     if settings.threads:
         threads = min(settings.threads, most)
@@ -43,7 +46,7 @@ def thread_counts(settings: Settings, cpu: Cpu, rates: CpuRates | None) -> tuple
 
 @dataclass(frozen=True, kw_only=True)
 class Threads:
-    """Of the prediction, where they run and why."""
+    """Predicted number of threads, NUMA mode and CPU affinity, with the reasons."""
 
     count: int
     numa: Numa
@@ -71,21 +74,24 @@ def threads_of(
 def _priced(
     choice: Choice, cpu: Cpu, rates: CpuRates | None, costs: Costs, placement: Placement, threads: int
 ) -> Choice:
-    """Of unequal cores with what the other number would cost: all of them, or the fastest kind alone."""
+    """Return the choice; if cores are unequal, with the speed of the alternative in its reason.
+
+    The alternative is all cores, or the fastest kind alone if all cores are predicted.
+    """
     if not cpu.is_unequal or rates is None or choice.source != "probe":
         return choice
     other = rates.cores if threads < rates.cores else cpu.groups[0].cores
     speeds = tuple(
         speed_of(with_threads(costs, count, rates.cores, rates), DEPTH, CHAT_TOKENS_IN) for count in (threads, other)
     )
-    # Beside a GPU that reads the prompts.
+    # With a GPU, the GPU reads the prompts.
     of = "decode" if placement.shares else "prefill"
     here, there = (getattr(speed, f"{of}_tokens_per_s") for speed in speeds)
     return replace(choice, reason=reasons.unequal_threads(cpu, threads, other, f"{of} {here:,.1f}", f"{there:,.1f}"))
 
 
 def _kinds(cpu: Cpu) -> tuple[int, ...]:
-    """Cores of the fastest kind, of the two fastest, ..., of all: none where they are equal."""
+    """Return the number of cores of the fastest kind, of the two fastest kinds, and so on; empty if all are equal."""
     if not cpu.is_unequal:
         return ()
     ends = [sum(group.cores for group in cpu.groups[: at + 1]) for at in range(len(cpu.groups))]
@@ -93,15 +99,17 @@ def _kinds(cpu: Cpu) -> tuple[int, ...]:
 
 
 def cpus_of(cpu: Cpu, engine: EngineFacts, numa: Numa, placement: Placement, threads: int) -> tuple[int, ...]:
-    """That the threads are kept on; empty: the engine and the kernel put them anywhere."""
+    """Return the CPUs that threads are bound to; empty: threads may run on any CPU."""
     if numa.cpus or numa.mode in NUMA_MODES:
         return numa.cpus
     return _bound_cpus(cpu, engine, placement, threads)
 
 
 def _bound_cpus(cpu: Cpu, engine: EngineFacts, placement: Placement, threads: int) -> tuple[int, ...]:
-    """CPUs of the kinds of cores that so many threads need; empty where that is all of them, where nothing is computed
-    on the CPU, or where it is unknown which CPUs these are."""
+    """Return the CPUs of the fastest kinds of cores that hold `threads` threads.
+
+    Empty if that is every CPU, if the plan computes nothing on the CPU, or if a kind's CPUs are unknown.
+    """
     if placement.is_whole or MASK_FLAG not in engine.flags or not cpu.is_unequal:
         return ()
     held = 0
@@ -118,6 +126,9 @@ def _bound_cpus(cpu: Cpu, engine: EngineFacts, placement: Placement, threads: in
 
 
 def parts_of(model: Model, *, is_repacked: bool) -> int:
-    """Of a thread's work: experts in layouts of the CPU's own are cut evenly (repack.cpp, forward_mul_mat_id), and hold
-    most of what a token reads."""
+    """Return into how many parts a thread's work is cut.
+
+    Repacked experts are cut evenly (repack.cpp, forward_mul_mat_id), and they hold most of the bytes that a token
+    reads.
+    """
     return EVEN_PARTS if model.experts and is_repacked else PARTS

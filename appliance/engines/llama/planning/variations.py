@@ -1,5 +1,5 @@
-"""Plans beside the predicted one: every type of the cache, context, ubatch, number of threads, way to load, and some
-more or fewer experts in host memory. Pure."""
+"""The plans that are measured against the prediction. They differ in KV cache type, context length, ubatch, threads,
+load mode, and in the number of layers whose experts lie in host memory. Pure."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ from appliance.plan import (
 )
 
 UBATCHES = (128, 256, 512, 1024)
-EXPERTS_AROUND = (-1, 1, 2, 4)  # layers whose experts stay in host memory, more or fewer than predicted
+EXPERTS_AROUND = (-1, 1, 2, 4)  # added to the predicted number of layers whose experts lie in host memory
 
 
 class Variations:
-    """Of `best`, the prediction for `inputs`; `costs_of` a plan with every core at work."""
+    """Plans like `best`, the prediction for `inputs`, with other values of the knobs.
+
+    `costs_of` returns a plan's costs with as many threads as compute most.
+    """
 
     def __init__(
         self, inputs: PlanInputs, best: Plan, context_plan: ContextPlan, costs_of: Callable[[Plan], Costs]
@@ -50,12 +53,15 @@ class Variations:
         self._costs_of = costs_of
 
     def all(self) -> Iterator[Plan]:
-        """Thousands where there are GPUs; not all of them fit."""
+        """Yield all variations, also those that do not fit into host memory. With GPUs there are thousands."""
         for placed in (*self._placements(), *self._usual_knees()):
             yield from self.around(placed)
 
     def _placements(self) -> Iterator[Plan]:
-        """One for each type of the cache, context, ubatch and number of experts in host memory."""
+        """Yield a plan for each KV cache type, context length, ubatch, and number of layers with experts on the host.
+
+        In split mode tensor there is one for each team of cards too.
+        """
         for kv_type in offered_kinds(self._inputs):
             for context in self._contexts(kv_type):
                 context_plan = replace(self._context_plan, kv_type=kv_type, context=context)
@@ -70,13 +76,16 @@ class Variations:
 
     @cached_property
     def _teams(self) -> tuple[tuple[Device, ...], ...]:
-        """One of each size, which a plan's key tells apart: the prediction's cards, else the first."""
+        """Teams of cards for split mode tensor, one of each size, because plan keys tell only sizes apart.
+
+        The team of the prediction's size is the prediction's own.
+        """
         devices, best = self._inputs.resources.devices, self._best.placement
         own = cards_of(best, devices) if best.split_mode == TENSOR else ()
         return tuple(own if len(own) == len(team) else team for team in teams(devices))
 
     def _usual_knees(self) -> Iterator[Plan]:
-        """The largest contexts with everything on GPUs, where the buffer of a larger ubatch takes their room."""
+        """Yield the largest contexts that the default ubatch keeps on GPUs, if the prediction has another ubatch."""
         if self._inputs.settings.ctx_size:
             return
         for kv_type, knee in self._context_plan.usual_knees.items():
@@ -88,11 +97,11 @@ class Variations:
 
     def _ubatches(self) -> tuple[int, ...]:
         settings, model = self._inputs.settings, self._inputs.model
-        if settings.ubatch or model.reads_whole:  # then no smaller one takes the same texts
+        if settings.ubatch or model.reads_whole:  # a model that reads whole takes shorter texts with a smaller one
             return (usual_ubatch(settings, model),)
         sizes = (256, *UBATCHES_GPU) if self._inputs.resources.devices else UBATCHES
         if self._best.placement.copies_weights or launch_of(self._best).ubatch > UBATCH:
-            # What a smaller one costs shows in long prompts only, and those that are measured with are short.
+            # A smaller ubatch is slower with long prompts only, and measuring uses short ones: it would look as good.
             return tuple(size for size in sizes if size >= launch_of(self._best).ubatch)
         return tuple(dict.fromkeys((UBATCH, *sizes)))
 
@@ -103,8 +112,11 @@ class Variations:
                 yield _again(self._inputs, context_plan, ubatch=ubatch, experts=experts)
 
     def _contexts(self, kv_type: str) -> tuple[int, ...]:
-        """The largest that fits, that with everything on GPUs, that of the prediction, and powers of two below where a
-        larger one costs something."""
+        """Return the context lengths to try with this KV cache type, the largest first; empty if none is usable.
+
+        They are the largest that fits, the one the mode pays for, the largest with everything on GPUs, the predicted
+        one, and powers of two below. Without a GPU only the largest: there a smaller one is no faster near empty.
+        """
         settings, best = self._inputs.settings, self._best
         if settings.ctx_size:
             return (best.context,)
@@ -113,7 +125,7 @@ class Variations:
         if not largest:
             return ()
         has_gpu = bool(self._inputs.resources.devices)
-        is_hurried = self._context_plan.bound == TOO_LONG  # nobody waits for a larger one to be read
+        is_hurried = self._context_plan.bound == TOO_LONG  # --fill-minutes ended it: a larger one must not be served
         widest = self._widest(kv_type, largest) if has_gpu and not is_hurried else largest
         least = self._least
         if not has_gpu:
@@ -125,11 +137,11 @@ class Variations:
 
     @property
     def _least(self) -> int:
-        """No mode serves less."""
+        """The smallest context length that any mode serves."""
         return min(self._inputs.native, SMALLEST_CONTEXT, self._best.context)
 
     def _widest(self, kv_type: str, carried: int) -> int:
-        """The largest context that can be placed at all, whatever it costs, found by halving."""
+        """Return the largest context that can be placed at all, at any speed. Found by halving."""
         low, high = carried // CONTEXT_STEP, padded(self._inputs.native) // CONTEXT_STEP
         while low < high:
             middle = (low + high + 1) // 2
@@ -138,7 +150,7 @@ class Variations:
         return low * CONTEXT_STEP
 
     def around(self, plan: Plan) -> Iterator[Plan]:
-        """With other threads, loaded otherwise."""
+        """Yield the plan with each load mode, NUMA mode and number of threads that is worth measuring."""
         inputs, placement = self._inputs, plan.placement
         works_on_cpu = not placement.is_whole
         counts = self._thread_counts() if works_on_cpu else (launch_of(plan).threads,)
@@ -154,7 +166,7 @@ class Variations:
                     yield _with_numa(with_thread_count(loaded, threads), numa, cpus)
 
     def _thread_counts(self) -> tuple[int, ...]:
-        """Those of a prediction, and one more and one fewer than the cores."""
+        """Return the numbers of threads to try: the prediction's candidates, and its first plus and minus one."""
         counts, _ = thread_counts(self._inputs.settings, self._inputs.hardware.cpu, self._inputs.resources.cpu)
         if self._inputs.settings.threads:
             return counts
@@ -162,7 +174,7 @@ class Variations:
         return tuple(dict.fromkeys((*counts, max(1, counts[0] - 1), min(most, counts[0] + 1))))
 
     def at(self, placed: Placed, context_plan: ContextPlan, *, ubatch: int) -> Plan:
-        """The best with another placement, context and ubatch, and with the caches that it leaves room for."""
+        """Return the prediction with another placement, context and ubatch, and with caches of the size that fits."""
         plan = _with(self._inputs, self._best, placed, ubatch=ubatch)
         plan = self.loaded(plan, self._usual_mode(plan))
         is_as_before = where(plan) == where(self._best)
@@ -176,13 +188,16 @@ class Variations:
         return with_caches(self._inputs, plan) or plan
 
     def _usual_mode(self, plan: Plan) -> str:
-        """That of the prediction; without weights to copy there is nothing to pin."""
+        """Return the prediction's load mode; mmap instead of none if this plan copies no weights to a GPU.
+
+        Mode none pins weights, which only makes copies faster.
+        """
         mode = launch_of(self._best).load_mode
         is_pinned = self._inputs.settings.load_mode == "auto" and mode == "none"
         return "mmap" if is_pinned and not plan.placement.copies_weights else mode
 
     def loaded(self, plan: Plan, mode: str) -> Plan:
-        """With the speed that it has so."""
+        """Return the plan with this load mode, and with the speed and the reasons that follow from the mode."""
         launch, inputs = launch_of(plan), self._inputs
         if mode != launch.load_mode:
             why = "pages of the file, shared and dropped under pressure; measured beside others"
@@ -214,17 +229,17 @@ def _with_numa(plan: Plan, numa: Numa, cpus: tuple[int, ...]) -> Plan:
 
 
 def where(plan: Plan) -> tuple[str, ...]:
-    """Which layers lie on which cards: to the engine whichever is used first is the first."""
+    """Return the placement with the cards' ids. The engine numbers only the cards in use, so names do not tell them."""
     return (plan.placement.summary(), *(share.gpu.id for share in plan.placement.shares))
 
 
 def _why_beside(*, asked: bool) -> str:
-    """Prices are told of the prediction only: they are of its placement."""
+    """Return the short reason for a variation. Reasons with prices hold for the prediction's placement only."""
     return "asked for" if asked else "measured beside others"
 
 
 def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
-    """With another value and reason for some of its choices."""
+    """Return the plan with other values and reasons for some choices: `words` is (value, reason) by name."""
     choices = tuple(
         replace(choice, value=words[choice.name][0], reason=words[choice.name][1]) if choice.name in words else choice
         for choice in plan.choices

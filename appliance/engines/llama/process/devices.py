@@ -1,4 +1,5 @@
-"""Which GPUs the engine itself sees: NVML may list what its CUDA backend cannot use, and then it would take the CPU."""
+"""The GPUs that the engine itself sees. NVML may list GPUs that its CUDA backend cannot use; it would then silently run
+on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def query_devices(
     cpu_variant: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Devices:
-    """Asks the engine, which makes a CUDA context on each GPU. Its trouble is in `said`; nothing is raised for it."""
+    """Return the GPUs that the engine lists. It makes a CUDA context on each one.
+
+    If it fails, the cause is in `said`; nothing is raised.
+    """
     environment = gpu_environment(engine_dir, cache_dir, driver_dir, cpu_variant=cpu_variant)
     try:
         done = run((str(engine_dir / BINARY), "--list-devices"), timeout_s=timeout_s, environment=environment)
@@ -53,13 +57,14 @@ def query_devices_once(
     driver_dir: Path | None = None,
     cpu_variant: str | None = None,
 ) -> Devices:
-    """As `query_devices`, but what was found is believed while driver and GPUs stay: asking delays every start.
+    """Return the GPUs that the engine lists, from the cache if driver and GPUs are the same as in an earlier start.
 
-    `cache_dir` is the build's own. Only a good answer is kept.
+    Running the engine would delay every start. `cache_dir` is the folder of this build. Only answers with GPUs are
+    cached.
     """
     key = hashlib.sha256(json.dumps([driver, *sorted(uuids)]).encode()).hexdigest()[:24]
     path = cache_dir / f"devices-{key}"
-    with suppress(OSError):  # never asked
+    with suppress(OSError):  # no cached answer
         if names := parse_kept(path.read_text(encoding="utf-8", errors="replace")):
             return Devices(names=names)
     found = query_devices(engine_dir, cache_dir, driver_dir=driver_dir, cpu_variant=cpu_variant)
@@ -70,18 +75,18 @@ def query_devices_once(
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Of what --list-devices prints, `  CUDA0: NVIDIA H200 (143167 MiB, 142566 MiB free)`: the names of the GPUs."""
+    """Return the GPUs' names in the output of --list-devices: `  CUDA0: NVIDIA H200 (143167 MiB, 142566 MiB free)`."""
     return tuple(_DEVICE.findall(text))
 
 
 def parse_kept(text: str) -> tuple[str, ...]:
-    """Names, a line each; none when the file is torn."""
+    """Return the names in a cache file, one a line; empty if the file was not written whole."""
     names = tuple(text.splitlines())
     return names if text.endswith("\n") and all(re.fullmatch(r"CUDA\d+", name) for name in names) else ()
 
 
 def _why_unloadable(engine_dir: Path, environment: Mapping[str, str]) -> str:
-    """The dynamic loader's words about the CUDA backend, which the engine passes over in silence; "" when it loads."""
+    """Return the dynamic loader's error for the CUDA backend, which the engine does not print; "" if it loads."""
     load = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
     try:
         argv = (sys.executable, "-I", "-S", "-c", load, str(engine_dir / CUDA_BACKEND))

@@ -1,5 +1,5 @@
-"""What lines of llama.cpp's log mean for an ending. A source is a file of the pinned tree (llama_cpp_python 0.3.36,
-vendor/llama.cpp) with the function that prints the line; tests/endings holds each line."""
+"""Rules that map lines of llama.cpp's log to the error of an ending. A source is a file of the pinned tree
+(llama_cpp_python 0.3.36, vendor/llama.cpp) with the function that prints the line; tests/endings holds each line."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FOREIGN = (
     "image if the model is new"
 )
 _TOO_OLD = (
-    "this image's engine is too old for the model, or it is no language model: use a newer image or another model"
+    "this image's engine is too old for the model, or the file is no language model: use a newer image or another model"
 )
 
-# A line is tried from the top: what stands further down is wider.
+# Rules are tried from the top, the most specific first.
 RULES: tuple[Rule, ...] = (
     *LINKER_RULES,
     rule(
@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "no such GPU",
         GpuUnusableError,
-        f"the engine does not find the GPU that was planned with: {OTHER_GPU}",
+        f"the engine does not find the GPU that the plan uses: {OTHER_GPU}",
         r"invalid device: CUDA\d",
         source="common/arg.cpp parse_device_list; a backend that does not load says nothing (ggml-backend-reg.cpp)",
     ),
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
         "refused arguments",
         EngineArgumentsError,
         _SEE_PLAN,
-        # With its colon: "Invalid argument" is also what the kernel calls many a failed read.
+        # With the colon, because the kernel's words for failed reads include "Invalid argument" too.
         r"error: invalid argument: |unknown argument|error while handling argument|[Uu]nsupported cache type"
         r"|error: invalid parameter for argument: ",
         source="common/arg.cpp common_params_parse_ex",
@@ -56,14 +56,14 @@ RULES: tuple[Rule, ...] = (
     rule(
         "unreadable chat template",
         EngineArgumentsError,
-        "the chat template cannot be read as Jinja: mend the one of --chat-template-file, or give another one there",
+        "the chat template is not valid Jinja: correct the file of --chat-template-file, or set another file there",
         r"the supplied chat template is not supported|chat template parsing error: ",
         source="common/arg.cpp; tools/server/server-context.cpp init",
     ),
     rule(
         "refused context",
         EngineArgumentsError,
-        "the model or this GPU cannot do what was set: leave --kv-type and --split-mode to the plan, and see "
+        "the model or this GPU does not support a setting: leave --kv-type and --split-mode to the plan, and see "
         "`appliance plan --explain`",
         r"quantized V cache (?:requires|was requested, but this requires)",
         r"cache type \S+ with block size \d+ does not divide|does not support different K \(",
@@ -94,14 +94,14 @@ RULES: tuple[Rule, ...] = (
         "GPU cannot be used",
         GpuUnusableError,
         OTHER_GPU,
-        # cudaMalloc fails for other reasons than memory: a GPU that is busy or broken has not run out of it.
+        # cudaMalloc also fails if a GPU is busy or broken; that is not a lack of memory.
         r"failed to initialize CUDA: |cudaMalloc failed: (?!out of memory)",
         source="ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_init, ggml_backend_cuda_buffer_type_alloc_buffer",
     ),
     rule(
         "cuBLAS without room",
         EngineNotReadyError,
-        "cuBLAS found no room for itself on the GPU, or the driver is at fault: set a larger --reserve-mib, and check "
+        "cuBLAS found no free memory on the GPU, or the driver failed: set a larger --reserve-mib, and check "
         f"`nvidia-smi`; {LAST_LINES}",
         r"CUDA error: (?:the resource allocation failed|the library was not initialized)",
         source="ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_error, with cublasGetStatusString (common.cuh CUBLAS_CHECK)",
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
         "out of GPU memory",
         EngineGpuMemoryError,
         _LESS,
-        # Not CUDA_Host: that is memory of the host, pinned for the GPU.
+        # Not CUDA_Host, which is pinned host memory.
         r"cudaMalloc failed: out of memory|CUDA error: out of memory",
         r"(?i)(?:failed|unable) to allocate CUDA\d+ buffer",
         source="ggml/src/ggml-cuda/ggml-cuda.cu ggml_backend_cuda_buffer_type_alloc_buffer, ggml_cuda_error; "
@@ -188,14 +188,14 @@ RULES: tuple[Rule, ...] = (
     rule(
         "disk failed",
         ModelUnreadableError,
-        "the disk or the network volume failed as the model was read: `dmesg` on the host tells more",
+        "the disk or the network volume failed while the model was read: `dmesg` on the host tells more",
         r"(?:read|seek) error: (?:Input/output error|Stale file handle|Remote I/O error)",
         source="src/llama-mmap.cpp llama_file::impl (strerror)",
     ),
     rule(
         "volume that maps no files",
         ModelUnreadableError,
-        "the filesystem maps no files into memory: --load-mode none reads them, or put the model on a local disk",
+        "the filesystem cannot map files into memory: use --load-mode none, or put the model on a local disk",
         r"mmap failed: (?:No such device|Operation not supported)",
         source="src/llama-mmap.cpp llama_mmap::impl (strerror of ENODEV, EOPNOTSUPP)",
     ),
@@ -229,11 +229,11 @@ RULES: tuple[Rule, ...] = (
     rule(
         "address in use",
         EngineNotReadyError,
-        "its socket or port is taken, which is an error of the appliance: please report it with the lines above",
+        "the engine's socket or port is in use, which is an error of the appliance: report it with the lines above",
         r"couldn't (?:bind HTTP server socket|start HTTP listener)",
         source="tools/server/server-http.cpp server_http_context::start",
     ),
-    # The engine goes on without speculative decoding, except with synthetic acceptance; so anything else counts more.
+    # Vague, because the engine then continues without speculative decoding (except with synthetic acceptance).
     rule(
         "draft model of another model",
         ModelUnreadableError,
@@ -243,7 +243,7 @@ RULES: tuple[Rule, ...] = (
         source="common/speculative.cpp common_speculative_impl_draft_simple; tools/server/server-context.cpp init",
         is_vague=True,
     ),
-    # The loads whose own reason stands above, if the engine tells one.
+    # Vague, because a more specific line comes before these if the engine tells the reason.
     rule(
         "LoRA adapter does not load",
         ModelUnreadableError,
@@ -271,7 +271,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "failed check of the engine",
         EngineNotReadyError,
-        f"the engine met what it does not expect: another upload of the model or a newer image may help; {LAST_LINES}",
+        f"a check inside the engine failed: another upload of the model or a newer image may help; {LAST_LINES}",
         r"GGML_ASSERT\(",
         source="ggml/include/ggml.h GGML_ASSERT",
         is_vague=True,

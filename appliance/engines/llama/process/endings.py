@@ -1,7 +1,7 @@
-"""How a llama-server (or another of its programs) ended, as one of the errors of DESIGN.md section 6.
+"""The ending of llama-server, or of another engine program, as one of the errors of DESIGN.md section 6.
 
-Nearly every bad start exits with 1, and the cause stands some lines above the last. What decides, and in which order,
-is in engines/endings.py; what a line means in ending_rules.py. tests/endings holds real ones.
+Nearly every failed start exits with 1, and the cause is some lines above the last. engines/endings.py decides in which
+order evidence counts, ending_rules.py what a line means. tests/endings holds real logs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from appliance.plan import Shortage
 
 _NAME = "llama-server"
 
-# What was refused above such a line was asked for again, in another way: src/llama-context.cpp sched_reserve,
+# After such a line the engine repeats a refused allocation in another way: src/llama-context.cpp sched_reserve,
 # common/fit.cpp common_fit_params.
 _RETRIED = re.compile(r"\b(?:retry|retrying|trying again) with(?:out)?\b|\bretry succeeded\b|\bto fit params\b")
 _DEVICE = re.compile(r"on device (\d+)|\bCUDA(\d+) buffer")
@@ -48,14 +48,13 @@ _SIZES: tuple[tuple[re.Pattern[str], float], ...] = (
 
 
 def as_error(ending: Ending, *, served: bool = False, name: str = _NAME) -> FatalError:
-    """Which error an ending is; `served` when the engine had been ready before, if not this time.
+    """Return the error for an ending.
 
-    `name` is of another of the engine's programs: all print the same lines.
-
-    Only evidence decides: a time-out, a bad flag or a plain SIGKILL is never called memory.
+    `served`: an earlier process of this engine was ready. `name` is the program's; all programs print the same lines.
+    Only evidence decides: a time-out, a bad flag or a plain SIGKILL is never called a lack of memory.
     """
     message = f"engine {name} {ending.describe()}"
-    found = None if ending.stalled else _judge(ending)  # whatever it said, the stall timer ended it
+    found = None if ending.stalled else _judge(ending)  # the stall timer ended it, so its log does not count
     kind, hint, line = found or (EngineNotReadyError, hint_of_unknown(ending), None)
     if line is not None and line != ending.first_error:
         message += f"; the cause is {line}"
@@ -71,8 +70,11 @@ def as_error(ending: Ending, *, served: bool = False, name: str = _NAME) -> Fata
 
 
 def shortage_of(error: FatalError, lines: Iterable[str]) -> Shortage | None:
-    """What an engine lacked that ran out of memory as it loaded; None for any other ending, and where its log tells no
-    size or no GPU. `lines` are its whole log: what was free stands at its beginning."""
+    """Return the memory that an engine lacked while it loaded.
+
+    None for any other ending, and if the log does not tell the size or the GPU. `lines` is the whole log, because the
+    free memory is at its beginning.
+    """
     if not isinstance(error, MEMORY) or error.needed_mib is None:
         return None
     if isinstance(error, EngineHostMemoryError):
@@ -80,13 +82,13 @@ def shortage_of(error: FatalError, lines: Iterable[str]) -> Shortage | None:
     if error.device is None:
         return None
     free = (found for line in lines if (found := _FREE.search(line)) and found[1] == error.device)
-    first = next(free, None)  # a draft model that is loaded after it says so again
+    first = next(free, None)  # the first: a draft model, which is loaded later, prints such a line too
     free_mib = float(first[2]) if first else None
     return Shortage(refused_mib=error.needed_mib, device=error.device, free_mib=free_mib)
 
 
 def _judge(ending: Ending) -> Judged | None:
-    """None for what is not understood."""
+    """Return the error kind, the remedy and the line of the cause; None if nothing in the log is understood."""
     if ending.signal in DECISIVE:
         return judge_signal(ending)
     lines = _error_lines(ending)
@@ -97,8 +99,11 @@ def _judge(ending: Ending) -> Judged | None:
 
 
 def _first(lines: Sequence[str], fresh: Collection[str] | None) -> Judged | None:
-    """What the first line means that is understood. Of refused allocations the last one counts, if it is among `fresh`
-    or that is None, and what is understood after it as something else counts more."""
+    """Return the meaning of the first line that a rule understands; None if there is none.
+
+    Refused allocations are different: the last one counts, and a later line with another meaning counts more. A refused
+    allocation counts only if its line is in `fresh`; if `fresh` is None, every one counts.
+    """
     found: Judged | None = None
     for line in lines:
         rule = meaning(line, RULES)
@@ -113,7 +118,7 @@ def _first(lines: Sequence[str], fresh: Collection[str] | None) -> Judged | None
 
 
 def _is_another(line: str, before: str) -> bool:
-    """True if both name refused buffers, and not the same one in other words."""
+    """Return True if both lines name refused buffers, and not the same buffer in other words."""
     size, other = _size(line), _size(before)
     if size is None:
         return False
@@ -122,17 +127,17 @@ def _is_another(line: str, before: str) -> bool:
 
 
 def _after_retry(log: Sequence[str]) -> Collection[str] | None:
-    """The lines below the last one that says that something was tried again; None if nothing was."""
+    """Return the lines after the engine's last retry; None if it did not retry."""
     last = max((number for number, line in enumerate(log) if _RETRIED.search(line)), default=None)
     return None if last is None else log[last + 1 :]
 
 
 def _error_lines(ending: Ending) -> Sequence[str]:
-    """From the first error on, without what the engine mended and without lines that it marks as no error."""
+    """Return the log from the first error on, without lines that are no error or that the engine recovered from."""
     log = ending.log
-    if ending.first_error is None:  # what a dynamic linker says need not look like an error
+    if ending.first_error is None:  # lines of a dynamic linker may not look like errors
         return () if ending.was_ready else [line for line in log if _may_be_cause(line)]
-    # A cause that has left the kept lines still counts; what follows it may have been kept.
+    # The first error counts even if it is no longer among the kept lines.
     begin = log.index(ending.first_error) if ending.first_error in log else None
     kept = [line for line in log[begin or 0 :] if _may_be_cause(line)]
     return [ending.first_error, *kept] if begin is None else kept
@@ -143,7 +148,7 @@ def _may_be_cause(line: str) -> bool:
 
 
 def _needed_mib(line: str | None, log: tuple[str, ...]) -> float | None:
-    """The size of the buffer that was refused: at most so much was missing. None where the log tells no size."""
+    """Return the MiB of the refused buffer, which is the most that was missing; None if the log tells no size."""
     if line is None:
         return None
     said = (line, *log[log.index(line) if line in log else 0 :])
@@ -155,7 +160,7 @@ def _size(line: str) -> float | None:
 
 
 def _device(line: str | None, log: tuple[str, ...]) -> str | None:
-    """The engine's name of the GPU whose memory was refused; None for the host's, and where the log names none."""
+    """Return the engine's name of the GPU that refused memory; None if the log names none."""
     for text in (line or "", *reversed(log)):
         if found := _DEVICE.search(text):
             return f"CUDA{found[1] or found[2]}"

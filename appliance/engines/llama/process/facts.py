@@ -1,4 +1,4 @@
-"""EngineFacts of llama.cpp, from what its own binary prints: read once, while an image is built."""
+"""EngineFacts of llama.cpp, from the output of its binary. They are read once, while an image is built."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _CPU_BACKEND = re.compile(r"libggml-cpu-(.+)\.so")
 
 
 def query_facts(binary: Path, environment: Mapping[str, str] | None = None) -> EngineFacts:
-    """`environment` is the whole of the binary's. Raises EngineLibraryError when it does not run, EngineArgumentsError
-    when it says something unknown."""
+    """Return the facts that the binary tells. `environment` is its whole environment.
+
+    Raises EngineLibraryError if the binary does not run, EngineArgumentsError if its output has an unknown form.
+    """
     backends = tuple(sorted(path.name for path in binary.parent.glob("libggml-*.so") if path.name != "libggml-base.so"))
     around = environment or {}
     said, usage = _said(binary, "--version", around), _said(binary, "--help", around)
@@ -29,13 +31,14 @@ def query_facts(binary: Path, environment: Mapping[str, str] | None = None) -> E
 
 
 def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
-    """While an image is built. `kv_pairs` as `parse_kv_pairs` takes them."""
+    """Return the facts for an image that is being built. `kv_pairs` as `parse_kv_pairs` takes them."""
     facts = query_facts(binary)
     return replace(facts, kv_pairs=parse_kv_pairs(kv_pairs, facts.kv_types))
 
 
 def _said(binary: Path, flag: str, environment: Mapping[str, str]) -> str:
-    # Without our LD_LIBRARY_PATH, as when it serves: the loader would look there before it looks beside the binary.
+    # The appliance's LD_LIBRARY_PATH is not passed on, as when the engine serves: the loader would search it before the
+    # binary's own folder.
     done = run((str(binary), flag), timeout_s=TIMEOUT_S, environment=environment)
     if done.returncode != 0:
         message = f"engine does not answer {flag}: {binary}: exit code {done.returncode}: {done.stderr.strip()[-500:]}"
@@ -44,7 +47,10 @@ def _said(binary: Path, flag: str, environment: Mapping[str, str]) -> str:
 
 
 def parse_facts(*, version: str, usage: str, backends: tuple[str, ...] = ()) -> EngineFacts:
-    """`version` as `version: 0.5.0-dev (build 11312, commit 0c1e57098)`, `usage` as --help prints it."""
+    """Return the facts from the output of --version and --help, and the names of the backend files.
+
+    `version` looks like `version: 0.5.0-dev (build 11312, commit 0c1e57098)`.
+    """
     said = re.search(r"version: (\S+) \(build (\d+), commit (\S+)\)", version)
     if not said:
         message = f"engine names no version: {version.strip()[:200]!r}"
@@ -62,15 +68,16 @@ def parse_facts(*, version: str, usage: str, backends: tuple[str, ...] = ()) -> 
 
 
 def parse_variants(backends: Iterable[str], table: str) -> tuple[CpuVariant, ...]:
-    """Of `libggml-cpu-haswell.so` and its like, the fastest last; `table` is cpu_variants.yaml.
+    """Return the CPU variants whose files (`libggml-cpu-haswell.so`) are among `backends`, the fastest last.
 
-    Raises EngineArgumentsError for a file of which the table tells nothing: it would be served by nobody.
+    `table` is the text of cpu_variants.yaml. Raises EngineArgumentsError for a file that the table does not list,
+    because such a variant could never be chosen.
     """
     there = {found[1] for name in backends if (found := _CPU_BACKEND.fullmatch(name))}
     known = _variants_in(table)
     if unknown := sorted(there - known.keys()):
-        message = f"nobody knows what these CPU variants of the engine need: {', '.join(unknown)}"
-        raise EngineArgumentsError(message, hint=f"add them to {_VARIANTS.name}, from the engine's CMakeLists.txt")
+        message = f"CPU variants of the engine have no entry in {_VARIANTS.name}: {', '.join(unknown)}"
+        raise EngineArgumentsError(message, hint="add their instructions, from the engine's CMakeLists.txt")
     return tuple(CpuVariant(name=name, isa=isa) for name, isa in known.items() if name in there)
 
 
@@ -103,7 +110,7 @@ def facts_in_cell(
 
 
 def parse_flags(usage: str) -> tuple[str, ...]:
-    """Every spelling at the head of a help entry: `-fit,  --fit [on|off]   whether to …` gives -fit and --fit."""
+    """Return every flag in --help, in all spellings: `-fit,  --fit [on|off]   whether to …` gives -fit and --fit."""
     flags: set[str] = set()
     for line in usage.splitlines():
         if not line.startswith("-") or line.startswith("-----"):
@@ -125,7 +132,10 @@ def parse_kv_types(usage: str) -> tuple[str, ...]:
 
 
 def parse_kv_pairs(text: str, kv_types: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """`q8_0-q8_0;q8_0-q4_0`, K first; raises EngineArgumentsError for a type that the engine does not offer."""
+    """Return the pairs of KV cache types in a text like `q8_0-q8_0;q8_0-q4_0`, K first.
+
+    Raises EngineArgumentsError for a type that the engine does not offer.
+    """
     pairs: list[tuple[str, str]] = []
     for word in filter(None, text.split(";")):
         k, _, v = word.partition("-")
@@ -137,6 +147,6 @@ def parse_kv_pairs(text: str, kv_types: tuple[str, ...]) -> tuple[tuple[str, str
 
 
 def parse_split_modes(usage: str) -> tuple[str, ...]:
-    """From `--split-mode {none,layer,row,tensor}`; nothing where an engine has no such flag."""
+    """Return the values of `--split-mode {none,layer,row,tensor}` in --help; empty if the engine lacks the flag."""
     found = re.search(r"--split-mode \{([a-z,]+)\}", usage)
     return tuple(found[1].split(",")) if found else ()

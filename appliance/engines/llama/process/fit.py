@@ -1,6 +1,6 @@
-"""What llama-fit-params says that a plan needs: the engine's own loader, run without loading.
+"""Memory that a plan needs according to llama-fit-params: the engine's own loader, run without loading.
 
-It is asked only while plans are measured, and only how much is needed: of how much is there it knows no cgroup.
+It runs only while plans are measured. Only its figures of needed memory are used: for free memory it ignores cgroups.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _LINE = re.compile(r"(CUDA\d+|Host) (\d+) (\d+) (\d+) ?")
 
 
 def parse_projection(text: str) -> Projection | None:
-    """From lines `CUDA0 4692 1024 560` (device, model, context, compute, in MiB); None when there is none for the host,
-    which is always the last."""
+    """Return the projection from lines `CUDA0 4692 1024 560` (device, model, context, compute, in MiB).
+
+    None if there is no line for the host, which is always the last: then the output is incomplete.
+    """
     rows = [found for line in text.splitlines() if (found := _LINE.fullmatch(line.strip(" ") + " "))]
     sizes = {row[1]: (float(row[2]), float(row[3]), float(row[4])) for row in rows}
     if "Host" not in sizes:
@@ -35,7 +37,7 @@ def parse_projection(text: str) -> Projection | None:
 
 
 def projection_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
-    """Its flags are llama-server's, and fewer: it knows no unified cache, which takes as much."""
+    """Return the arguments for a plan. The program has no flag for a unified KV cache, which takes as much memory."""
     launch = launch_of(plan)
     sizes = {
         "--model": plan.model_path,
@@ -55,8 +57,10 @@ def projection_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
 def query_projections(
     plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool] = lambda: True
 ) -> tuple[Projection | None, ...]:
-    """One a plan, None where it did not answer, is not part of this image, or the time was up. Once `is_wanted`
-    says no, from whichever thread, it ends."""
+    """Return a projection for each plan; None if the program failed, is not in this image, or the time was up.
+
+    It stops once `is_wanted` returns False; another thread may cause that.
+    """
     binary = install.engine_dir / BINARY
     deadline = time.monotonic() + budget_s
     found: list[Projection | None] = []
@@ -80,5 +84,5 @@ def _ask(
     try:
         done = run(argv, timeout_s=timeout_s, environment=around, is_wanted=is_wanted)
     except (RunTimeout, OSError):
-        return None  # a second opinion that is late or absent: the plan's own figures stand
+        return None  # without this second opinion, the plan's own figures stay
     return parse_projection(done.stdout) if done.returncode == 0 else None

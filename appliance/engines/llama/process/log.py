@@ -1,19 +1,19 @@
-"""Lines of llama.cpp's log: which of them are errors. Its programs mark lines alike."""
+"""Tells which lines of llama.cpp's log are errors. All its programs mark lines the same way."""
 
 from __future__ import annotations
 
 import re
 
-# Minutes.seconds.milliseconds.microseconds, then D, I, W or E. Where the mark is there, it decides: an informative line
-# may well say "failed to" without being the cause. What other libraries print has none.
+# Minutes.seconds.milliseconds.microseconds, then D, I, W or E. If a line has the mark, the mark decides: an info line
+# may say "failed to" without being the cause. Lines of other libraries have no mark.
 _MARKED = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} ([A-Z]) ")
 _ERROR = re.compile(
     r"\bERROR\b|\bFATAL\b|\bGGML_ASSERT\b|^\w*Error\b|(?i:^error\b|\berror:|\bfailed to\b|\bterminate called\b"
     r"|\bCUDA error\b|\bout of memory\b|\bIllegal instruction\b|\bSegmentation fault\b"
     r"|\bcannot open shared object file\b)"
 )
-# What failed and was mended: the engine goes on in another way, so that the line is no cause of a later end, whatever
-# its mark. A warning that lost its mark calls itself one.
+# Failures that the engine recovers from: it continues in another way, so the line is not the cause of a later ending,
+# even if it is marked as an error. The last pattern finds warnings that lost their mark.
 _MENDED = re.compile(
     # ggml/src/ggml-cuda/ggml-cuda.cu ggml_cuda_host_malloc, ggml_backend_cuda_register_host_buffer: pageable memory
     r"(?i:\b(?:pinned|page-locked) (?:host )?(?:memory|buffer)\b)|\bcudaHost(?:Alloc|Register)\b|\bcudaMallocHost\b"
@@ -33,12 +33,12 @@ _MENDED = re.compile(
 
 
 def is_mended(line: str) -> bool:
-    """True if the engine mended by itself what this line says."""
+    """Return True if the engine recovers by itself from what this line says."""
     return _MENDED.search(line) is not None
 
 
 def is_error(line: str) -> bool:
-    """Whether it says by itself that something went wrong."""
+    """Return True if the line reports an error: by its mark, or by its words if it has none."""
     if is_mended(line):
         return False
     if marked := _MARKED.match(line):
@@ -47,6 +47,6 @@ def is_error(line: str) -> bool:
 
 
 def may_be_error(line: str) -> bool:
-    """Whether it may be the cause of an ending: an error, or a line without a mark, whatever it says."""
+    """Return True if the line may be the cause of an ending: it is marked as an error, or has no mark."""
     marked = _MARKED.match(line)
     return marked is None or marked[1] == "E"

@@ -1,8 +1,8 @@
-"""llama-perplexity: Plan -> Command, and how well the model foretold a text, piece by piece. Its flags live here.
+"""llama-perplexity: its command for a plan, and the mean log-likelihood of each piece of a text that it prints.
 
-Without a base of log-probabilities: that file takes two bytes for each word of the vocabulary and token of text, 2.5 GB
-for 8,000 tokens of a vocabulary of 152,000, and keeps them rounded and cut off at 16 nats. Its table of means is enough
-to pair two runs over the same text.
+It runs without a base file of log-probabilities. That file takes two bytes for each entry of the vocabulary and token
+of text (2.5 GB for 8,000 tokens with a vocabulary of 152,000), and its values are rounded and cut off at 16 nats. The
+table of means is enough to compare two runs over the same text.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ BINARY = "llama-perplexity"
 
 
 def arguments(plan: Plan, facts: EngineFacts, text: Path, chunk_spec: ChunkSpec) -> tuple[str, ...]:
-    """Everything that the outcome may depend on is the plan's, but for a context of one piece."""
+    """Return the arguments. All that the result may depend on comes from the plan, except the context: one piece."""
     launch = launch_of(plan)
     words = {
         "--model": plan.model_path,
         "--file": text,
         "--chunks": chunk_spec.chunks,
-        "--ppl-output-type": 1,  # a line a piece, with the mean in nats
+        "--ppl-output-type": 1,  # one line for each piece, with the mean in nats
         "--fit": "off",
         "--ctx-size": chunk_spec.chunk_tokens,
-        "--batch-size": chunk_spec.chunk_tokens,  # one piece at a time, and so one line for each
+        "--batch-size": chunk_spec.chunk_tokens,  # one piece at a time, so that each has a line
         "--ubatch-size": min(launch.ubatch, chunk_spec.chunk_tokens),
         "--cache-type-k": k_and_v(plan.kv_type)[0],
         "--cache-type-v": k_and_v(plan.kv_type)[1],
@@ -53,18 +53,21 @@ def arguments(plan: Plan, facts: EngineFacts, text: Path, chunk_spec: ChunkSpec)
     )
 
 
-# `LOG("%8d  %.4lf  %4lf  %4lf\n", i*n_ctx, exp(nll/count), av, av2)`: av is the mean of all pieces so far.
+# The program prints `LOG("%8d  %.4lf  %4lf  %4lf\n", i*n_ctx, exp(nll/count), av, av2)`: av is the running mean.
 _NUMBER = r"(-?\d+\.\d+|-?nan|-?inf)"
 _ROW = re.compile(rf" *(\d+) +{_NUMBER} +{_NUMBER} +{_NUMBER}")
 _PIECES = re.compile(r"calculating perplexity over (\d+) chunks, n_ctx=(\d+)")
 
 
 class Table:
-    """The mean of each piece out of the running means, line by line: six decimals, so that of 100 pieces the last is
-    within 0.0001. What is no number comes as nan; a row that is out of its order ends the table."""
+    """Means of each piece, computed from the running means that the program prints.
+
+    These have six decimals, so the last of 100 pieces is exact within 0.0001. A value that is no number becomes nan. A
+    row out of order ends the table.
+    """
 
     def __init__(self) -> None:
-        self.chunks: int | None = None  # that the program said it would read
+        self.chunks: int | None = None  # number of pieces that the program said it would read; None: not said yet
         self._step = 0
         self._sums = [0.0]
 
@@ -80,12 +83,12 @@ class Table:
 
     @property
     def nll(self) -> tuple[float, ...]:
-        """Nats for each scored token, the mean of each piece."""
+        """Mean nats of a scored token, for each piece."""
         return tuple(after - before for before, after in pairwise(self._sums))
 
 
 class Perplexity(Table):
-    """One run of the program, and what its log says so far."""
+    """One run of llama-perplexity, and the table from its log so far."""
 
     name = BINARY
 

@@ -1,4 +1,4 @@
-"""llama-server: Plan -> Command, and what its output means. Every flag of it lives here and nowhere else."""
+"""llama-server: its command for a plan, and the meaning of its log lines. All its flags are set here."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from appliance.plan import Allocated, Plan, k_and_v
 from appliance.system.lack import is_lack
 
 _SPECULATION = {"draft": "draft-simple", "mtp": "draft-mtp", "ngram": "ngram-mod"}
-# `parse_allocated` reads buffer sizes, and what every library says at its level "info" appears at 4, not at the default
-# 3. It cannot be lowered later; at 4 a request costs some twenty lines without its text, which are kept for a crash and
-# not repeated.
+# `parse_allocated` needs the buffer sizes. Libraries log them at "info", which the engine prints at level 4, not at its
+# default 3. The level cannot be lowered later. At 4 a request costs some twenty lines, without its text; they are kept
+# for a crash and not repeated.
 LOG_LEVEL = 4
-# The share of a request that a slot must hold to be taken. A turn longer than all before it does not find its
-# conversation any more: less than half of its tokens are read that could have been kept.
+# The share of a request that a slot has to hold before the request takes it. Price: a turn longer than the whole
+# conversation before it does not find its slot, and that conversation, less than half of its tokens, is read again.
 KEPT_SIMILARITY = "0.5"
 
 
 class _Flags:
-    """Collects an argument list of flags that this binary has; a flag that it lacks is refused before it is started."""
+    """Argument list of flags that this binary has. A needed flag that it lacks is an error before anything starts."""
 
     def __init__(self, facts: EngineFacts) -> None:
         self._known = frozenset(facts.flags)
@@ -49,18 +49,18 @@ class _Flags:
         self.argv += [flag] if value is None else [flag, str(value)]
 
     def use(self, flag: str, value: str | int | None = None) -> None:
-        """For what is good to have: left out where the binary does not know it."""
+        """Add an optional flag; it is left out if the binary lacks it."""
         if flag in self._known:
             self.need(flag, value)
 
 
 def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, ...]:
-    """The engine's whole argument list, explicit in everything that a plan decides."""
+    """Return the engine's whole argument list. Everything that a plan decides is set explicitly."""
     flags, launch = _Flags(facts), launch_of(plan)
     flags.need("--model", plan.model_path)
     flags.need("--alias", plan.alias)
     flags.need("--host", str(socket_path))
-    flags.need("--fit", "off")  # its own fit reads the host's memory, knows no cgroup, and costs 0.17 s a start
+    flags.need("--fit", "off")  # the engine's own fit ignores cgroup limits, and costs 0.17 s a start
     flags.need("--ctx-size", plan.context)
     flags.need("--cache-type-k", k_and_v(plan.kv_type)[0])
     flags.need("--cache-type-v", k_and_v(plan.kv_type)[1])
@@ -73,7 +73,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.use("--kv-unified")  # one context shared by all slots; without it each gets a fixed share
     flags.need("--cache-ram", launch.cache_ram_mib)
     if plan.parallel == 1:
-        # Else a slot is saved before another request takes it only if that shares less than half of the conversation.
+        # Without this, another request takes the slot unsaved if it shares at least half of the conversation.
         flags.use("--slot-prompt-similarity", 0)
     elif launch.idle_slots_stay:
         flags.use("--no-cache-idle-slots")
@@ -102,7 +102,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
 
 
 def rope_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
-    """Nothing up to the model's native length."""
+    """Return the arguments of RoPE scaling; empty up to the model's native length."""
     flags, rope = _Flags(facts), launch_of(plan).rope
     if rope is None:
         return ()
@@ -115,7 +115,7 @@ def rope_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
 
 
 def pooling_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
-    """Nothing for a model that gives text."""
+    """Return the arguments of an embedding model or reranker; empty for a model that generates text."""
     flags, pooling = _Flags(facts), launch_of(plan).extras.pooling
     if not plan.is_embedding:
         return ()
@@ -129,7 +129,7 @@ def pooling_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
 
 
 def beside_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
-    """The projector takes the first GPU that the engine sees, if not told otherwise."""
+    """Return the arguments for projector and adapters. By default the engine puts the projector on its first GPU."""
     flags, extras = _Flags(facts), launch_of(plan).extras
     if extras.projector is not None:
         flags.need("--mmproj", extras.projector)
@@ -141,7 +141,7 @@ def beside_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
 
 
 def extra_arguments(extras: Extras, facts: EngineFacts) -> tuple[str, ...]:
-    """A user's own arguments are last: of two of a kind the engine takes the later."""
+    """Return the arguments for options of the user. Their own arguments are last, because the last of two wins."""
     flags = _Flags(facts)
     if extras.chat_template_file is not None:
         flags.need("--chat-template-file", extras.chat_template_file)
@@ -151,18 +151,19 @@ def extra_arguments(extras: Extras, facts: EngineFacts) -> tuple[str, ...]:
 
 
 def placement_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
-    """All of it or nothing: a combination that is set by half is what the engine's own fit gives up on."""
+    """Return the arguments of the placement. They are always complete, because the engine's own fit gives up on a
+    placement that is set in part."""
     flags = _Flags(facts)
     shares = plan.placement.shares
     if not shares:
         if has_gpu_backend(facts):
-            flags.need("--device", "none")  # else it takes every GPU that it sees
+            flags.need("--device", "none")  # by default the engine uses every GPU that it sees
         return tuple(flags.argv)
     flags.need("--device", ",".join(f"CUDA{at}" for at in range(len(shares))))
     flags.need("--gpu-layers", plan.placement.gpu_layers)
     flags.need("--split-mode", plan.placement.split_mode)
-    # Counts of layers: the engine gives position k of n to the first device whose share of the sum exceeds k/n. In
-    # split mode tensor parts of each matrix.
+    # Numbers of layers: the engine gives position k of n to the first device whose share of the sum exceeds k/n. In
+    # split mode tensor they are parts of each matrix.
     split = plan.placement.parts or tuple(share.layers for share in shares)
     flags.need("--tensor-split", ",".join(map(str, split)))
     flags.need("--main-gpu", 0)
@@ -172,14 +173,14 @@ def placement_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
 
 
 def speculation_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
-    """Nothing without speculation: the engine's default is none. Requests cannot change any of it."""
+    """Return the arguments of speculative decoding; empty without it. Requests cannot change these settings."""
     flags, speculation = _Flags(facts), plan.speculation
     if speculation is None:
         return ()
     flags.need("--spec-type", _SPECULATION[speculation.kind])
     if speculation.kind == "ngram":
         flags.need("--spec-ngram-mod-n-max", speculation.tokens)
-        flags.need("--spec-ngram-mod-n-min", 1)  # its own 48 gives up whatever is known of fewer tokens
+        flags.need("--spec-ngram-mod-n-min", 1)  # the default of 48 discards all shorter drafts
         return tuple(flags.argv)
     flags.need("--spec-draft-n-max", speculation.tokens)
     flags.use("--cache-type-k-draft", k_and_v(speculation.draft_kv_type)[0])
@@ -197,7 +198,7 @@ def has_gpu_backend(facts: EngineFacts) -> bool:
 
 
 def command(plan: Plan, install: Install, socket_path: Path) -> Command:
-    """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
+    """Return the command that the supervisor starts. The engine does not inherit the appliance's environment."""
     argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, socket_path))
     job = command_of_job(argv, plan, install)
     is_healthy = _health(socket_path)
@@ -211,8 +212,8 @@ def command(plan: Plan, install: Install, socket_path: Path) -> Command:
 
 
 def command_of_job(argv: tuple[str, ...], plan: Plan, install: Install) -> Command:
-    """Of another of the engine's programs, which is never ready: it works until it ends, so that a supervisor's stall
-    timer runs all the time."""
+    """Return the command of another engine program. It works until it ends and is never ready, so the supervisor's
+    stall timer runs all the time."""
     return Command(
         argv=argv,
         environment=environment(plan, install.engine_dir, install.cache_dir, install.driver_dir),
@@ -229,7 +230,7 @@ async def _never() -> bool:
 
 
 def environment(plan: Plan, engine_dir: Path, cache_dir: Path, driver_dir: Path | None = None) -> dict[str, str]:
-    """With GPUs also which ones, in the plan's order, so that the engine's CUDA0 is the plan's first."""
+    """Return the engine's environment. With GPUs it names them in the plan's order: CUDA0 is the plan's first GPU."""
     if not plan.placement.shares:
         return cpu_environment(cache_dir, plan.cpu_variant)
     ids = ",".join(share.gpu.id for share in plan.placement.shares)
@@ -240,21 +241,23 @@ def environment(plan: Plan, engine_dir: Path, cache_dir: Path, driver_dir: Path 
 def gpu_environment(
     engine_dir: Path, cache_dir: Path, driver_dir: Path | None, *, cpu_variant: str | None = None
 ) -> dict[str, str]:
-    """With every GPU to be seen."""
+    """Return the environment of a program that sees every GPU."""
     found = cpu_environment(cache_dir, cpu_variant) | {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_CACHE_PATH": str(cache_dir / "cuda"),
     }
     if driver_dir is not None:
-        # The engine's own folder first: its libraries carry it as DT_RUNPATH, which comes after this variable, and a
-        # folder of drivers may hold a libcublas or a libggml of somebody else's.
+        # The engine's own folder first: its libraries name it in DT_RUNPATH, which is searched after this variable, and
+        # the driver's folder may hold another libcublas or libggml.
         found["LD_LIBRARY_PATH"] = f"{engine_dir}:{driver_dir}"
     return found
 
 
 def variant_environment(cpu_variant: str | None) -> dict[str, str]:
-    """With a variant the engine opens that one and no other (images/patches/llama-cpu-choice.patch); without, the one
-    that scores highest by cpuid."""
+    """Return the variable that makes the engine load this CPU variant only (images/patches/llama-cpu-choice.patch).
+
+    Empty for None: the engine then loads the variant with the highest cpuid score.
+    """
     return {"GGML_CPU_VARIANT": cpu_variant} if cpu_variant else {}
 
 
@@ -263,29 +266,29 @@ def cpu_environment(cache_dir: Path, cpu_variant: str | None) -> dict[str, str]:
     return found | variant_environment(cpu_variant)
 
 
-# What the engine warns of and is as it should be, each with its reason; in the words of build 11312.
+# Warnings that are expected and not repeated, each with the reason; in the words of build 11312.
 _AS_IT_SHOULD = (
-    # True of the engine alone: it listens on a private socket, and the gateway before it asks for the key.
+    # The engine listens on a private socket, and the gateway in front of it checks the key.
     r"srv +llama_server: security: no API key is set",
-    # A prompt that is in the cache as a whole, as when the same is asked again: its last token is read once more.
+    # The whole prompt is in the cache, for example of a repeated request: its last token is read again.
     r"slot +\S+: id +\d+ \| task \d+ \| need to evaluate at least 1 token for each active slot",
     r"slot +\S+: id +\d+ \| task \d+ \| n_past was set to \d+$",
-    # A client that left, or that had its answer: whoever stops a generation does so.
+    # A client disconnected, or stopped the generation because it had its answer.
     r"srv +stop: cancel task, id_task = \d+$",
-    # One line a matrix: the CPU's own layouts take no adapters, which are small, and are multiplied as they are.
+    # One line for each matrix: the CPU's own layouts take no adapters. These are small, so they stay in plain layout.
     r"llama_adapter_lora_init_impl: lora for '\S+' cannot use buft '\S+', fallback to CPU$",
 )
 _SHOWN = re.compile(rf"\S+ (?:E |W (?!(?:{'|'.join(_AS_IT_SHOULD)})))|error")
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output|LoRA) buffer size\s*=\s*([0-9.]+) MiB")
 _DRAFTING = "adding speculative implementation"
-_OF_PROJECTOR = "reserve_compute_meta"  # its own buffer, which is no part of the plan's compute buffer
+_OF_PROJECTOR = "reserve_compute_meta"  # the projector's own buffer, which the plan's compute buffer does not include
 _KINDS = {"model": "model", "LoRA": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
 _COPIES = ("CPU_REPACK", "AMX")  # layouts of the CPU backend's own
-_GPU = re.compile(r"CUDA\d+")  # and neither CUDA_Host, which is pinned host memory, nor CPU_Mapped
+_GPU = re.compile(r"CUDA\d+")  # not CUDA_Host, which is pinned host memory
 
 
 def parse_allocated(lines: Iterable[str]) -> Allocated:
-    """From lines like `load_tensors:   CPU_Mapped model buffer size =    92.10 MiB`."""
+    """Return the sums of the buffer sizes in the log: `load_tensors:   CPU_Mapped model buffer size =    92.10 MiB`."""
     sums = dict.fromkeys((*_KINDS.values(), "repacked"), 0.0)
     devices: dict[str, float] = {}
     is_drafting = False
@@ -295,7 +298,7 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
             continue
         place, kind, size = found[1], _KINDS[found[2]], float(found[3])
         if is_drafting and kind == "compute":
-            continue  # the draft's context, sized anew: its first buffer stands above, and is gone
+            continue  # the draft's context is sized again: the buffer that was counted before is freed
         sums[kind] += size
         sums["repacked"] += size if place in _COPIES else 0.0
         if _GPU.fullmatch(place):
@@ -304,14 +307,16 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
 
 
 def is_worth_showing(line: str) -> bool:
-    """Warnings and errors of the engine, but for what is as it should be; the rest is kept for a crash and not repeated
-    in our log."""
+    """Return True for warnings and errors of the engine, except expected warnings (`_AS_IT_SHOULD`).
+
+    Other lines are kept for a crash, and are not repeated in the appliance's log.
+    """
     return _SHOWN.match(line) is not None
 
 
 def _health(socket_path: Path) -> Readiness:
     async def ask() -> bool:
-        import asyncio  # here: it costs 20 ms, and `plan` has no loop
+        import asyncio  # here: it costs 20 ms, and `plan` has no event loop
 
         try:
             async with asyncio.timeout(5.0):
@@ -323,8 +328,10 @@ def _health(socket_path: Path) -> Readiness:
 
 
 async def query_work(socket_path: Path) -> tuple[object, ...] | None:
-    """Return what its slots have read and made, which differs once they have worked on; None if it does not tell. It
-    answers between two batches."""
+    """Return the tokens that each slot has read and made: a later value differs if slots have worked in between.
+
+    None if the answer cannot be read. The engine answers between two batches.
+    """
     try:
         return parse_work((await _answer(socket_path, SLOTS_PATH)).partition(b"\r\n\r\n")[2])
     except ValueError:
@@ -332,9 +339,12 @@ async def query_work(socket_path: Path) -> tuple[object, ...] | None:
 
 
 async def _answer(socket_path: Path, path: str) -> bytes:
-    """Return head and body, empty if nobody answers. By hand: an HTTP library costs a quarter of a second to import.
-    Raises OSError for a lack of ours, which says nothing of the engine."""
-    import asyncio  # here: it costs 20 ms, and `plan` has no loop
+    """Return head and body of the answer; empty if the engine does not answer.
+
+    Written without an HTTP library, which costs a quarter of a second to import. Raises OSError if the appliance itself
+    lacks memory or file descriptors, which says nothing about the engine.
+    """
+    import asyncio  # here: it costs 20 ms, and `plan` has no event loop
 
     writer = None
     try:

@@ -144,7 +144,7 @@ def row(status: str, signal: str | None = None, nmse: float | None = 1e-9) -> st
         (row("died"), None, "the kernel check was ended by an error of its own (MUL_MAT q4_0 n=8 AMX)"),
         (row("refused"), "the engine says that this CPU cannot run it", None),
         (row("unloadable"), "its file cannot be loaded: it is missing or damaged", None),
-        (row("tired"), None, "kernel-check says what nobody knows: tired"),
+        (row("tired"), None, "kernel-check reported an unknown status: tired"),
     ],
 )
 def test_only_what_the_variant_did_counts_against_it(line: str, why_not: str | None, problem: str | None) -> None:
@@ -169,8 +169,8 @@ def program(path: Path, body: str) -> Path:
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("echo no such type >&2; exit 2", "kernel-check ended with 2 and tells nothing of it: no such type"),
-        ("kill -9 $$", "kernel-check ended with -9 and tells nothing of it: it says nothing"),
+        ("echo no such type >&2; exit 2", "kernel-check ended with 2 without a report of this variant: no such type"),
+        ("kill -9 $$", "kernel-check ended with -9 without a report of this variant: it printed nothing"),
         ("sleep 600", "kernel-check did not end within 0.2 s"),
     ],
 )
@@ -197,8 +197,8 @@ GPU = "Backend 1/2: CUDA0\n  MUL_MAT(type_a=q4_K,n=1): {}\n  {}/40 tests passed\
         (GPU.format("[MUL_MAT] NMSE = 0.9 > 0.0005 \033[1;31mFAIL\033[0m", 39), 1,
          "1 of 40 cases fail: MUL_MAT(type_a=q4_K,n=1)", None),
         ("Backend 1/2: CUDA0\n", -6, "test-backend-ops was killed by signal 6", None),
-        ("  0/0 tests passed\n", 0, None, "test-backend-ops ended with 0 and counts no cases: 0/0 tests passed"),
-        ("", 1, None, "test-backend-ops ended with 1 and counts no cases: nothing"),
+        ("  0/0 tests passed\n", 0, None, "test-backend-ops ended with 0 and ran no cases: 0/0 tests passed"),
+        ("", 1, None, "test-backend-ops ended with 1 and ran no cases: nothing"),
     ],
 )  # fmt: skip
 def test_what_a_gpu_computes(text: str, code: int, why_not: str | None, problem: str | None) -> None:

@@ -1,4 +1,5 @@
-"""Arguments of llama-server that a user passes through: known to this binary, and none that the plan decides. Pure."""
+"""Arguments that a user passes to llama-server. They are refused if this binary lacks them or the plan decides them.
+Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from appliance.image_facts import EngineFacts
 from appliance.plan.parts.choice import Choice
 from appliance.settings import SETTINGS, Settings, is_flag
 
-# Flags of the plan's own with every other spelling, by the setting that says the same.
+# Flags that the plan sets, in all their spellings, by the setting that a user has to set instead.
 _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "alias": ("-a", "--alias"),
     "auth": ("--api-key", "--api-key-file"),
@@ -68,7 +69,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     ),
     "ubatch": ("-b", "--batch-size", "-ub", "--ubatch-size"),
 })  # fmt: skip
-# Those that no setting says, by the reason.
+# Flags that are refused and have no setting, by the reason.
 _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "the plan decides it by model and machine": (
         "-fa", "--flash-attn", "-fit", "--fit", "-fitc", "--fit-ctx", "-fitp", "--fit-print", "-ctxcp",
@@ -89,7 +90,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "-h", "--help", "--usage", "--version", "--license", "--list-devices", "--completion-bash",
     ),
 })  # fmt: skip
-# Of these the plan's figures know nothing: memory or speed are others than predicted.
+# Flags that change memory or speed in ways that the plan's figures do not count.
 NOT_COUNTED = frozenset({
     "-cb", "-kvo", "-nkvo", "-nocb", "-nr", "-ot", "--cpu-ffn", "--kv-offload", "--n-cpu-ffn", "-ncffn", "--no-host",
     "--no-kv-offload", "--no-op-offload", "--no-repack", "--op-offload", "--override-kv", "--override-tensor",
@@ -97,14 +98,14 @@ NOT_COUNTED = frozenset({
 })  # fmt: skip
 OWNED: Mapping[str, str] = MappingProxyType({flag: name for name, flags in _SETTINGS.items() for flag in flags})
 UNOFFERED: Mapping[str, str] = MappingProxyType({flag: why for why, flags in _REASONS.items() for flag in flags})
-# `--gpt-oss-20b-default`, `--fim-qwen-7b-spec`: a model by name, fetched, with context, batch and port of its own.
+# `--gpt-oss-20b-default`, `--fim-qwen-7b-spec`: they fetch a model and set its context, batch and port.
 _PRESET = re.compile(r"--.+-(default|spec)")
-# Flags that a setting replaces where it is given, and that are the user's own without it.
+# Flags that a user may pass unless the setting named here is set.
 _BESIDE: Mapping[str, str] = MappingProxyType({"--chat-template": "chat_template_file"})
 
 
 def owner_of(flag: str, settings: Settings) -> str | None:
-    """The setting that stands for a flag; None where the flag is the user's to give."""
+    """Return the setting to use instead of a flag; None if the user may pass the flag."""
     beside = _BESIDE.get(flag)
     if beside is not None and getattr(settings, beside) is not None:
         return beside
@@ -112,7 +113,7 @@ def owner_of(flag: str, settings: Settings) -> str | None:
 
 
 def check_engine_args(settings: Settings, engine: EngineFacts) -> None:
-    """Raises ConfigError for a flag that the binary has not, or that is not the user's to give."""
+    """Raise ConfigError for a flag that this binary lacks, or that a user must not pass."""
     for flag, values in grouped(settings.engine_arg):
         source = settings.sources["engine_arg"]
         if flag not in engine.flags:
@@ -132,7 +133,7 @@ def check_engine_args(settings: Settings, engine: EngineFacts) -> None:
 
 
 def grouped(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each flag with its values, of which most have one or none. The first word is a flag."""
+    """Yield each flag with its values. The first word must be a flag."""
     starts = [at for at, word in enumerate(words) if is_flag(word)]
     for at, end in itertools.pairwise([*starts, len(words)]):
         yield words[at], tuple(words[at + 1 : end])

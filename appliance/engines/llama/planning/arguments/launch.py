@@ -1,4 +1,4 @@
-"""What llama-server is started with beside what every plan has."""
+"""Launch settings that only llama-server has, and the effect of each knob on speed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from appliance.plan import PREDICTED, KnobEffect, Launch, Plan, launch_as
 from appliance.plan.parts.launch import Value
 from appliance.values import dataclass
 
-NUMA_MODES = ("distribute", "isolate", "numactl")  # of the engine's flag
-NODE = "node"  # the GPU's, by affinity
+NUMA_MODES = ("distribute", "isolate", "numactl")  # values of the engine's flag
+NODE = "node"  # threads bound to the GPU's NUMA node by an affinity mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLaunch(Launch):
-    """Sizes in tokens unless the name says otherwise."""
+    """Launch settings of llama-server. Sizes are in tokens unless the name says otherwise."""
 
     threads: int
     threads_batch: int
@@ -25,12 +25,12 @@ class LlamaLaunch(Launch):
     cache_ram_mib: int
     flash_attention: bool
     load_mode: str
-    checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
+    checkpoints: int | None = None  # context checkpoints for each slot; None: the model needs none
     extras: Extras = Extras()
-    rope: Rope | None = None  # how a context above the native length is reached
-    numa: str | None = None  # NODE, a mode of the engine's, or off; None: the machine has one node
-    cpus: tuple[int, ...] = ()  # that threads are bound to; empty: all
-    idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
+    rope: Rope | None = None  # RoPE scaling; None: the context is within the native length
+    numa: str | None = None  # NODE, one of NUMA_MODES, or "off"; None: the machine has one node
+    cpus: tuple[int, ...] = ()  # CPUs that threads are bound to; empty: all
+    idle_slots_stay: bool = False  # True if idle slots keep their tokens: the prompt cache is too small for them
 
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
@@ -47,29 +47,29 @@ class LlamaLaunch(Launch):
 
     @property
     def tie_break(self) -> int:
-        """Mapped weights: the kernel may share them and drop them."""
+        """Return 1 for mmap, else 0: the kernel may share mapped weights between processes and drop them."""
         return int(self.load_mode == "mmap")
 
     @property
     def may_queue(self) -> bool:
-        """Where the prompt cache does not take what leaves its slot, users would evict one another."""
+        """False if idle slots keep their tokens: a waiting user's conversation would then evict another's."""
         return not self.idle_slots_stay
 
 
-# Priors of a step: from the spread of such steps in tuning.md, section 3. Threads cost what the CPU reads and computes,
-# a ubatch what is prefilled.
+# Priors come from the spread of such steps in tuning.md, section 3. Threads change the CPU's costs, a ubatch the time
+# of prefill.
 KNOB_EFFECTS: Mapping[str, KnobEffect] = {
     "threads": KnobEffect(prior=0.3, parts=("cpu",), is_of_doubling=True),
     "ubatch": KnobEffect(prior=0.15, phases=("prefill",)),
     "kv_type": KnobEffect(),
     "load_mode": KnobEffect(),
     "numa": KnobEffect(parts=("cpu",)),
-    "cpu_variant": KnobEffect(prior=0.3, parts=("cpu",)),  # of what the instructions promise
-    "split": KnobEffect(prior=0.3),  # what cards exchange depends on links and drivers that nobody has measured
+    "cpu_variant": KnobEffect(prior=0.3, parts=("cpu",)),  # more instructions may not mean more speed
+    "split": KnobEffect(prior=0.3),  # the time of exchanges depends on links and drivers, which are not measured
     "placement": PREDICTED,
 }
 
 
 def launch_of(plan: Plan) -> LlamaLaunch:
-    """Raises TypeError for a plan of another engine."""
+    """Return the launch settings of a plan. Raises TypeError for a plan of another engine."""
     return launch_as(plan, LlamaLaunch)

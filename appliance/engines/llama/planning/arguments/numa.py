@@ -1,9 +1,9 @@
-"""On which NUMA nodes a plan's threads run, where weights lie in host memory. Pure.
+"""NUMA nodes that a plan's threads run on if weights lie in host memory. Pure.
 
-llama.cpp has three modes (`--numa`; ggml-cpu.c, set_numa_thread_affinity): `distribute` deals threads out to the nodes
-one by one, `isolate` keeps them on the node that the engine happens to start on, `numactl` on the CPUs that it was
-started with. None of them knows the GPU: for its node the threads get an affinity mask instead. The kernel puts memory
-on the node of the thread that touches it first.
+llama.cpp has three modes (`--numa`; ggml-cpu.c, set_numa_thread_affinity). `distribute` assigns threads to the nodes
+one by one. `isolate` keeps them on the node that the engine happens to start on. `numactl` keeps them on the CPUs that
+the engine was started with. No mode knows the GPU's node, so an affinity mask binds threads to it. The kernel places
+memory on the node of the thread that touches it first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from appliance.settings import Settings
 from appliance.values import dataclass
 
 FLAG, MASK_FLAG = "--numa", "--cpu-mask"
-BATCH_MASK_FLAG = "--cpu-mask-batch"  # of a prompt's threads, which have none of their own once their number is given
+# Mask of the threads that read prompts: with --threads-batch they no longer take the mask of --cpu-mask.
+BATCH_MASK_FLAG = "--cpu-mask-batch"
 OFF = "off"
-NOT_TOLD = "predicted speeds do not tell these ways apart, measuring does"
-NODE_SHARE = 0.9  # of a node's memory, what weights may fill
+NOT_TOLD = "predicted speeds do not distinguish NUMA modes, measuring does"
+NODE_SHARE = 0.9  # share of a node's memory that weights may fill
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numa:
-    """`mode` is None on one node; `cpus` are those of the GPU's node, empty where threads may run on all."""
+    """NUMA mode of a plan, with the reason for it."""
 
-    mode: str | None
-    cpus: tuple[int, ...] = ()
-    threads_max: int | None = None
+    mode: str | None  # None: the machine has one node
+    cpus: tuple[int, ...] = ()  # CPUs of the GPU's node; empty: threads may run on all
+    threads_max: int | None = None  # cores of those CPUs; None: no limit
     choice: Choice | None = None
 
 
@@ -41,7 +42,7 @@ def check_numa(settings: Settings, engine: EngineFacts) -> None:
 
 
 def usable_nodes(hardware: Hardware) -> tuple[NumaNode, ...]:
-    """Those with CPUs; none where there is one only, or where the CPUs that this process may use fit on one."""
+    """Return the nodes that have CPUs; empty if there is one, or if this process may use no more CPUs than one has."""
     nodes = tuple(node for node in hardware.numa if node.cpus)
     largest = max((len(node.cpus) for node in nodes), default=0)
     return nodes if len(nodes) > 1 and hardware.cpu.logical > largest else ()
@@ -50,7 +51,7 @@ def usable_nodes(hardware: Hardware) -> tuple[NumaNode, ...]:
 def numa_modes(
     settings: Settings, engine: EngineFacts, hardware: Hardware, placement: Placement, host_mib: float
 ) -> tuple[Numa, ...]:
-    """The predicted one first, then what may be measured beside it. `host_mib` of weights lie in host memory."""
+    """Return the NUMA modes to try, the predicted one first. `host_mib` is the size of the weights in host memory."""
     if settings.numa in NUMA_MODES:
         return (Numa(mode=settings.numa, choice=_said(settings.numa, "asked for", settings.sources["numa"])),)
     nodes = usable_nodes(hardware)
@@ -58,8 +59,8 @@ def numa_modes(
         return (Numa(mode=OFF if nodes else None),)
     near = _near_gpus(hardware, engine, placement, nodes, host_mib)
     spread = _spread(nodes) if FLAG in engine.flags else None
-    off = Numa(mode=OFF, choice=_said(OFF, "threads where the kernel puts them; measured beside others"))
-    isolated = Numa(mode="isolate", choice=_said("isolate", "one node's threads and memory; measured beside others"))
+    off = Numa(mode=OFF, choice=_said(OFF, "the kernel places threads; measured with the other modes"))
+    isolated = Numa(mode="isolate", choice=_said("isolate", "threads on one node; measured with the other modes"))
     found = (near, spread, off, isolated if spread else None)
     return tuple(numa for numa in found if numa is not None)
 
@@ -67,7 +68,10 @@ def numa_modes(
 def _near_gpus(
     hardware: Hardware, engine: EngineFacts, placement: Placement, nodes: tuple[NumaNode, ...], host_mib: float
 ) -> Numa | None:
-    """The node that all GPUs of the plan hang on, where its memory holds the weights."""
+    """Return threads on the node that all GPUs of the plan belong to; None if its memory is too small for the weights.
+
+    None also if the GPUs belong to several nodes, or if the engine has no affinity flag.
+    """
     used = {share.gpu.id for share in placement.shares}
     ids = {gpu.numa_node for gpu in hardware.gpus.gpus if gpu.uuid in used}
     node = next((node for node in nodes if ids == {node.id}), None)
@@ -75,7 +79,7 @@ def _near_gpus(
         return None
     every = sum(len(each.cpus) for each in nodes)
     cores = max(1, hardware.cpu.cores * len(node.cpus) // every)
-    why = f"threads stay on the GPU's node: what the other of {len(nodes)} reads crosses the link between sockets"
+    why = f"threads stay on the GPU's node, 1 of {len(nodes)}: reads from other nodes cross the link between sockets"
     words = f"{why}; {cores} cores of it; {NOT_TOLD}"
     return Numa(mode=NODE, cpus=node.cpus, threads_max=cores, choice=_said(f"node {node.id}", words))
 
@@ -90,5 +94,5 @@ def _said(value: str, why: str, source: str = "default") -> Choice:
 
 
 def cpu_mask(cpus: tuple[int, ...]) -> str:
-    """As hexadecimal digits: of CPUs 0, 1 and 4 "13"."""
+    """Return the affinity mask in hexadecimal: "13" for CPUs 0, 1 and 4."""
     return f"{sum(1 << cpu for cpu in set(cpus)):x}"

@@ -1,5 +1,5 @@
-"""What a user asks llama-server for that no plan decides: taken from the settings and files of today, also where a plan
-was measured long ago. Pure."""
+"""Options of llama-server that the user sets and no plan decides. They come from today's settings and files, even if
+the plan was measured by an earlier start. Pure."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from appliance.values import dataclass
 class Extras:
     engine_args: tuple[str, ...] = ()
     chat_template_file: str | None = None
-    reasoning_format: str | None = None
-    projector: str | None = None  # paths
+    reasoning_format: str | None = None  # None: the engine's default
+    projector: str | None = None  # path; None: text only
     projector_on_host: bool = False
-    reads: tuple[str, ...] = ()  # image, audio
-    adapters: tuple[tuple[str, float], ...] = ()  # with their scales
-    pooling: str | None = None  # where it is not the header's, and of rerankers
+    reads: tuple[str, ...] = ()  # inputs of the projector: image, audio
+    adapters: tuple[tuple[str, float], ...] = ()  # paths and scales
+    pooling: str | None = None  # None: as the model's header says
 
 
 def extras_of(settings: Settings, model: Model, *, on_host: bool) -> Extras:
-    """`on_host` is where its projector lies."""
+    """Return the options for this model. `on_host` is True if the projector lies in host memory."""
     is_explicit, projector = settings.pooling != "auto", model.projector
     return Extras(
         projector=str(projector.path) if projector else None,
@@ -42,7 +42,7 @@ def extras_of(settings: Settings, model: Model, *, on_host: bool) -> Extras:
 def extra_choices(
     settings: Settings, model: Model, extras: Extras, left_away: Projector | None, devices: tuple[Device, ...]
 ) -> tuple[Choice, ...]:
-    """What is loaded beside the model, or left away, and what was asked for."""
+    """Return the choices for attachments that are loaded or left away, and for options that the user set."""
     words = {
         "reserve_mib": (
             f"{settings.reserve_mib:,}",
@@ -68,7 +68,7 @@ def extra_choices(
 def _projector(
     settings: Settings, projector: Projector | None, extras: Extras, left_away: Projector | None
 ) -> tuple[Choice, ...]:
-    """Also where there is one and it is not served."""
+    """Return the choice for the projector, also if it is turned off or has no room; empty if the model has none."""
     source = settings.sources["mmproj"]
     if left_away is not None:
         why = f"{left_away.path.name} is left away, since the model does not fit beside it: no images or audio are read"

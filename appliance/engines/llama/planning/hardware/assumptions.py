@@ -1,6 +1,6 @@
-"""What a plan has to assume where nothing was measured: figures with where they come from, each used in one place.
+"""Figures that plans assume if nothing was measured, each with its source and used in one place.
 
-`is_measured` is False for what was read or computed, never seen on the hardware in question.
+`is_measured` is False for figures that were read or computed, and never seen on the hardware in question.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PCIE_LANE_GB_S = Assumption(
 PCIE_SHARE = Assumption(value=0.85, source="of the link's rate, what pinned copies reach: 0.80 to 0.90")
 PAGEABLE_SHARE = Assumption(value=0.5, source="of pinned copies, what pageable ones reach: chosen, not measured")
 PCIE_GB_S = Assumption(value=6.3, source="half of a third-generation x16 link, where the link is unknown")
-# What a card or a core reaches is by its class, in rates.py. These hold for all of them.
+# rates.py has the rates of each class of cards and cores. These figures hold for all classes.
 MOE_LAYERS = Assumption(
     value=0.6,
     source="of a card's fixed cost of a layer, what routing and gathering of experts adds: benchmarks/speed_model.yaml",
@@ -99,7 +99,7 @@ UNPACKED_SHARE = Assumption(
 PREFILL_GAIN_CPU = Assumption(
     value=2.1, source="the same on a CPU: 247 tok/s of prefill at 116 of decode, two threads", is_measured=True
 )
-# A rounded cache takes llama.cpp's CPU kernels off their fast paths: attention in tiles, and a token's over all cores
+# With a quantized cache llama.cpp's CPU kernels leave their fast paths: attention in tiles, and decode over all cores.
 ROUNDED_CACHE_DECODE = Assumption(
     value=1.7, source="a q8_0 cache on a CPU against f16 at the same depth, three models: 1.4 to 2.3", is_measured=True
 )

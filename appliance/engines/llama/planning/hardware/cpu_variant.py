@@ -1,7 +1,7 @@
-"""Which of the engine's CPU variants serves: the fastest that this CPU runs and that was not ruled out. Pure.
+"""Choice of the engine's CPU variant: the fastest that this CPU can run and that is not ruled out. Pure.
 
-What the CPU has is what the kernel says, which leaves out what the operating system does not support. The engine's own
-loader takes what scores highest by cpuid alone, and has no memory.
+The CPU's flags come from the kernel, which leaves out instructions that the operating system does not support. The
+engine's own loader goes by cpuid alone, and does not remember which variants failed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from appliance.settings import Settings
 
 
 def choose_kernels(settings: Settings, engine: EngineFacts, cpu: Cpu, ruled_out: RuledOut | None = None) -> Kernels:
-    """Raises ConfigError (10) for a variant that was asked for and cannot be used, CpuUnsupportedError (22) where none
-    is left."""
+    """Return the CPU variant that serves, with the next fastest as `runner_up` if nobody asked for a variant.
+
+    Raises ConfigError (10) if the variant that was asked for cannot be used, CpuUnsupportedError (22) if none is left.
+    """
     out = ruled_out or RuledOut()
     if not engine.cpu_variants:
         if settings.cpu_variant != "auto":
@@ -47,7 +49,7 @@ def _runner_up(variant: CpuVariant, best: CpuVariant, out: RuledOut) -> Kernels:
 
 
 def runnable_variants(engine: EngineFacts, cpu: Cpu) -> tuple[CpuVariant, ...]:
-    """Those of which the CPU has all instructions, ruled out or not, the fastest last."""
+    """Return the variants whose instructions this CPU has, also those that are ruled out, the fastest last."""
     return tuple(variant for variant in engine.cpu_variants if not _lacking(variant, cpu))
 
 
@@ -60,7 +62,7 @@ def _lacking(variant: CpuVariant, cpu: Cpu) -> list[str]:
 
 
 def _why(engine: EngineFacts, cpu: Cpu, best: CpuVariant, out: RuledOut) -> str:
-    """The variant that the next faster one would have been, and what is in its way."""
+    """Return the reason for `best`: it also says why each faster variant is ruled out or cannot run here."""
     faster = engine.cpu_variants[engine.cpu_variants.index(best) + 1 :]
     words = ["the fastest CPU variant of this image that runs here"]
     words += [f"{each.name} is ruled out: {out.seen[each.name]}" for each in faster if each.name in out.seen]
@@ -81,7 +83,7 @@ def _asked(
         raise _not_offered(settings, f"this CPU lacks {', '.join(lacking)}", names)
     if asked in out.seen:
         error = _not_offered(settings, f"it was ruled out on this CPU: {out.seen[asked]}", names)
-        error.hint = f"{error.hint}; to let it be tried again remove {out.where}"
+        error.hint = f"{error.hint}; remove {out.where} to try it again"
         raise error
     return variant
 
@@ -103,5 +105,5 @@ def _below_all(engine: EngineFacts, cpu: Cpu) -> CpuUnsupportedError:
 def _all_ruled_out(runnable: tuple[CpuVariant, ...], cpu: Cpu, out: RuledOut) -> CpuUnsupportedError:
     seen = "; ".join(f"{variant.name}: {out.seen[variant.name]}" for variant in reversed(runnable))
     message = f"none of the engine's CPU variants works on this CPU ({cpu.model_name or 'unnamed CPU'}): {seen}"
-    hint = f"use another image or machine; to let them be tried again, as after an update, remove {out.where}"
+    hint = f"use another image or machine; remove {out.where} to try them again, for example after an update"
     return CpuUnsupportedError(message, hint=hint)

@@ -1,7 +1,7 @@
-"""What a CUDA process takes of a GPU before its first buffer, and what is kept beside the buffers. Pure.
+"""GPU memory that is held back from plans: the CUDA context of a process, and room beside its buffers. Pure.
 
-NVML says what is free before there is a context; llama.cpp's own log and fit say it with the context in place. Nothing
-is kept for kernels that the driver compiles (JIT): images carry machine code for each of their chips, and
+NVML tells the free memory before there is a context. llama.cpp's log and its fit tell it with the context in place.
+Nothing is held back for kernels that the driver compiles (JIT): images carry machine code for each of their chips, and
 `images verify` fails on a kernel without.
 """
 
@@ -11,7 +11,7 @@ from appliance.engines.llama.planning.hardware import assumptions
 from appliance.engines.llama.planning.hardware.assumptions import Assumption
 from appliance.probe import Gpu
 
-# What was published: multiprocessors of the card, MiB, driver where it is told, source.
+# Published figures: multiprocessors of the card, MiB, driver (None: not told), source.
 PUBLISHED = (
     (34, 107, None, "RTX 4060 Ti, ggml-org/llama.cpp#23604"),
     (82, 256, "610.43.03", "RTX 3090, invoke-ai/InvokeAI#9413"),
@@ -38,8 +38,10 @@ def context_mib(gpu: Gpu) -> float:
 
 
 def held_back_mib(gpu: Gpu) -> float:
-    """The context and room beside it: never less than llama.cpp's own margin, since nobody published what the room is
-    filled with."""
+    """Return the MiB that plans leave free on a GPU: CUDA context, ROOM_MIB, and more if a screen is attached.
+
+    Context and room are never less than llama.cpp's own margin, because no published figure says what fills the room.
+    """
     context = context_mib(gpu)
     display = assumptions.DISPLAY_MIB.value if gpu.display else 0.0
     return max(assumptions.GPU_MARGIN_MIB.value, context + ROOM_MIB.value) + display

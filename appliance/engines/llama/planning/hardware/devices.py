@@ -1,4 +1,4 @@
-"""The GPUs that a plan may use, fastest first, and why others are left out: pure."""
+"""GPUs that a plan may use, the fastest first, and the reasons why others are left out. Pure."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def usable_devices(
     *,
     reserve_mib: float = 0.0,
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """Fastest first, and in words those that cannot be used. None where the engine has no backend for them.
-    `reserve_mib` of each is left alone."""
+    """Return the usable GPUs, the fastest first, and a sentence for each GPU that cannot be used.
+
+    Both are empty if the engine has no backend for GPUs. `reserve_mib` stays free on each GPU.
+    """
     if image.cuda is None and not any("cuda" in name for name in engine.backends):
         return (), ()
     devices: list[Device] = []
@@ -38,7 +40,7 @@ def usable_devices(
 
 
 def _capped(device: Device, share: float) -> Device:
-    """With what a card computes if its power is capped."""
+    """Return the device with matrix product rates reduced to `share`, for a card with a power cap."""
     if share == 1:
         return device
     tflops, tflops_16 = (rate and rate * share for rate in (device.tflops, device.tflops_16))
@@ -46,8 +48,7 @@ def _capped(device: Device, share: float) -> Device:
 
 
 def _rank(device: Device) -> tuple[float | int | str, ...]:
-    """Of cards as fast as each other that with the faster link first, then that with more room: a card's slot decides
-    only between cards that are the same in all of it."""
+    """Return the sort key: faster memory first, then faster link, then more free memory, then the slot."""
     return (-device.bandwidth_gb_s, -device.upload_gb_s, -device.free_mib, device.index, device.id)
 
 
@@ -85,7 +86,7 @@ def _device(gpu: Gpu, hardware: Hardware, limits: Limits, reserve_mib: float) ->
 
 
 def _link_gb_s(gpu: Gpu) -> float:
-    """What the link can, not what it runs at now: a sleeping card steps down."""
+    """Return the GB/s of the link at its highest generation, because an idle card runs it at a lower one."""
     generation = gpu.pcie_generation_max or gpu.pcie_generation
     width = gpu.pcie_width or gpu.pcie_width_max  # a card in a narrow slot stays narrow
     if generation not in assumptions.PCIE_GT_S or not width:

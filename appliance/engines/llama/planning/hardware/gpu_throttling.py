@@ -1,14 +1,14 @@
-"""What holds a GPU back, and whether a prediction counts it: link, ECC, power. Pure."""
+"""Causes that slow a GPU down: link, ECC, power cap; and which of them predictions count. Pure."""
 
 from __future__ import annotations
 
 from appliance.engines.llama.planning.hardware.rates import WATTS_POWER, counts_power
 from appliance.probe import Gpu
 
-FULL_WIDTH = 8  # lanes; fewer are named
-# PCIe of the cards of a compute capability and of those up to the next: data sheets of A100 and H100
+FULL_WIDTH = 8  # lanes; a slot with fewer is named
+# PCIe generation by the lowest compute capability that has it: data sheets of A100 and H100
 GENERATIONS = {0: 3, 80: 4, 90: 5}
-WIDE_BUS = 2048  # bits; memory with a bus as wide is HBM, whose ECC takes nothing
+WIDE_BUS = 2048  # bits; memory with so wide a bus is HBM, whose ECC costs no bandwidth
 
 
 def handicaps(gpu: Gpu) -> list[str]:
@@ -17,8 +17,10 @@ def handicaps(gpu: Gpu) -> list[str]:
 
 
 def power_share(gpu: Gpu) -> float:
-    """The share of its usual rate of matrix products that a capped card keeps, if the number of its multiprocessors is
-    unknown; with that number the rates count the power themselves."""
+    """Return the share of its matrix product rate that a card keeps under its power cap, 0 to 1.
+
+    1 if the number of multiprocessors is known, because the rates then count the power (`counts_power`).
+    """
     limit, default = gpu.power_limit_w, gpu.power_limit_default_w
     if counts_power(gpu) or limit is None or default is None or gpu.mig_profile is not None:
         return 1.0
@@ -36,7 +38,10 @@ def _link(gpu: Gpu) -> str:
 
 
 def _generation(gpu: Gpu) -> str:
-    """Of card and slot together: what it runs at now says nothing, since a sleeping card steps down."""
+    """Return words if the slot has an older PCIe generation than the card; "" otherwise.
+
+    The highest generation of card and slot decides, because an idle card runs its link at a lower one.
+    """
     has = gpu.pcie_generation_max or gpu.pcie_generation
     if has is None or gpu.sm is None or not gpu.sm.isdecimal() or gpu.is_unified:
         return ""

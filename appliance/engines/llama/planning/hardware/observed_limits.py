@@ -1,4 +1,4 @@
-"""Room that an engine was seen to have, where it is less than what the probe says, and the most that is assumed."""
+"""Upper limits of memory and bandwidth that a start knows in addition to the probe."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """In MiB, of the host's usable memory, and of what is free on a GPU, by its id, what is held back included; in
-    GB/s, of host memory that was not measured."""
+    """Upper limits for the plans of one start, for example after a load that ran out of memory."""
 
-    host_mib: float = math.inf
-    gpus_mib: tuple[tuple[str, float], ...] = ()
-    dram_gb_s: float = math.inf
+    host_mib: float = math.inf  # usable host memory
+    gpus_mib: tuple[tuple[str, float], ...] = ()  # free memory by the GPU's id, with what is held back
+    dram_gb_s: float = math.inf  # bandwidth that is assumed for host memory if it was not measured
 
     def of_host(self, memory: Memory) -> float:
-        """What plans may use of its memory."""
+        """Return the MiB of host memory that plans may use."""
         return min(float(memory.usable_mib), self.host_mib)
 
     def of_gpu(self, id: str) -> float:

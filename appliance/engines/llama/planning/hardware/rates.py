@@ -1,6 +1,6 @@
-"""What kernels reach on a kind of card, and on a CPU by its cores and instructions: constants by class. Pure.
+"""Rates that kernels reach: constants for each class of cards, and for CPU cores by their instructions. Pure.
 
-Fitted to half of the published results in benchmarks/speed_model.yaml and checked on the other half
+The constants are fitted to half of the published results in benchmarks/speed_model.yaml, and checked on the other half
 (`python3 -m benchmarks.speed_model`).
 """
 
@@ -17,24 +17,23 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CardClass:
-    """`share` of the memory's bandwidth is what a token's kernels stream, unless the multiprocessors are slower: each
-    unpacks `weights` quantized ones a cycle, which binds cards with HBM and cards with few multiprocessors. `layer_us`
-    is what they cost beside that in each layer: launches, tails of kernels that are too small for the card. `gflops`
-    are those of matrix products in a long prompt, for each multiprocessor and GHz: of quantized weights (int8), and of
-    16-bit ones. More than `clock_mhz` no load sustains, whatever NVML gives as the highest. `gflops_a_gb_s` of
-    bandwidth stand in where the multiprocessors are unknown."""
+    """Constants of the cards of one compute capability.
 
-    share: float
-    layer_us: float
-    weights: float
-    gflops: float
-    gflops_16: float
-    clock_mhz: int
-    gflops_a_gb_s: float
-    watts: float = 3.9  # of each multiprocessor; with less a card lowers its clock in a long prompt
+    Decode is bound by the memory's bandwidth or by unpacking quantized weights, whichever is slower. Unpacking binds
+    cards with HBM and cards with few multiprocessors.
+    """
+
+    share: float  # share of the memory's bandwidth that decode kernels reach
+    layer_us: float  # fixed time of a layer for each token: launches, and ends of kernels too small for the card
+    weights: float  # quantized weights that a multiprocessor unpacks in a cycle
+    gflops: float  # matrix products in a long prompt with quantized weights (int8), per multiprocessor and GHz
+    gflops_16: float  # the same with 16-bit weights
+    clock_mhz: int  # highest clock that a card sustains under load, even if NVML names a higher one
+    gflops_a_gb_s: float  # matrix products per GB/s of bandwidth, used if the number of multiprocessors is unknown
+    watts: float = 3.9  # power of a multiprocessor in a long prompt; with less the card lowers its clock
 
 
-# By compute capability: the class of the next lower one counts for one that is not here. HBM: 60, 70, 80, 90, 100.
+# By compute capability; a capability that is not listed has the class of the next lower one. HBM: 60, 70, 80, 90, 100.
 CLASSES: Mapping[int, CardClass] = {
     60: CardClass(share=0.83, layer_us=200.0, weights=9.0, gflops=140, gflops_16=140, clock_mhz=1400, gflops_a_gb_s=14),
     61: CardClass(share=0.85, layer_us=79.0, weights=8.4, gflops=350, gflops_16=120, clock_mhz=1600, gflops_a_gb_s=40),
@@ -58,7 +57,7 @@ CLASSES: Mapping[int, CardClass] = {
     ),
 }
 WATTS_POWER = 0.5
-DECODE_WATTS = 0.8  # of those watts, what a token takes, whose tensor cores idle
+DECODE_WATTS = 0.8  # share of those watts that decode takes: its tensor cores are idle
 LARGE_SMS = 80  # a batch of 512 tokens no longer fills a larger card
 LARGE_POWER = 0.28
 # Attention of a prompt fills even fewer: an RTX 3090 reads 512 tokens after 32,768 at 60 % of what a GB10 reaches for
@@ -72,10 +71,10 @@ _LOWEST = min(CLASSES)
 
 @dataclass(frozen=True, kw_only=True)
 class CardRates:
-    """Of one card: GB/s and TFLOP/s."""
+    """Rates of one card in GB/s and TFLOP/s."""
 
     gb_s: float
-    weights_g_s: float | None  # quantized weights that it unpacks, 10^9 a second; None: unknown
+    weights_g_s: float | None  # quantized weights unpacked in a second, 10^9; None: unknown
     layer_us: float
     tflops: float
     tflops_16: float
@@ -83,7 +82,7 @@ class CardRates:
 
 
 def card_rates(gpu: Gpu, gb_s: float) -> CardRates:
-    """`gb_s` of its memory, as read or measured."""
+    """Return the rates of a card. `gb_s` is the bandwidth of its memory, from the table or measured."""
     kind = class_of(gpu.sm)
     scale = _scale(gpu, kind)
     if any(name in (gpu.name or "") for name in _WITHOUT_TENSOR_CORES):
@@ -107,12 +106,12 @@ def class_of(sm: str | None) -> CardClass:
 
 
 def counts_power(gpu: Gpu) -> bool:
-    """Whether the power limit is in the rate of a prompt's matrix products."""
+    """Return True if `card_rates` counts the card's power limit in its matrix products."""
     return bool(gpu.sm_count) and gpu.power_limit_w is not None and gpu.mig_profile is None
 
 
 def _scale(gpu: Gpu, kind: CardClass) -> float | None:
-    """Multiprocessors x GHz that work at once; None where it is unknown how many there are."""
+    """Return multiprocessors x GHz that work at once; None if the number of multiprocessors is unknown."""
     if not gpu.sm_count:
         return None
     large: float = min(1.0, LARGE_SMS / gpu.sm_count) ** LARGE_POWER
@@ -120,7 +119,7 @@ def _scale(gpu: Gpu, kind: CardClass) -> float | None:
 
 
 def _ghz(gpu: Gpu, kind: CardClass, share: float = 1.0) -> float:
-    """The clock that a card sustains with the power it may take, for work that takes a share of the class's watts."""
+    """Return the clock that a card sustains under its power limit, for work that takes `share` of the class's watts."""
     ghz = min(gpu.sm_clock_mhz or kind.clock_mhz, kind.clock_mhz) / 1000
     watts = (gpu.power_limit_w or 0.0) / gpu.sm_count if gpu.sm_count and counts_power(gpu) else kind.watts
     starved: float = min(1.0, watts / (share * kind.watts)) ** WATTS_POWER
@@ -129,15 +128,15 @@ def _ghz(gpu: Gpu, kind: CardClass, share: float = 1.0) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreClass:
-    """What one core streams of its memory alone, and computes of matrix products."""
+    """Rates of one CPU core when the others are idle."""
 
-    gb_s: float
-    gflops: float
-    attention_gflops: float  # of attention, which no kernel computes in 8 bits
-    may_differ: bool = False  # there are chips of such cores that have small ones beside them
+    gb_s: float  # stream of memory
+    gflops: float  # matrix products
+    attention_gflops: float  # attention, which no kernel computes in 8 bits
+    may_differ: bool = False  # True if some chips have such cores together with smaller ones
 
 
-# By the instructions that the serving kernels are compiled for, the best first.
+# By an instruction that the serving kernels are compiled for; the first that they have decides.
 CORES: tuple[tuple[str, CoreClass], ...] = (
     ("amx_int8", CoreClass(gb_s=12.7, gflops=300, attention_gflops=28)),
     ("avx512vbmi", CoreClass(gb_s=12.7, gflops=118, attention_gflops=28)),  # Zen 4, Ice Lake and later
@@ -149,8 +148,8 @@ CORES: tuple[tuple[str, CoreClass], ...] = (
     ("avx2", CoreClass(gb_s=8.1, gflops=51, attention_gflops=24)),
     ("asimddp", CoreClass(gb_s=8.0, gflops=66, attention_gflops=20, may_differ=True)),
 )
-PLAIN_CORE = CoreClass(gb_s=5.0, gflops=12, attention_gflops=8)  # without any of those
-# By maker and part, what cores of phones and laptops compute and stream beside the class, which is fitted to Neoverse.
+PLAIN_CORE = CoreClass(gb_s=5.0, gflops=12, attention_gflops=8)  # a core with none of those instructions
+# By maker and part: cores of phones and laptops, whose rates replace those of the class, which is fitted to Neoverse.
 # Cortex-A720 begins two matrix products of 8 bits (SMMLA) in a cycle (Arm's Software Optimization Guide 109720, issue
 # 7.0, table 3-15), Neoverse V2 four (llvm/llvm-project 83d3aa0a7b15, AArch64SchedNeoverseV2.td, V2Wr_VMMA); a CP8180
 # reaches three quarters of what follows from that.
@@ -160,40 +159,38 @@ PARTS_BESIDE: Mapping[str, CoreClass] = {
 }
 
 
-# Parts of a matrix for each thread, of which whoever is done takes the next: ggml-cpu's repack.cpp, forward_mul_mat
-# (types that it lays out anew, with i8mm Q4_K and Q6_K among them), and ops.cpp for flash attention. ggml-cpu.c and
-# sgemm.cpp cut all else at least as small.
+# Parts of a matrix for each thread. A thread that is done takes the next part: ggml-cpu's repack.cpp, forward_mul_mat
+# (repacked types, with i8mm Q4_K and Q6_K among them), and ops.cpp for flash attention. ggml-cpu.c and sgemm.cpp cut
+# all other matrices into parts at least as small.
 PARTS = 4
-EVEN_PARTS = 1  # experts that are laid out anew: repack.cpp, forward_mul_mat_id
+EVEN_PARTS = 1  # repacked experts: repack.cpp, forward_mul_mat_id
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuRates:
-    """`dram_gb_s` is what kernels reach of the memory with cores enough. `capacities` are those of the cores beside the
-    fastest, the fastest first; none where they are unknown and taken as equal. `parts` of its work each thread has.
-    `asked` threads are run, whatever would be best."""
+    """Rates of a CPU by the number of threads."""
 
     cores: int
-    dram_gb_s: float
-    core: CoreClass
-    capacities: tuple[float, ...] = ()
-    parts: int = PARTS
-    asked: int | None = None
+    dram_gb_s: float  # bandwidth that kernels reach with enough cores
+    core: CoreClass  # the fastest cores
+    capacities: tuple[float, ...] = ()  # speed of each core relative to the fastest, the fastest first; empty: equal
+    parts: int = PARTS  # parts of a matrix for each thread
+    asked: int | None = None  # threads that the user set; None: the best number
 
     @property
     def threads(self) -> int:
-        """That costs are told for: the fewest that compute most, on the fastest cores."""
+        """Number of threads that costs are computed for: the fewest that compute most, or the number that was set."""
         if self.asked:
             return self.asked
         return max(range(1, self.cores + 1), key=lambda threads: (self.worth(threads), -threads))
 
     def worth(self, threads: int) -> float:
-        """How many of the fastest cores compute as much; more threads than cores bring nothing."""
+        """Return how many of the fastest cores compute as much. Threads beyond the number of cores add nothing."""
         used = self.capacities[: min(threads, self.cores)]
         return _worth(used, self.parts) if used else float(min(threads, self.cores))
 
     def gb_s(self, threads: int) -> float:
-        """Memory saturates."""
+        """Return the GB/s of memory that so many threads stream, up to `dram_gb_s`."""
         return min(self.dram_gb_s, self.core.gb_s * self.worth(threads))
 
     def tflops(self, threads: int) -> float:
@@ -205,10 +202,10 @@ class CpuRates:
 
 @cache
 def _worth(capacities: tuple[float, ...], parts: int) -> float:
-    """All wait for the last part: one that a slow core took late takes it long."""
+    """Return the work done in the time of the fastest core's part: all threads wait for the last part to end."""
     if len(set(capacities)) == 1:
         return len(capacities) * capacities[0]
-    # When each thread is done with what it has, and what it takes for a part; the fastest core takes 1.
+    # For each thread: the time when it is done, and the time that a part takes it; the fastest core takes 1.
     ends = [(1 / capacity, 1 / capacity) for capacity in capacities]
     heapify(ends)
     for _ in range(len(capacities) * (parts - 1)):
@@ -227,7 +224,7 @@ def cpu_rates(
     asked: int | None = None,
     part: str | None = None,
 ) -> CpuRates:
-    """`part` is that of the fastest cores."""
+    """Return the rates of a CPU. `part` is the maker and part number of its fastest cores; None: unknown."""
     core = next((found for name, found in CORES if name in isa), PLAIN_CORE)
     if beside := PARTS_BESIDE.get(part or ""):
         core = replace(beside, gflops=min(beside.gflops, core.gflops))

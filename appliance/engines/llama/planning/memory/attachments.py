@@ -1,5 +1,5 @@
-"""What is loaded beside the model's own weights: adapters lie with the matrices that they change, a projector on the
-first GPU, or in host memory where there is none. Pure."""
+"""Memory of LoRA adapters and of the projector. Adapters lie with the matrices that they change, the projector on the
+first GPU or in host memory. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import replace
 from appliance.engines.llama.planning.memory.memory import MIB
 from appliance.model import Model, Projector
 
-# Of a GPU, while a projector reads an image: the buffer of its graph, and what grows with larger images than foreseen.
+# GPU memory while a projector reads an image: the buffer of its graph, and growth for images larger than expected.
 WORK_LEAST_MIB, WORK_MOST_MIB = 512.0, 1024.0
 
 
 def with_adapters(model: Model) -> Model:
-    """The same model with heavier layers: each token reads both (llama-graph.cpp, build_lora_mm)."""
+    """Return the model with its adapters' bytes in the layers: each token reads both (llama-graph.cpp,
+    build_lora_mm)."""
     if not model.adapters:
         return model
     of_layers: dict[int, int] = {}
@@ -36,7 +37,7 @@ def adapters_mib(model: Model) -> float:
 
 
 def projector_mib(projector: Projector | None, *, on_gpu: bool) -> float:
-    """With what it works in."""
+    """Return the MiB of a projector's weights and work buffer; 0 without a projector."""
     if projector is None:
         return 0.0
     work = min(WORK_MOST_MIB, projector.work_mib)

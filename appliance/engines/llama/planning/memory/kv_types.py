@@ -1,7 +1,7 @@
-"""Which types of the KV cache a plan may consider, and which are worth a check of what they cost: pure.
+"""KV cache types that a plan may use, and types that are worth a quality check. Pure.
 
-f16 is exact and q8_0 nearly so. What is smaller costs quality, by how much depends on the model; it is taken only when
-asked for, or when it was measured to be harmless (`tune/quality.py`).
+f16 is exact and q8_0 nearly exact. Smaller types cost quality, and how much depends on the model. They are used only
+if the user asks for them, or if a check found them harmless for this model (`tune/quality.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from appliance.plan import KvCheck, k_and_v
 from appliance.settings import Settings
 
 TRUSTED = ("f16", "q8_0")
-MIXED = "q8_0/q4_0"  # K in the type that rounding hurts more (llama.cpp#7412), V in half of its bytes
+MIXED = "q8_0/q4_0"  # K has the more exact type, because rounding hurts K more than V (llama.cpp#7412)
 BELOW_Q8 = (MIXED, *(kind for kind, size in KV_BYTES.items() if size < KV_BYTES["q8_0"]))  # the most exact first
-WORTH_A_CHECK = 1.2  # times the tokens that a trusted type carries
+WORTH_A_CHECK = 1.2  # a type is checked if it carries this many times the tokens of the types already allowed
 
 
 def kv_candidates(
     settings: Settings, engine: EngineFacts, model: Model, kv_checks: Iterable[KvCheck] = (), *, on_gpu: bool
 ) -> tuple[str, ...]:
-    """The most exact first. On a GPU only pairs that its flash attention takes as they are, if there is any."""
+    """Return the KV cache types that a plan may use, the most exact first.
+
+    On a GPU only types that flash attention reads without conversion, if there are any.
+    """
     if settings.kv_type != "auto":
         return (settings.kv_type,)
     proven = {kv_check.kv_type for kv_check in kv_checks if kv_check.is_accepted}
@@ -34,7 +37,7 @@ def kv_candidates(
 def unjudged(
     settings: Settings, engine: EngineFacts, model: Model, kv_checks: Iterable[KvCheck] = (), *, on_gpu: bool
 ) -> tuple[str, ...]:
-    """What a check could add to the candidates; a type that was refused is not asked for again."""
+    """Return the types below q8_0 that no check has judged; empty if --kv-type is set."""
     if settings.kv_type != "auto":
         return ()
     judged = {kv_check.kv_type for kv_check in kv_checks}
@@ -43,10 +46,10 @@ def unjudged(
 
 
 def worth_checking(carried: Mapping[str, int], *, enough: int) -> tuple[str, ...]:
-    """Of the unproven types in `carried` (tokens by type, of a ContextPlan) those whose gain is worth the check.
+    """Return the types below q8_0 that are worth a check, in the order to check them.
 
-    In the order to check them in: what carries the most of `enough` first, and of those the most exact. None when a
-    type that may be used already carries enough.
+    `carried` is tokens by type (ContextPlan.carried). The type with the most tokens comes first, counted up to
+    `enough`; of equals the most exact. Empty if a type that needs no check already carries `enough` tokens.
     """
     have = max((tokens for kind, tokens in carried.items() if kind not in BELOW_Q8), default=0)
     if have >= enough:
@@ -56,13 +59,16 @@ def worth_checking(carried: Mapping[str, int], *, enough: int) -> tuple[str, ...
 
 
 def is_offered(engine: EngineFacts, kv_type: str) -> bool:
-    """Two types at once only where there are kernels for the pair: elsewhere every token would be converted."""
+    """Return True if the engine has the type. Different types of K and V need kernels for the pair.
+
+    Without them the cache would be converted for every token.
+    """
     k, v = k_and_v(kv_type)
     return {k, v} <= set(engine.kv_types) and (k == v or (k, v) in engine.kv_pairs)
 
 
 def is_fast_pair(engine: EngineFacts, kv_type: str) -> bool:
-    """Whether flash attention on a GPU takes this type as it is; other pairs are converted for every token."""
+    """Return True if flash attention on a GPU reads this type; other pairs are converted for every token."""
     pair = k_and_v(kv_type)
     return pair in engine.kv_pairs if engine.kv_pairs else pair[0] == pair[1]
 

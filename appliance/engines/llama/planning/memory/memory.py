@@ -1,4 +1,4 @@
-"""How much memory a plan takes: formulas only. What the engine then allocates is read from its log and kept beside it.
+"""Formulas for the memory of a plan. The engine's log tells what it then allocates, which is kept with the prediction.
 
 Units: MiB are floats of 2**20 bytes. Sources, all in the pinned llama.cpp: KV bytes and block sizes from ggml-common.h
 (blocks of 32 values with their scales); cells of sliding layers from src/llama-kv-cache-iswa.cpp; states from
@@ -32,14 +32,14 @@ KV_BYTES = MappingProxyType(
 )
 """Bytes per value of the KV cache, of each type that can be planned with: the most exact first."""
 
-KV_BLOCK = 32  # values of a quantized type that share their scales; llama.cpp refuses a head that is no multiple
+KV_BLOCK = 32  # values in a block of a quantized type; llama.cpp refuses head sizes that are no multiple of it
 UBATCH = 512  # llama-server's own default
 CHECKPOINTS_MAX = 32  # llama-server's own default for each slot
-SCHED_COPIES = 4  # GGML_SCHED_MAX_COPIES: inputs are kept so often where several GPUs work as a pipeline
-# Layouts of the CPU backend's own, by the instructions that a variant is compiled for. A matrix goes to the first of
-# them that takes it (ggml-cpu.cpp, ggml_backend_cpu_get_extra_buffer_types: AMX before CPU_REPACK), if its rows are a
-# multiple of the number here. AMX takes no banks of experts (amx.cpp, supports_op), and of some types it needs more
-# bytes a block (mmq.cpp, get_row_size): 34 + 4 of Q8_0, 144 + 4 of Q4_K, 176 + 4 of Q5_K, 136 + 2 of IQ4_XS.
+SCHED_COPIES = 4  # GGML_SCHED_MAX_COPIES: copies of the inputs if several GPUs work as a pipeline
+# Layouts of the CPU backend, by the instructions that a variant is compiled for. A matrix goes to the first layout that
+# takes it (ggml-cpu.cpp, ggml_backend_cpu_get_extra_buffer_types: AMX before CPU_REPACK), if its rows are a multiple of
+# the number here. AMX takes no banks of experts (amx.cpp, supports_op). For some types it needs more bytes a block
+# (mmq.cpp, get_row_size): 34 + 4 for Q8_0, 144 + 4 for Q4_K, 176 + 4 for Q5_K, 136 + 2 for IQ4_XS.
 AMX_ISA = frozenset({"amx_int8", "avx512_vnni"})
 AMX_ROWS = 32
 AMX_GROWTH = MappingProxyType(
@@ -55,7 +55,8 @@ AMX_GROWTH = MappingProxyType(
     }
 )
 AMX_F16_COLUMNS = 16
-# repack.cpp, ggml_repack_get_optimal_repack_type: (instructions, multiple of rows), any of them; the size stays.
+# repack.cpp, ggml_repack_get_optimal_repack_type: any of these (instructions, multiple of rows) is enough; the copy has
+# the size of the original.
 REPACKED_BY = MappingProxyType(
     {
         "Q4_0": (("avx2", 8), ("asimddp", 4)),
@@ -69,14 +70,14 @@ REPACKED_BY = MappingProxyType(
         "Q1_0": (("asimddp", 4),),
     }
 )
-# Architectures whose graphs were seen to be wider or narrower than others'.
+# Architectures whose graphs were seen to be wider or narrower than those of others.
 _DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 _UNGATED = ("nemotron_h", "nemotron_h_moe")
 _PARALLEL = ("cohere2", "command-r")  # attention and feed-forward from one norm
 
 
 def layers_of(model: Model) -> tuple[Layer, ...]:
-    """The model's stack; of one that has only sums, layers that are all alike."""
+    """Return the model's layers. If only sums are known of the model, all layers are alike."""
     if model.stack:
         return model.stack
     outside = model.embedding_bytes + (0 if model.output_is_tied else model.output_bytes)
@@ -104,25 +105,21 @@ def _alike(
 
 
 def weights_mib(model: Model) -> float:
-    """Every tensor of the files once, but layers that only draft: they are not loaded unless something drafts."""
+    """Return the MiB of all tensors, without draft layers: these are loaded for speculative decoding only."""
     return model.weights_bytes / MIB - drafts_mib(model)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Weights that the CPU backend copies into a layout of its own, in MiB: anonymous memory beside the mapped file.
+    """Weights that the CPU backend copies into a layout of its own, MiB. Copies are anonymous memory, not mapped."""
 
-    `made` is all that it allocates, `tied` the part that is a second copy of the token embedding: it is looked up as it
-    is and multiplied as a copy. `originals` are what the others were made from.
-    """
-
-    made: float = 0.0
-    tied: float = 0.0
-    originals: float = 0.0
+    made: float = 0.0  # all copies
+    tied: float = 0.0  # the part of `made` that copies the tied embedding: look-ups still read the original
+    originals: float = 0.0  # originals of the other copies, which are not read again
 
     @property
     def more(self) -> float:
-        """Than the weights alone: a second copy, and what a layout needs more than the file."""
+        """MiB that are needed in addition to the weights: the copy of a tied embedding, and growth by a layout."""
         return self.made - self.originals
 
     def of_share(self, share: float) -> Copies:
@@ -130,8 +127,11 @@ class Copies:
 
 
 def copies(model: Model, isa: tuple[str, ...]) -> Copies:
-    """`isa` is what the kernels that serve are compiled for. With a GPU nothing is copied: the loader prefers the GPU's
-    host buffer, and plain mapped memory after that (llama-model.cpp, make_cpu_buft_list)."""
+    """Return the copies for kernels that are compiled for `isa`. For plans without a GPU only.
+
+    With a GPU nothing is copied: the loader prefers the GPU's host buffer, and plain mapped memory after that
+    (llama-model.cpp, make_cpu_buft_list).
+    """
     made = tied = originals = 0.0
     for matrices in model.matrices:
         growth = growth_of(matrices, isa)
@@ -148,7 +148,7 @@ def copies(model: Model, isa: tuple[str, ...]) -> Copies:
 
 
 def growth_of(matrices: Matrices, isa: tuple[str, ...]) -> float | None:
-    """Bytes of the copy for each byte of the file; None where these are not copied."""
+    """Return the bytes of the copy for each byte of the file; None if these matrices are not copied."""
     kind = matrices.type_name.upper()
     is_taken = kind in AMX_GROWTH and (kind != "F16" or matrices.columns_by % AMX_F16_COLUMNS == 0)
     has_amx = AMX_ISA.issubset(isa)
@@ -159,12 +159,12 @@ def growth_of(matrices: Matrices, isa: tuple[str, ...]) -> float | None:
 
 
 def drafts_mib(model: Model) -> float:
-    """Layers that only draft: within the mapped file, and not loaded."""
+    """Return the MiB of draft layers. They are in the mapped file, and are loaded for speculative decoding only."""
     return sum(layer.dense_bytes + layer.expert_bytes for layer in layers_of(model) if layer.is_draft) / MIB
 
 
 def cells(layer: Layer, context: int, ubatch: int, parallel: int) -> int:
-    """Cache cells of a layer: all of the context, or the window of each slot and one ubatch."""
+    """Return the KV cache cells of a layer: the whole context, or the window of each slot plus one ubatch."""
     if layer.window is None:
         return padded(context)
     return padded(min(padded(context), layer.window * parallel + ubatch))
@@ -176,24 +176,27 @@ def layer_kv_bytes(layer: Layer, kv_type: str, context: int, ubatch: int, parall
 
 
 def cell_bytes(layer: Layer, kv_type: str) -> float:
-    """Of one token in a layer's cache."""
+    """Return the bytes of one token in a layer's KV cache."""
     k, v = k_and_v(kv_type)
     return layer.k_elements * KV_BYTES[k] + layer.v_elements * KV_BYTES[v]
 
 
 def flash_copy_bytes(layer: Layer, kv_type: str, context: int, ubatch: int, parallel: int) -> float:
-    """f16 copies of a layer's K and V in a GPU's compute buffer: flash attention makes them of every type but f16 when
-    a batch is read (ggml-cuda.cu, get_alloc_size of FLASH_ATTN_EXT; llama.cpp#23907 and #24166)."""
+    """Return the bytes of f16 copies of a layer's K and V in a GPU's compute buffer; 0 for an f16 cache.
+
+    Flash attention makes them of every other type when it reads a batch (ggml-cuda.cu, get_alloc_size of
+    FLASH_ATTN_EXT; llama.cpp#23907 and #24166).
+    """
     return 0.0 if kv_type == "f16" else layer_kv_bytes(layer, "f16", context, ubatch, parallel)
 
 
 def can_keep(model: Model, kv_type: str) -> bool:
-    """Whether the engine takes this type for the model's cache (llama-context.cpp, llama_init_from_model)."""
+    """Return True if the engine takes this type for the model's cache (llama-context.cpp, llama_init_from_model)."""
     return kv_type in ("f32", "f16", "bf16") or not (model.key_length % KV_BLOCK or model.value_length % KV_BLOCK)
 
 
 def kv_bytes_per_token(model: Model, kv_type: str) -> float:
-    """Of every further token: layers that see only a window take none."""
+    """Return the KV bytes of each additional token. Sliding window layers add none, once their window is full."""
     growing = [layer for layer in layers_of(model) if layer.window is None and not layer.is_draft]
     return sum(cell_bytes(layer, kv_type) for layer in growing)
 
@@ -204,12 +207,15 @@ def kv_mib(model: Model, kv_type: str, context: int, ubatch: int = UBATCH, paral
 
 
 def state_mib(model: Model, parallel: int) -> float:
-    """Recurrent layers keep a state for each sequence in f32, however long it is."""
+    """Return the MiB of recurrent states: one in f32 for each sequence, at any length of the sequence."""
     return sum(layer.state_bytes for layer in layers_of(model) if not layer.is_draft) * parallel / MIB
 
 
 def checkpoint_mib(model: Model, kv_type: str) -> float:
-    """One context checkpoint of one slot: what cannot be rolled back, states and the windows of sliding layers."""
+    """Return the MiB of one context checkpoint of one slot: states, and the windows of sliding layers.
+
+    These parts cannot be rolled back. 0 if the model has neither.
+    """
     kept = [layer for layer in layers_of(model) if not layer.is_draft]
     states = sum(layer.state_bytes for layer in kept)
     windows = sum(cell_bytes(layer, kv_type) * layer.window for layer in kept if layer.window)
@@ -217,16 +223,18 @@ def checkpoint_mib(model: Model, kv_type: str) -> float:
 
 
 def mask_bytes(model: Model, ubatch: int, context: int, parallel: int, *, has_flash: bool = True) -> float:
-    """One mask for all layers that see everything, and one for those that see a window: f16, or f32 where no flash
-    attention reads it."""
+    """Return the bytes of the attention masks: one for full layers, one for sliding layers.
+
+    Masks are f16 with flash attention, else f32.
+    """
     sizes = {cells(layer, context, ubatch, parallel) for layer in layers_of(model) if layer.k_elements}
-    if not sizes and model.reads_whole:  # it keeps no cache, and attends within the batch
+    if not sizes and model.reads_whole:  # such a model has no KV cache, and attends within the batch
         sizes = {ubatch}
     return (2.0 if has_flash else 4.0) * ubatch * sum(sizes)
 
 
 def compute_mib(model: Model, ubatch: int, context: int, parallel: int = 4, *, has_flash: bool = True) -> float:
-    """The scheduler's buffer: the largest moment of the graph in f32, the masks, and copies of states."""
+    """Return the MiB of the compute buffer: the graph's widest moment in f32, the masks, and copies of states."""
     tokens = min(ubatch, padded(context))
     masks = mask_bytes(model, tokens, context, parallel, has_flash=has_flash)
     wide = widest(model)
@@ -236,11 +244,11 @@ def compute_mib(model: Model, ubatch: int, context: int, parallel: int = 4, *, h
 
 
 def widest(model: Model) -> int:
-    """Values kept for each token at the graph's largest moment: in attention, in a feed-forward layer, among experts or
-    in a recurrent layer.
+    """Return the values kept for each token at the graph's widest moment.
 
-    The scheduler lets buffers share memory, so these are what was seen with growing widths, not what the graph adds
-    up to; where chance decides what fits into what was freed, the larger of the two. 8 are token ids and the like.
+    That moment is in attention, in a feed-forward layer, among experts, or in a recurrent layer. The scheduler lets
+    buffers share memory, so the formulas were found by widening small models step by step, not by adding up the graph.
+    If chance decides what fits into freed memory, the larger size is taken. 8 stands for token ids and the like.
     """
     layers = layers_of(model)
     moments = [_attention_width(model)]
@@ -256,15 +264,17 @@ def widest(model: Model) -> int:
 def _attention_width(model: Model) -> int:
     layers, d = layers_of(model), model.embedding_length
     latent = max((layer.k_elements for layer in layers if layer.kind == "mla"), default=0)
-    if latent:  # queries once as they are, once as wide as the cache, and what comes out
+    if latent:  # the queries, the queries at the width of the cache, and the results
         return 3 * model.heads * latent
     keys = max((layer.k_elements + layer.v_elements for layer in layers), default=0)
     return 2 * model.heads * model.key_length + keys + 2 * d
 
 
 def _scores_width(model: Model, tokens: int, context: int, parallel: int) -> int:
-    """Where attention keeps its scores: of every head and cell one. 14 loads on the CPU took from 0.3 %
-    more to 2.4 % less."""
+    """Return the values kept for each token without flash attention: one score for each head and cell.
+
+    14 loads on the CPU took from 0.3 % more to 2.4 % less.
+    """
     cells_most = max((cells(layer, context, tokens, parallel) for layer in layers_of(model)), default=0)
     has_latent = any(layer.kind == "mla" for layer in layers_of(model))
     beside = 7 * model.embedding_length // 2 if has_latent else model.embedding_length
@@ -281,12 +291,15 @@ def _dense_width(model: Model) -> int:
 
 
 def _experts_width(model: Model) -> int:
-    """Results of the used experts fit where gate and up were, or lie beside them."""
+    """Return the values kept for each token among experts.
+
+    The results of the used experts fit into the memory of gate and up, or need memory of their own.
+    """
     d, used = model.embedding_length, model.experts_used
     inner = used * (model.expert_length or model.feed_forward_length)
     if used * d <= 2 * inner:
         return 3 * inner + 5 * d
-    # What attention leaves free in each layer; in a delta net most layers have none.
+    # Memory that attention frees in each layer; in a delta net most layers have no attention.
     holes = 0 if model.architecture in _DELTA_NETS else model.heads * model.key_length
     return used * d + 3 * inner + (2 if inner <= holes else 4) * d
 
@@ -297,18 +310,18 @@ def _recurrent_width(model: Model) -> int:
 
 
 def _states(model: Model, parallel: int) -> float:
-    """Bytes of the copies of one layer's states that the graph works on."""
+    """Return the bytes of the copies of one layer's states that the graph works on."""
     copies = 2.2 if model.architecture in _DELTA_NETS else 1.0
     return copies * parallel * max((layer.state_bytes for layer in layers_of(model)), default=0)
 
 
 def output_mib(model: Model, parallel: int) -> float:
-    """Logits in f32 for one token of each slot: llama-server's n_outputs_max is its number of slots."""
+    """Return the MiB of logits in f32, one token for each slot: llama-server's n_outputs_max is its number of slots."""
     return 4 * model.vocabulary * parallel / MIB
 
 
 def host_overhead_mib(model: Model) -> float:
-    """Of both programs, beside the engine's buffers."""
+    """Return the MiB of host memory that engine and appliance take in addition to the engine's buffers."""
     return ENGINE_MIB.value + VOCABULARY_KIB.value * model.vocabulary / 1024 + APPLIANCE_MIB.value
 
 

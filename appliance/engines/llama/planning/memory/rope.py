@@ -1,8 +1,8 @@
 """A context above the model's native length: refused, or reached by scaling RoPE with YaRN (arXiv 2309.00071). Pure.
 
-The pinned server gives no slot more than the header's context length (tools/server/server-context.cpp, n_ctx_slot), so
-a longer one needs that key overridden as well. YaRN scales by one factor whatever the length of a text is: Qwen's
-model cards name 4 as the largest that they tried, and a loss on short texts; benchmarks/yarn.py measures it.
+The pinned server limits each slot to the header's context length (tools/server/server-context.cpp, n_ctx_slot), so a
+longer context also overrides that key. YaRN scales texts of any length by one factor, so short texts lose quality.
+Qwen's model cards name 4 as the largest factor that was tried; benchmarks/yarn.py measures the loss.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ TRIED_FACTOR = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Beyond the native length. Without `factor` the file carries a scaling of its own, which reaches so far."""
+    """Scaling of RoPE for a context above the native length."""
 
     architecture: str
-    factor: float | None
+    factor: float | None  # of YaRN; None: the file carries a scaling that reaches `context`
     original: int  # the native length
-    context: int  # what is reached
+    context: int  # the context length that is reached
 
 
 def check_context(settings: Settings, model: Model) -> None:
-    """Raises ConfigError for a context that the model cannot keep, and for a scaling that it cannot have."""
+    """Raise ConfigError if --ctx-size exceeds the model's reach, or if --rope-scaling does not suit the model."""
     asked, native = settings.ctx_size, model.native_context
     if settings.rope_scaling == "yarn":
         _check_yarn(settings, model)
@@ -44,7 +44,7 @@ def check_context(settings: Settings, model: Model) -> None:
 
 
 def _why_not(model: Model) -> str | None:
-    """Why YaRN is not for this model, in words."""
+    """Return words that follow "model" on why YaRN cannot scale it; None if it can."""
     if model.rope_scaling is not None:
         return f"has a RoPE scaling of its own, {model.rope_scaling.kind} by {model.rope_scaling.factor:g}"
     if model.positions == "table":
@@ -64,13 +64,13 @@ def _check_yarn(settings: Settings, model: Model) -> None:
 
 
 def served_context(settings: Settings, model: Model, tokens: int) -> int:
-    """Whole steps of the cache, but no token that the engine would not give."""
+    """Return the context length rounded up to the cache's step; without YaRN at most the model's longest context."""
     reaches = padded(tokens) if settings.rope_scaling == "yarn" else model.longest_context
     return min(padded(tokens), max(reaches, tokens))
 
 
 def rope_for(settings: Settings, model: Model, context: int) -> Rope | None:
-    """None up to the native length."""
+    """Return the scaling that a context length needs; None up to the native length."""
     native = model.native_context
     if context <= native:
         return None
@@ -79,7 +79,7 @@ def rope_for(settings: Settings, model: Model, context: int) -> Rope | None:
 
 
 def in_words(rope: Rope) -> str:
-    """What is said of the context: as in "beyond the model's native 40,960 by YaRN, factor 3.2"."""
+    """Return words on the scaling, for example "beyond the model's native 40,960 by YaRN, factor 3.2"."""
     beyond = f"beyond the model's native {rope.original:,}"
     if rope.factor is None:
         return f"{beyond}, by the RoPE scaling that the file carries"

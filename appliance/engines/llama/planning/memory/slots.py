@@ -1,16 +1,16 @@
-"""How many requests run side by side, and what keeps a conversation while something else is asked. Pure.
+"""Number of slots (requests that run at the same time), and how a conversation is kept while others run. Pure.
 
-What the engine does, read in its tools/server/server-context.cpp and seen (tests/process/test_side_request.py):
+Behaviour of the engine, read in its tools/server/server-context.cpp and seen (tests/process/test_side_request.py):
 
-- A request goes to the free slot whose tokens are its beginning to more than `--slot-prompt-similarity` of its own
-  length, else to the one that is unused for longest. A slot that would lose more than half of what it holds is saved
-  to the prompt cache first, and the cache's best match is loaded.
-- With `--cache-idle-slots`, its default, every idle slot is saved and then cleared whenever a request begins. What the
-  cache cannot take is cleared all the same: a conversation longer than the cache is lost to every side request.
-- What comes back from the prompt cache needs room beside idle slots, which are cleared only after it: where two
-  conversations do not fit into the context together, the one that comes back is read anew. One slot has no neighbour.
-- Where requests run together and do not fit, idle slots are cleared unsaved; then all fail. The gateway
-  asks those again whose answer has not begun, one after the other (`../routes.py`, CROWDED).
+- A request goes to the free slot that holds more than `--slot-prompt-similarity` of the request as its beginning. If
+  there is none, it goes to the slot that was idle longest. A slot that would lose more than half of its tokens is
+  first saved to the prompt cache, and the cache's best match is loaded.
+- With `--cache-idle-slots`, the engine's default, every idle slot is saved and cleared when a request begins. It is
+  cleared even if the cache cannot take it: every side request then loses a conversation longer than the cache.
+- A conversation that is loaded from the prompt cache needs room before idle slots are cleared. If two conversations do
+  not fit into the context together, the loaded one is read again. With one slot this cannot happen.
+- If running requests together exceed the context, idle slots are cleared without being saved; then all requests fail.
+  The gateway repeats those whose answer has not begun, one after the other (`api/routes.py`, CROWDED).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_ROOM = "memory, which has no room for more"
 
 
 def conversation_mib(model: Model, kv_type: str, tokens: int, *, ubatch: int, checkpoints: int | None) -> float:
-    """What the prompt cache needs for one conversation of so many tokens: its cells, states and checkpoints."""
+    """Return the MiB of the prompt cache that one conversation needs: cells, states and checkpoints."""
     copies = (checkpoints or 0) * checkpoint_mib(model, kv_type)
     return kv_mib(model, kv_type, tokens, ubatch, 1) + state_mib(model, 1) + copies
 
@@ -32,12 +32,15 @@ def conversation_mib(model: Model, kv_type: str, tokens: int, *, ubatch: int, ch
 def choices(
     settings: Settings, model: Model, context: int, *, cache_mib: float, needed_mib: float
 ) -> tuple[Choice, ...]:
-    """`needed_mib` is of a conversation that fills the context, `cache_mib` what the prompt cache may take."""
+    """Return the choices of the number of slots and of idle slots.
+
+    `cache_mib` is the size of the prompt cache, `needed_mib` that of a conversation that fills the context.
+    """
     return (_parallel(settings, model, context), *_idle(settings, context, cache_mib, needed_mib))
 
 
 def idle_slots_stay(settings: Settings, cache_mib: float, needed_mib: float) -> bool:
-    """Only a cache that takes the longest conversation may be what idle slots are cleared for."""
+    """Return True if idle slots must keep their tokens, because the prompt cache is smaller than one conversation."""
     return settings.slots > 1 and cache_mib < needed_mib
 
 
@@ -71,12 +74,12 @@ def _share(settings: Settings, count: int, context: int) -> str:
     else:
         served = f"{count} at once, of {users} users" if count < users else f"{users} users at once, none beside them"
     each = context // min(users, count)
-    beyond = "and beyond that those wait that have not begun, and the others end"
-    return f"{served}; one alone has all {context:,} tokens, each has {each:,} when all run, {beyond}"
+    beyond = "if they need more, requests that have not begun wait, and the others fail"
+    return f"{served}; one request alone has all {context:,} tokens, each has {each:,} when all run; {beyond}"
 
 
 def _idle(settings: Settings, context: int, cache_mib: float, needed_mib: float) -> tuple[Choice, ...]:
-    """Said only where something differs from the engine's default, or is lost."""
+    """Return the choice for idle slots; empty if the prompt cache can take any conversation, as in the default."""
     if cache_mib >= needed_mib:
         return ()
     held = int(context * cache_mib / needed_mib)
@@ -85,8 +88,8 @@ def _idle(settings: Settings, context: int, cache_mib: float, needed_mib: float)
         why = f"{short}; with one slot, what is longer is read anew after another request: --parallel 2 keeps it"
         return (Choice(name="idle_slots", value="saved", reason=why, source="memory"),)
     why = (
-        f"{short}, and what it cannot take would be lost to every side request; read anew are only conversations that "
-        f"do not fit into the context together, or whose slot is needed by the {_ordinal(settings.slots)} other one"
+        f"{short}, and every side request would lose a longer conversation; so a conversation is read again only if it "
+        f"does not fit into the context with another one, or if the {_ordinal(settings.slots)} other one needs its slot"
     )
     return (Choice(name="idle_slots", value="kept in the context", reason=why, source="memory"),)
 

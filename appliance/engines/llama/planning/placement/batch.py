@@ -1,11 +1,12 @@
-"""How many tokens of a prompt are worked on at once beside a GPU, and how weights are loaded. Pure.
+"""Ubatch and load mode of plans with a GPU. Pure.
 
 Weights in host memory are copied to the GPU once for every ubatch of a prompt, from pinned memory about twice as fast
-as from mapped. A larger ubatch takes room for its buffers, so some experts more leave the GPU. Where everything is on
-one GPU it hands each expert more tokens at once, for memory that is left; no figure is known beyond 2,048. All are
-priced by a job with a long prompt of the workload: with a short one nothing is gained. One below the default is taken
-where the room that it leaves makes a short chat clearly faster, and a long prompt no slower: by that rule a better
-machine is never worse at both.
+as from mapped memory. A larger ubatch needs larger buffers, so more experts leave the GPU. If everything lies on one
+GPU, a larger ubatch gives each expert more tokens at once and takes free memory; no figure is known beyond 2,048. Both
+are priced by a job with a long prompt of the workload, because short prompts gain nothing.
+
+An ubatch below the default is taken if the memory it frees makes a short chat clearly faster, and a long prompt no
+slower. By that rule a better machine is never worse at both.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ from appliance.plan import (
 from appliance.settings import Settings
 
 BATCH = 2048
-SMALLER = 256  # where the default's buffer pushes layers off a faster card
-CLEARLY_FASTER = 0.98  # of a chat's time: measuring could not tell less from chance
-UBATCHES_GPU = (512, 1024, 2048, 4096)  # host weights are copied once a batch: twice the batch, half the copies
-PINNED = ("none", "dio", "mlock")  # ways to load after which weights in host memory are in the GPU's host buffer
-WORTH_A_BATCH = 0.97  # of the job's time, or the smaller ubatch stays
-CONTEXT_KEPT = 0.9  # of the context, where everything is on a GPU
-# What a larger ubatch may take, by the share of a long job's time that it saves: of the context twice that share; of a
-# short chat's time, which gains nothing, as much, and half of it in mode `speed`.
+SMALLER = 256  # tried in case the default's larger buffer pushes layers off a faster card
+CLEARLY_FASTER = 0.98  # share of a chat's time: measuring could not tell a smaller gain from chance
+UBATCHES_GPU = (512, 1024, 2048, 4096)  # host weights are copied once a ubatch: twice the ubatch, half the copies
+PINNED = ("none", "dio", "mlock")  # load modes that put weights in host memory into the GPU's (pinned) host buffer
+WORTH_A_BATCH = 0.97  # a larger ubatch has to bring the job's time down to this share
+CONTEXT_KEPT = 0.9  # share of the context that a larger ubatch has to keep if everything is on a GPU
+# Price of a larger ubatch, in multiples of the share of a long job's time that it saves: the share of the context that
+# it may take; the share by which a short chat, which gains nothing, may be slower; the same in mode `speed`.
 CONTEXT_FOR, CHAT_FOR, CHAT_FOR_IN_SPEED = 2.0, 1.0, 0.5
-HALF = 0.5  # of the context at least stays in mode `speed`; elsewhere what stays is still worth its name
+HALF = 0.5  # share of the context that stays at least in mode `speed`; in other modes 1 / CONTEXT_WORTH
 
 
 def with_batch(
@@ -64,15 +65,18 @@ def with_batch(
     *,
     at_least: Callable[[], int],
 ) -> ContextPlan:
-    """The same decision with the ubatch that reads a long prompt soonest, its buffer counted. The context may become
-    smaller for it, but stays worth its name, and `at_least` what a mode has that asks for less: tokens."""
+    """Return the decision with the ubatch that reads a long prompt fastest, with its buffer counted.
+
+    The context may become smaller, within the limits above, but never smaller than `at_least` returns: the tokens of
+    the mode with the next smaller context.
+    """
     shares = context_plan.placed.placement.shares
     if settings.ubatch or job.model.reads_whole or not shares:
         return context_plan
     is_whole = context_plan.placed.placement.is_whole
     if is_whole and len(shares) > 1:
-        return context_plan  # several work at once on the parts of a batch, and a larger part leaves them fewer
-    # Where weights are copied `speed` goes by the job itself, in which the prompt counts: answers alone are no bar.
+        return context_plan  # several cards work on different ubatches at once: larger ones give them fewer
+    # If weights are copied, mode `speed` judges by the whole job with its prompt, so decode alone sets no limit.
     bar = None if request.aim == "speed" and not is_whole else context_plan
     least = 1 / CONTEXT_WORTH if bar else HALF
     is_enough = _is_still_whole if is_whole else partial(_is_enough, least=least, request=request)
@@ -94,8 +98,10 @@ def with_batch(
 def with_smaller(
     context_plan: ContextPlan, job: PlacementJob, resources: Resources, request: ContextRequest, settings: Settings
 ) -> ContextPlan:
-    """At least the same context with a ubatch below the default, where the room that it leaves on faster cards makes a
-    short chat clearly faster and one with a long prompt no slower."""
+    """Return the decision with ubatch SMALLER if that makes a short chat clearly faster and a long prompt no slower.
+
+    Its smaller buffer leaves more room on faster cards. The context is at least as long as before.
+    """
     placement = context_plan.placed.placement
     if settings.ubatch or job.model.reads_whole or not placement.shares or is_unbeatable(placement, resources.devices):
         return context_plan
@@ -104,7 +110,7 @@ def with_smaller(
     wins = partial(_wins, small, before=context_plan, resources=resources, settings=settings)
     placed = {kind: place(replace(at, kv_type=kind), resources) for kind in request.kinds}
     if not any(each and wins(kind, each) for kind, each in placed.items()):
-        return context_plan  # before more is computed
+        return context_plan  # no type gains, so the search below is spared
     found = same_context(small, resources, request, context_plan, wins)
     if found is None:
         return context_plan
@@ -131,7 +137,7 @@ def _wins(
 
 
 def _saved(found: ContextPlan, before: ContextPlan, job: PlacementJob, resources: Resources, tokens: int) -> float:
-    """The share of the time of a job with a prompt of so many tokens; negative where it takes longer."""
+    """Return the saved share of the time of a job with a prompt of `tokens`; negative if the job takes longer."""
 
     def taken_ms(plan: ContextPlan) -> float:
         of_plan = replace(job, kv_type=plan.kv_type, ubatch=plan.ubatch)
@@ -141,7 +147,10 @@ def _saved(found: ContextPlan, before: ContextPlan, job: PlacementJob, resources
 
 
 def _pays(found: ContextPlan, before: ContextPlan, saved: float, lost: float, *, has_bar: bool) -> bool:
-    """`lost` is the share of a short chat's time."""
+    """Return True if the saved share of a long job's time is worth the context and the time of short chats.
+
+    `lost` is the share by which a short chat becomes slower.
+    """
     if 1 - found.context / before.context > CONTEXT_FOR * saved:
         return False
     return lost <= (CHAT_FOR if has_bar else CHAT_FOR_IN_SPEED) * saved
@@ -150,8 +159,10 @@ def _pays(found: ContextPlan, before: ContextPlan, saved: float, lost: float, *,
 def _is_enough(
     found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float, request: ContextRequest
 ) -> bool:
-    """`at_least` is a plan of its own: asked where the answer matters. `least` is a share of the
-    context."""
+    """Return True if the context is still large enough. `least` is the share of the former context that has to stay.
+
+    `at_least` computes a whole decision, so it is called last.
+    """
     if found.context >= before.context:
         return True
     if request.is_below_floor(found.context, before.context):
@@ -161,19 +172,24 @@ def _is_enough(
 
 
 def _is_still_whole(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int]) -> bool:
-    """Where everything is on a GPU a larger ubatch saves less: it is taken for little but free memory."""
+    """Return True if everything still lies on no more GPUs than before, at little or no loss of context.
+
+    If everything is on a GPU, a larger ubatch saves less, so it may take little else than free memory.
+    """
     here, there = found.placed.placement, before.placed.placement
     if not here.is_whole or len(here.shares) > len(there.shares) or found.kv_type != before.kv_type:
         return False
     if found.context >= before.context:
         return True
-    is_ended = bool(before.bound)  # what is all that the model has, or was asked for, stays so
+    is_ended = bool(before.bound)  # False for the native length and for --ctx-size: neither is shortened
     return is_ended and found.context >= CONTEXT_KEPT * before.context and found.context >= at_least()
 
 
 def _by_time(context_plan: ContextPlan, job: PlacementJob, resources: Resources, settings: Settings) -> list[int]:
-    """Ubatches by the time of a job with a long prompt, at a context that most need. A larger one has to be worth it
-    against each smaller."""
+    """Return the ubatches, the fastest first, by the time of a job with a long prompt.
+
+    The job runs at a usual context length. A larger ubatch is listed only if it saves enough against every smaller one.
+    """
     tokens = long_prompt(settings)
     context = context_plan.context if context_plan.is_explicit else min(context_plan.context, GOOD_CONTEXT)
     at = replace(job, kv_type=context_plan.kv_type, context=context)
@@ -191,7 +207,7 @@ def _by_time(context_plan: ContextPlan, job: PlacementJob, resources: Resources,
 
 
 def _placed(job: PlacementJob, context_plan: ContextPlan, resources: Resources) -> Placement | None:
-    """With everything on one GPU, a ubatch that keeps it there moves nothing."""
+    """Return the placement with this ubatch; None if none fits. A plan whole on one GPU keeps its placement."""
     before = context_plan.placed.placement
     if before.is_whole:
         return before
@@ -205,8 +221,11 @@ def _long_job_ms(job: PlacementJob, resources: Resources, placement: Placement, 
 
 
 def long_costs(job: PlacementJob, resources: Resources, placement: Placement, tokens: int, *, is_pinned: bool) -> Costs:
-    """Of a prompt of so many tokens. What a ubatch above the default gains on a card by arithmetic alone is more than
-    published figures show: of that only their share counts."""
+    """Return the costs of a plan that reads a prompt of `tokens`.
+
+    By arithmetic an ubatch above the default gains more on a card than published figures show. So only a share of that
+    gain counts (LARGE_UBATCH_SHARE).
+    """
     if not placement.is_whole or job.ubatch <= UBATCH:
         prompt = tokens if placement.is_whole else 0
         return placement_costs(job, resources, placement, is_pinned=is_pinned, prompt=prompt)
@@ -221,8 +240,11 @@ def long_costs(job: PlacementJob, resources: Resources, placement: Placement, to
 def load_mode(
     job: PlacementJob, resources: Resources, placement: Placement, settings: Settings, *, fits: bool
 ) -> tuple[str, str]:
-    """How weights are loaded where nobody asks for a way, and why. What exceeds memory is read from disk, and only
-    mapped files are."""
+    """Return the load mode if --load-mode is auto, and the reason.
+
+    `fits` is False if weights exceed host memory: then they are mapped, because only mapped files are read from disk
+    on demand.
+    """
     if not fits:
         return "mmap", "weights exceed memory, and only mapped files are read from disk"
     if any(device.is_unified for device in _used(resources, placement)):
@@ -250,14 +272,14 @@ def _used(resources: Resources, placement: Placement) -> list[Device]:
 def _prompt_speeds(
     job: PlacementJob, resources: Resources, placement: Placement, settings: Settings
 ) -> tuple[float, float]:
-    """Tokens a second of a long prompt, with weights that are mapped and with pinned ones."""
+    """Return the prefill speed of a long prompt, tokens/s, with mapped weights and with pinned weights."""
     tokens = long_prompt(settings)
     mapped, pinned = (placement_costs(job, resources, placement, is_pinned=is_pinned) for is_pinned in (False, True))
     return speed_of(mapped, DEPTH, tokens).prefill_tokens_per_s, speed_of(pinned, DEPTH, tokens).prefill_tokens_per_s
 
 
 def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: Settings, model: Model) -> Speed:
-    """Of the chat job as placed; with a long prompt where weights are copied for it."""
+    """Return the predicted speed with its intervals: in the chat job, or with a long prompt if weights are copied."""
     speed = speed_of(costs, DEPTH, long_prompt(settings)) if placement.copies_weights else found
     return with_intervals(speed, placement, model)
 
@@ -265,7 +287,7 @@ def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: 
 def _lacking(
     job: PlacementJob, resources: Resources, placement: Placement, settings: Settings, *, is_pinned: bool
 ) -> str:
-    """What host memory keeps a larger ubatch away, and what it would read; empty if memory is not the reason."""
+    """Return words on the host memory that the largest ubatch lacks, and its speed; "" if memory is not the reason."""
     if not placement.copies_weights or job.ubatch == UBATCHES_GPU[-1]:
         return ""
     tokens, largest = long_prompt(settings), replace(job, ubatch=UBATCHES_GPU[-1])
@@ -292,7 +314,7 @@ def _lacking(
 def ubatch_words(
     job: PlacementJob, resources: Resources, placement: Placement, settings: Settings, *, is_pinned: bool
 ) -> str:
-    """What a ubatch is taken for; empty where it decides nothing."""
+    """Return the reason for the ubatch in words; "" if the plan uses no GPU, or the default with all on GPUs."""
     if not placement.shares or (placement.is_whole and job.ubatch == UBATCH):
         return ""
     tokens = long_prompt(settings)
@@ -303,7 +325,7 @@ def ubatch_words(
     if job.ubatch == UBATCH:
         if words := _lacking(job, resources, placement, settings, is_pinned=is_pinned):
             return f"llama.cpp's default: {words}"
-        return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
+        return f"llama.cpp's default: a larger one costs more room on the GPU than a prompt of {tokens:,} tokens gains"
     costs = long_costs(job, resources, placement, tokens, is_pinned=is_pinned)
     if placement.copies_weights:
         usual, why = replace(costs, batch=UBATCH), "weights in host memory are copied to the GPU for each: "

@@ -1,9 +1,9 @@
-"""How large the context is and in which type it is kept, and so where the layers lie: one decision. Pure.
+"""Context length and KV cache type, and the placement that follows: one decision. Pure.
 
-Memory carries a context in many ways: more of it is paid for with layers, or experts, that leave the GPU. Candidates
-are, for each type of the cache, the knee (the largest context with everything on the GPUs) and the most that the aim
-pays for. A candidate is judged by its job near empty, and half full where it is larger than 32,768 tokens, against the
-fastest placement of any type.
+A longer context costs speed, because layers or experts leave the GPU for it. For each KV cache type there are two
+candidates: the knee, which is the largest context with everything on the GPUs, and the largest context that the mode
+(`Aim`) accepts. A candidate is judged by the time of a job near empty, and half full if it is larger than 32,768
+tokens, against the fastest placement of any type.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from appliance.values import dataclass
 Aim = Literal["balanced", "speed", "context"]
 BY_CONTEXT: tuple[Aim, ...] = ("speed", "balanced", "context")  # the least first
 KEPT: Mapping[Aim, float] = {"balanced": SPEED_KEPT, "speed": 0.97, "context": 0.0}
-"""Of the fastest plan's speed, what a larger context has to keep."""
+"""Share of the fastest plan's speed that a larger context has to keep."""
 
-GOOD_CONTEXT = 32768  # up to here a context is judged near empty only, and no other type is checked for more
-SMALL_CONTEXT = 4096  # what speeds are compared at
-AS_FAST = 0.9  # of the speed: what an exact cache may cost
-AS_FAST_WITH_LESS = 0.95  # the same where the context is smaller, too
-AS_FAST_HALF_FULL = 0.8  # the same with half of the context in the cache
-MORE_THAN_A_SLIVER = 1.1  # times the context: what a rounder cache has to carry
-HOST_KV_MIB = 4096.0  # of the cache in host memory beside a GPU: each token reads it from there
-NOTICED = 0.97  # a loss of less is not worth a word
-HALF_FULL = "half full"  # of a bound: the rule holds above GOOD_CONTEXT alone
-TOO_LONG = "take longer to read in full"  # of a bound: than `ContextRequest.fill_s`
-NO_FIT, AS_WHOLE = "not fit", "go beyond whole layers"  # what ended a context: see `ContextPlan.bound`
-CHANCE = 0.995  # what differs less is the rounding of whole layers
+GOOD_CONTEXT = 32768  # up to here a context is judged near empty only, and no smaller type is checked for more
+SMALL_CONTEXT = 4096  # context at which placements' speeds are compared
+AS_FAST = 0.9  # share of the speed that a plan with a more exact cache has to keep
+AS_FAST_WITH_LESS = 0.95  # the same if its context is smaller too
+AS_FAST_HALF_FULL = 0.8  # the same for the time of a job at half of the context
+MORE_THAN_A_SLIVER = 1.1  # a less exact type has to carry this many times the context
+HOST_KV_MIB = 4096.0  # most KV cache in host memory with a GPU: each token reads it from there
+NOTICED = 0.97  # a smaller loss of speed is not mentioned
+HALF_FULL = "half full"  # part of a bound: that rule holds above GOOD_CONTEXT only
+TOO_LONG = "take longer to read in full"  # bound: longer than `ContextRequest.fill_s`
+NO_FIT, AS_WHOLE = "not fit", "go beyond whole layers"  # other bounds, see `ContextPlan.bound`
+CHANCE = 0.995  # smaller differences come from the rounding to whole layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Candidate:
     kv_type: str
     context: int
     placed: Placed
-    half_full: float = 0.0  # decode, tokens a second
+    half_full: float = 0.0  # tokens/s of decode with half of the context in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,38 +63,38 @@ class ContextPlan:
     kv_type: str
     context: int
     placed: Placed
-    carried: Mapping[str, int]  # tokens that the aim pays for, by type of the cache
-    knees: Mapping[str, int] = field(default_factory=dict)  # tokens with everything on GPUs, by type; 0: none
+    carried: Mapping[str, int]  # largest context that the mode accepts, by KV cache type
+    knees: Mapping[str, int] = field(default_factory=dict)  # largest context with all on GPUs, by type; 0: none
     ubatch: int = UBATCH
-    bound: str = ""  # what ended it, in words that follow "more would"
-    half_full: float = 0.0  # decode, tokens a second
-    next_tokens: int = 0  # the next context that would be worth its price; 0: there is none, or nobody asks
-    larger: Candidate | None = None  # that context, where it fits
-    others: Mapping[str, Candidate] = field(default_factory=dict)  # with this context in another type, by type
-    before: Candidate | None = None  # what is faster, and smaller: what this one costs
-    limits: Mapping[str, float] = field(default_factory=dict)  # of a job near empty, as `Placed.cost`, by type
-    ideal: tuple[Costs, ...] = ()  # what speeds half full are measured by
-    usual: Candidate | None = None  # what the default ubatch would have, where another is taken
-    usual_knees: Mapping[str, int] = field(default_factory=dict)  # `knees` with that ubatch: its buffer is smaller
-    is_explicit: bool = False
-    full: float = 0.0  # decode with the whole context in the cache, tokens a second
-    fill_s: float = 0.0  # until a prompt that fills the context is read
-    unhurried: ContextPlan | None = None  # what would be taken if `bound` were not the time to read it
-    minds_full: bool = False  # the aim asks for that speed
-    reads_along: bool = False  # and some usable context has it
+    bound: str = ""  # the limit of the context, in words that follow "more would"; "": native length, or --ctx-size
+    half_full: float = 0.0  # tokens/s of decode with half of the context in the cache
+    next_tokens: int = 0  # the next context that is large enough to be worth a price; 0: none, or --ctx-size is set
+    larger: Candidate | None = None  # `next_tokens` of context; None: it does not fit
+    others: Mapping[str, Candidate] = field(default_factory=dict)  # the same context in each other type
+    before: Candidate | None = None  # a faster candidate with a smaller context, which shows the price of this one
+    limits: Mapping[str, float] = field(default_factory=dict)  # longest accepted job near empty, as `Placed.cost`
+    ideal: tuple[Costs, ...] = ()  # costs that speeds half full are compared with
+    usual: Candidate | None = None  # candidate with the default ubatch; None: that ubatch is the one taken
+    usual_knees: Mapping[str, int] = field(default_factory=dict)  # `knees` with the default ubatch's smaller buffer
+    is_explicit: bool = False  # True if --ctx-size is set
+    full: float = 0.0  # tokens/s of decode with the whole context in the cache
+    fill_s: float = 0.0  # seconds to read a prompt that fills the context
+    unhurried: ContextPlan | None = None  # the decision without --fill-minutes; None unless `bound` is TOO_LONG
+    minds_full: bool = False  # True if the mode asks for a readable speed when the context is full
+    reads_along: bool = False  # True if it asks for that, and a usable context has it
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRequest:
     tokens: int
-    is_explicit: bool  # then nothing less will do
-    kinds: tuple[str, ...]  # types of the cache that may be used, the most exact first
+    is_explicit: bool  # True if --ctx-size is set: a smaller context is not accepted
+    kinds: tuple[str, ...]  # KV cache types that may be used, the most exact first
     aim: Aim = "balanced"
-    fill_s: float = 0.0  # that reading a full context may take; 0: any time
+    fill_s: float = 0.0  # seconds that reading a full context may take; 0: no limit
 
     @property
     def floor(self) -> int:
-        """Tokens that come before speed; 0 where none do."""
+        """Context length that is more important than speed; 0 if there is none."""
         return 0 if self.is_explicit or self.aim != "balanced" else min(self.tokens, AGENT_CONTEXT)
 
     def is_below_floor(self, tokens: int, beside: int) -> bool:
@@ -105,8 +105,10 @@ class ContextRequest:
 def choose_context(
     job: PlacementJob, resources: Resources, request: ContextRequest, like: ContextPlan | None = None
 ) -> ContextPlan | None:
-    """None when not even the smallest context fits, or the one that was asked for. `like` is the decision with another
-    ubatch, whose demands are made here, too."""
+    """Return the decision; None if not even the smallest context fits, or the one that was asked for does not.
+
+    `like` is the decision with another ubatch: its limits of speed hold here too.
+    """
     at = _Asked(job, resources, request, like)
     if not at.fast:
         return None
@@ -122,8 +124,10 @@ def same_context(
     like: ContextPlan,
     wins: Callable[[str, Placed], bool],
 ) -> ContextPlan | None:
-    """The context of `like` with another ubatch, and where none is asked for as much more as takes no speed; None where
-    it does not win."""
+    """Return the context of `like` with another ubatch; None if `wins` is False for it.
+
+    If --ctx-size is not set, the context grows as far as that costs no speed.
+    """
     at = _Asked(job, resources, request, like)
     chosen, before = _best(list(at.of(like.context)), at)
     if chosen is None or not wins(chosen.kv_type, chosen.placed):
@@ -161,7 +165,7 @@ def _planned(
 
 
 def _candidates(at: _Asked, request: ContextRequest) -> Iterator[Candidate]:
-    """Knees first, and of each the most exact type first: what comes later has to be better."""
+    """Yield the candidates: knees first, and the most exact type first, because a later one has to be better."""
     of_kinds = [(kind, tokens) for of_all in (at.knees, at.carried) for kind, tokens in of_all.items() if tokens]
     for kind, tokens in dict.fromkeys(of_kinds):
         if placed := at(kind, tokens):
@@ -169,7 +173,7 @@ def _candidates(at: _Asked, request: ContextRequest) -> Iterator[Candidate]:
 
 
 def _best(found: list[Candidate], at: _Asked) -> tuple[Candidate | None, Candidate | None]:
-    """The best, and the one that it was taken in place of where it is slower."""
+    """Return the best candidate, and a faster one that it replaced; None for each that does not exist."""
     if not found:
         return None, None
     best, before = found[0], None
@@ -182,12 +186,12 @@ def _best(found: list[Candidate], at: _Asked) -> tuple[Candidate | None, Candida
 
 
 def enough_of(request: ContextRequest) -> int:
-    """Tokens beyond which no type is checked that was not shown to be harmless."""
+    """Return the context length that is enough: no quality check of a KV cache type is worth more tokens."""
     return request.tokens if request.is_explicit or request.aim == "context" else min(request.tokens, GOOD_CONTEXT)
 
 
 class _Asked:
-    """Placements of one model by type of the cache and context, each found once, and how they compare."""
+    """Placements of one model by KV cache type and context, each searched once, and comparisons between them."""
 
     def __init__(
         self, job: PlacementJob, resources: Resources, request: ContextRequest, like: ContextPlan | None
@@ -214,13 +218,16 @@ class _Asked:
 
     @cached_property
     def knees(self) -> dict[str, int]:
-        """By type, tokens with everything on GPUs; 0 where the weights alone do not fit there."""
+        """Largest context with everything on GPUs, by type; 0 if the weights alone do not fit there."""
         return {kind: self._knee(kind) for kind in self._request.kinds} if self._resources.devices else {}
 
     @cached_property
     def carried(self) -> dict[str, int]:
-        """By type, tokens that the aim pays for. For the native length `balanced` pays a little more, where no type has
-        it for less, and in the type with the most: exactness is no reason to pay it."""
+        """Largest context that the mode accepts, by type.
+
+        Mode `balanced` gives up a little more speed for the native length, if no type reaches it otherwise. Only the
+        type with the longest context gets that, whether it is exact or not.
+        """
         found = {kind: max(self._paid(kind), self.knees.get(kind, 0)) for kind in self._request.kinds}
         most = max(found, key=lambda kind: found[kind])
         if found[most] and self._is_native_paid(most):
@@ -233,7 +240,10 @@ class _Asked:
         return self._most(lambda tokens: self._is_paid(kind, tokens) and self._is_whole(kind, tokens))
 
     def _paid(self, kind: str) -> int:
-        """Of experts attention stays on the GPUs where that leaves a usable context."""
+        """Return the largest context that the mode accepts with this type; 0 if none.
+
+        For mixture-of-experts models attention stays on the GPUs, if that leaves a usable context.
+        """
         if kind not in self.fast:
             return 0
         least = min(self._request.tokens, SMALLEST_CONTEXT)
@@ -244,7 +254,10 @@ class _Asked:
         return self._most(lambda tokens: self._is_paid(kind, tokens))
 
     def _is_native_paid(self, kind: str) -> bool:
-        """With attention on the GPUs, near empty and half full."""
+        """Return True if `balanced` accepts the native length at the lower share of speed (`speed_kept`).
+
+        Attention has to be on the GPUs, and the share has to hold near empty and half full.
+        """
         native = self._request.tokens
         placed = self(kind, native)
         if self._request.aim != "balanced" or placed is None or not self._attends_on_gpus(kind, native):
@@ -260,7 +273,10 @@ class _Asked:
         return placed is not None and placed.placement.is_whole
 
     def _can_read_along(self) -> bool:
-        """With a usable context that is full. Where no type of the cache can, the largest is as good as another."""
+        """Return True if some type decodes at a readable speed with a usable context that is full.
+
+        If none does, that speed is not asked for, and the largest context is taken.
+        """
         least = min(self._request.tokens, SMALLEST_CONTEXT)
         return any(self._is_readable(kind, least, placed) for kind in self.fast if (placed := self(kind, least)))
 
@@ -268,11 +284,11 @@ class _Asked:
         return self._costs(kind, placed).decode_ms(tokens) * READABLE_TOKENS_PER_S <= 1000
 
     def _is_paid(self, kind: str, tokens: int) -> bool:
-        """Whether the aim pays for that context: near empty, and half full where it is larger than most need."""
+        """Return True if the mode accepts this context: near empty, and half full above GOOD_CONTEXT."""
         return not self._objection(kind, tokens)
 
     def _objection(self, kind: str, tokens: int) -> str:
-        """Why the aim does not pay for it, in words that follow "more would"; empty where it does."""
+        """Return why the mode does not accept this context, in words that follow "more would"; "" if it does."""
         placed = self(kind, tokens)
         if placed is None:
             return NO_FIT
@@ -290,8 +306,11 @@ class _Asked:
         return self._objection_half_full(kind, tokens, placed) if tokens > GOOD_CONTEXT and not is_quick else ""
 
     def _is_too_long(self, kind: str, tokens: int, placed: Placed) -> bool:
-        """To read in full, for more than the least that clients work with. On GPUs alone nothing else takes what its
-        cells would leave."""
+        """Return True if reading the full context takes longer than `fill_s`.
+
+        False up to the smallest context that clients work with. False if everything is on GPUs too: memory that a
+        shorter context would free has no other use there.
+        """
         limit_s = 0.0 if self._request.is_explicit or placed.placement.is_whole else self._request.fill_s
         return 0 < limit_s < self.fill_s(kind, tokens, placed) and tokens > min(self._request.tokens, SMALLEST_CONTEXT)
 
@@ -299,21 +318,28 @@ class _Asked:
         return self._costs(kind, placed).prefill_ms(tokens, tokens / 2) / 1000
 
     def _is_quick(self, kind: str, tokens: int, placed: Placed) -> bool:
-        """Half full."""
+        """Return True if decode reaches QUICK_TOKENS_PER_S with half of the context in the cache."""
         return self._costs(kind, placed).decode_ms(tokens / 2) * QUICK_TOKENS_PER_S <= 1000
 
     def _is_paid_empty(self, kind: str, placed: Placed | None) -> bool:
         return placed is not None and placed.cost <= self.limits[kind]
 
     def _cost_limits(self) -> dict[str, float]:
-        """By type. Without a GPU a larger context takes nothing from the speed near empty: each has its own."""
+        """Return the longest accepted job near empty for each type, as `Placed.cost`.
+
+        With a GPU the fastest type sets the limit of all. Without one, each type has its own: there a larger context
+        does not change the speed near empty.
+        """
         share = self._share or 1e-9
         costs = {kind: each.cost for kind, each in self.fast.items()}
         least = min(costs.values(), default=0)
         return {kind: (least if self._resources.devices else cost) / share for kind, cost in costs.items()}
 
     def _objection_half_full(self, kind: str, tokens: int, placed: Placed) -> str:
-        """Attention in host memory beside a GPU has to stay readable, too."""
+        """Return why the context is too slow half full, as `_objection` does.
+
+        If attention runs on the CPU beside a GPU, decode has to reach READABLE_TOKENS_PER_S too.
+        """
         costs = self._costs(kind, placed)
         if placed.placement.cpu_layers and costs.decode_ms(tokens / 2) * READABLE_TOKENS_PER_S > 1000:
             return f"decode less than {READABLE_TOKENS_PER_S:g} tok/s {HALF_FULL}, with attention on the CPU"
@@ -325,7 +351,7 @@ class _Asked:
         return job_ms(self._costs(kind, placed), tokens / 2) * share <= fastest
 
     def bound(self, chosen: Candidate) -> str:
-        """What kept it from being larger, as `_objection`."""
+        """Return what kept the context from being larger, in words that follow "more would"; "" if nothing did."""
         more = chosen.context + CONTEXT_STEP
         if chosen.context >= self._request.tokens:
             return ""
@@ -350,11 +376,11 @@ class _Asked:
         return placed is not None and not (placed.placement.cpu_layers or not placed.placement.shares)
 
     def of(self, tokens: int) -> Iterator[Candidate]:
-        """Each type of the cache with that context."""
+        """Yield a candidate with that context for each KV cache type with which it fits."""
         yield from (found for kind in self._request.kinds if (found := self.candidate(kind, tokens)))
 
     def grown(self, found: Candidate) -> Candidate:
-        """The largest context of its type that is as fast near empty, and that the aim pays for."""
+        """Return the largest context of the same type that is as fast near empty and that the mode accepts."""
 
         def is_free(tokens: int) -> bool:
             placed = self(found.kv_type, tokens)
@@ -365,10 +391,15 @@ class _Asked:
         return (self.candidate(found.kv_type, tokens) if tokens > found.context else None) or found
 
     def is_better(self, new: Candidate, old: Candidate) -> bool:
-        """Exactness wins ties: a type is given up for a rounder one that carries 1.5 times as much, or a tenth more and
-        is not slower with as much, or is faster with as much: by a tenth (a twentieth, and carries more), or by a
-        quarter half full. More of the same type has to be 1.5 times as much; below what clients work with, where it
-        reaches what agents work with, and where context is the aim, any more will do."""
+        """Return True if `new` is better than `old`, which comes earlier in `_candidates`.
+
+        A context that is 1.5 times as long wins. Any longer context wins if the old one is below what clients work
+        with, if only the new one reaches what agents work with, or in mode `context`.
+
+        Another type also wins if it carries a tenth more and is no slower at the old context. It wins with as much
+        context if it is faster: by a tenth near empty (a twentieth if it carries more), or by a quarter half full. A
+        type below q8_0 does not replace another type whose context is long enough (`enough_of`).
+        """
         if new.kv_type not in (*TRUSTED, old.kv_type) and old.context >= enough_of(self._request):
             return False
         least = min(self._request.tokens, SMALLEST_CONTEXT)
@@ -384,7 +415,7 @@ class _Asked:
         return self._is_clearly_faster(new, old)
 
     def _is_clearly_faster(self, new: Candidate, old: Candidate) -> bool:
-        """Near empty, or half full and near empty as fast."""
+        """Return True if `new` is clearly faster near empty, or as fast near empty and clearly faster half full."""
         exact_for = AS_FAST if new.context == old.context else AS_FAST_WITH_LESS
         if new.placed.cost < max(exact_for, self._share) * old.placed.cost:
             return True
@@ -395,7 +426,10 @@ class _Asked:
         return self._job_ms(new.kv_type, new.placed, depth) <= AS_FAST_HALF_FULL * half_full
 
     def _is_as_fast_there(self, kind: str, old: Candidate) -> bool:
-        """With the context of the other, near empty, and half full but for what exactness may cost."""
+        """Return True if `kind` is no slower than `old` at old's context.
+
+        Half full it may be slower by a tenth (AS_FAST).
+        """
         placed = self(kind, old.context)
         if placed is None or placed.cost * CHANCE > old.placed.cost:
             return False
@@ -407,7 +441,7 @@ class _Asked:
         return tokens if tokens > chosen.context and self._resources.devices else 0
 
     def faster(self, chosen: Candidate) -> Candidate | None:
-        """A small context, where that is so by more than a word is worth."""
+        """Return a small context of the same type, if it is faster by more than NOTICED; else None."""
         small = self.fast.get(chosen.kv_type)
         if small is None or chosen.placed.cost * NOTICED <= small.cost:
             return None
@@ -428,12 +462,15 @@ class _Asked:
         return placement_costs(job, self._resources, placed.placement, is_pinned=is_pinned)
 
     def _without_host_cache(self, kind: str, placed: Placed) -> Costs:
-        """What a larger context is measured by half full: attention in host memory counts as a loss beside a GPU."""
+        """Return the costs that speeds half full are compared with.
+
+        With a GPU they leave out attention in host memory, so that attention there counts as a loss.
+        """
         costs = self._costs(kind, placed)
         return replace(costs, cpu_depth_us=0.0) if placed.placement.shares else costs
 
     def _most(self, holds: Callable[[int], bool]) -> int:
-        """The largest multiple of the step, at most the request padded, for which it holds; 0 for none."""
+        """Return the largest multiple of CONTEXT_STEP up to the request for which `holds` is True; 0 if none."""
         low, high = 0, padded(self._request.tokens) // CONTEXT_STEP
         if holds(high * CONTEXT_STEP):
             return high * CONTEXT_STEP

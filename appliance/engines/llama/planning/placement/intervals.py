@@ -1,7 +1,7 @@
-"""How far predicted speeds are off: intervals that hold 80 % of the results they were compared with. Pure.
+"""Intervals of predicted speeds: 80 % of the results that predictions were compared with lie within them. Pure.
 
-`python3 -m benchmarks.speed_model` makes the figures from the half of the published results that constants were fitted
-to, and says how many of the other half lie within them.
+`python3 -m benchmarks.speed_model` computes the figures from the half of the published results that the constants are
+fitted to. It also tells how many results of the other half lie within the intervals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from appliance.plan import Placement, Speed
 
 Group = Literal["one card", "mixture on one card", "several cards", "card and host", "CPU"]
 
-# By group: of the logarithm of a prediction's ratio to the result, what 80 % stay below, of decode and of prefill.
+# For decode and prefill: 80 % of a group's results have |ln(prediction / result)| below this.
 SPREADS: Mapping[Group, tuple[float, float]] = {
     "one card": (0.1, 0.1),
     "mixture on one card": (0.15, 0.24),
@@ -25,7 +25,7 @@ SPREADS: Mapping[Group, tuple[float, float]] = {
 
 
 def group_of(placement: Placement, model: Model) -> Group:
-    """Return the group of results that a plan is like."""
+    """Return the group whose results are like this plan."""
     if not placement.shares:
         return "CPU"
     if not placement.is_whole:

@@ -1,4 +1,4 @@
-"""How long a job takes with so much in the cache: of a placement, from the parts of its costs. Pure."""
+"""Time of a job on a placement, at a given depth of the KV cache. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Placement, Sp
 def placement_costs(
     job: PlacementJob, resources: Resources, placement: Placement, *, is_pinned: bool = False, prompt: int = 0
 ) -> Costs:
-    """Pinned weights, which are loaded and not mapped, are copied to a GPU at the rate of pinned memory. `prompt` are
-    the tokens of one that is read, if they are not the chat job's."""
+    """Return the costs of a placement.
+
+    `is_pinned`: weights in host memory are pinned, and copied to a GPU at the rate of pinned memory. `prompt` is the
+    length of the prompt in tokens; 0: that of the chat job.
+    """
     devices = {device.id: device for device in resources.devices}
     upload = devices[placement.shares[0].gpu.id] if placement.shares else None
     if upload:
@@ -27,7 +30,7 @@ def job_ms(costs: Costs, depth: float, *, tokens_in: int = CHAT_TOKENS_IN, token
 
 
 def speed_of(costs: Costs, depth: float, tokens_in: int) -> Speed:
-    """Of the chat job with a prompt of `tokens_in` tokens, `depth` in the cache."""
+    """Return the speed in a chat job with a prompt of `tokens_in` tokens, at `depth` tokens in the KV cache."""
     return Speed(
         decode_tokens_per_s=1000 / costs.decode_ms(depth),
         prefill_tokens_per_s=1000 * tokens_in / costs.prefill_ms(tokens_in, depth),

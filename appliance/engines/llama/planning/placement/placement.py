@@ -1,10 +1,10 @@
-"""Which layers lie where: the fastest placement that fits, found exactly, for one context and one type of KV cache.
+"""Placement of layers on GPUs and CPU: the fastest that fits, found exactly, for one context and one KV cache type.
 
 The engine gives each GPU a contiguous run of layers, the CPU the first ones, the last GPU the output. Decode visits
-devices one after another, so the time of a job is a sum over layers, and the best runs are found by dynamic
-programming: best[j] = min over i of best[i] + time of layers i..j on the next device. A run may be empty, so every
-subset of the cards is among the candidates, and a slow card is left out when that is faster. Where the split by memory
-and bandwidth is as fast but for noise, it is taken.
+devices one after another, so the time of a job is a sum over layers. Dynamic programming finds the best runs:
+best[j] = min over i of best[i] + time of layers i..j on the next device. A run may be empty, so every subset of the
+cards is a candidate, and a slow card is left out if that is faster. A split by memory x bandwidth is preferred if it
+is as fast within noise.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from appliance.model import Layer, Model
 from appliance.plan import Costs, Device, GpuAllocation, Memory, Placement, Speed
 from appliance.values import dataclass
 
-EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
-# More picoseconds than any job takes. The second number is how full the fullest card is: it decides between equals.
+EVEN_FOR = 0.03  # share of the time that an even split may cost: measuring could not tell it from chance
+# Job time in picoseconds, longer than any job, and how full the fullest card is, which decides between equal times.
 _NEVER = (1 << 80, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementJob:
-    """One model at one context: what is asked of the machine. The two numbers are set where a user fixed them."""
+    """One model at one context length, to be placed on a machine."""
 
     model: Model
     context: int
@@ -47,21 +47,21 @@ class PlacementJob:
     ubatch: int
     parallel: int
     projector_on_host: bool = False
-    gpu_layers: int | None = None
-    cpu_expert_layers: int | None = None
-    has_flash: bool = True
+    gpu_layers: int | None = None  # --gpu-layers; None: not set
+    cpu_expert_layers: int | None = None  # --n-cpu-moe; None: not set
+    has_flash: bool = True  # False if GPUs have no flash attention kernel for the model's heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """`spare_mib` of host memory is there for weights, caches and buffers: what else is needed is taken off."""
+    """Resources of the machine that a job is placed on."""
 
     devices: tuple[Device, ...]
-    spare_mib: float
-    dram_gb_s: float  # what kernels reach
-    memory_gb_s: float = 0.0  # of the memory itself, measured or assumed
+    spare_mib: float  # host memory for weights, caches and buffers; other needs are already taken off
+    dram_gb_s: float  # bandwidth that kernels reach
+    memory_gb_s: float = 0.0  # bandwidth of the memory itself, measured or assumed
     dram_is_measured: bool = True
-    is_pinned: bool = False  # host weights are loaded, and so copied to a GPU at the rate of pinned memory
+    is_pinned: bool = False  # True if host weights may be pinned, so they are copied to a GPU at that rate
     cpu: CpuRates | None = None
     tables: dict[tuple[object, ...], _Table] = field(default_factory=dict, compare=False, repr=False)
 
@@ -71,11 +71,11 @@ class Placed:
     placement: Placement
     host: Memory
     speed: Speed
-    cost: int  # of the chat job, picoseconds, at its fastest; the placement may give up EVEN_FOR of it
+    cost: int  # picoseconds of the chat job in the fastest split; `placement` may be slower by EVEN_FOR
 
 
 def place(job: PlacementJob, resources: Resources) -> Placed | None:
-    """The fastest that fits; None when none does. More memory or one more GPU never makes it slower."""
+    """Return the fastest placement that fits; None if none does. More memory or one more GPU never makes it slower."""
     last = _last_expert_layer(job.model)
     sizes = _sizes_of(job)
     found: list[Placed] = []
@@ -83,15 +83,15 @@ def place(job: PlacementJob, resources: Resources) -> Placed | None:
         table = _table(job, resources, devices)
         choices = _expert_choices(sizes, resources, devices, is_pipeline, last, table)
         of_team = [_Search(sizes, resources, devices, n, is_pipeline, table, may_use_cpu=False).best() for n in choices]
-        # Where GPUs pay and hold all of it, no layer on the CPU makes it faster, and that search is the longest.
+        # If GPUs hold everything and are clearly faster, layers on the CPU cannot help, and that search takes longest.
         if not (any(of_team) and table.gpus_pay):
-            # Experts leave the GPUs before whole layers do: most of the bytes, of which a token reads few.
+            # Experts leave the GPUs before whole layers do: they are most of the bytes, and a token reads few of them.
             away = last if job.cpu_expert_layers is None else choices[-1]
             of_team.append(_Search(sizes, resources, devices, away, is_pipeline, table, may_use_cpu=True).best())
         found += [placed for placed in of_team if placed]
         if len(devices) == 1 and found and is_unbeatable(found[0].placement, resources.devices):
             return found[0]
-    # Without a GPU the two numbers fix nothing.
+    # Without a GPU --gpu-layers and --n-cpu-moe have no effect.
     if not resources.devices or (job.gpu_layers in (None, 0) and job.cpu_expert_layers in (None, 0)):
         on_cpu = _Search(sizes, resources, (), 0, False, _table(job, resources, ()), may_use_cpu=True).best()
         found += [on_cpu] if on_cpu else []
@@ -99,24 +99,23 @@ def place(job: PlacementJob, resources: Resources) -> Placed | None:
 
 
 def is_unbeatable(placement: Placement, devices: tuple[Device, ...]) -> bool:
-    """Everything on the fastest card."""
+    """Return True if everything lies on the fastest card, so that no other placement needs to be tried."""
     return placement.is_whole and [share.gpu.id for share in placement.shares] == [devices[0].id]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """What each layer costs, and the output after the last: on the CPU, on each GPU, and there with its experts on the
-    CPU."""
+    """Costs of each layer, and of the output after the last layer."""
 
     cpu: tuple[Cost, ...]
-    gpus: tuple[tuple[Cost, ...], ...]
-    apart: tuple[tuple[Cost, ...], ...]
-    gpus_pay: bool  # every layer is at most half as long on any GPU: then the CPU gets none that fits on one
+    gpus: tuple[tuple[Cost, ...], ...]  # for each GPU
+    apart: tuple[tuple[Cost, ...], ...]  # for each GPU, with the layer's experts on the CPU
+    gpus_pay: bool  # True if every layer takes at most half the CPU's time on any GPU
 
 
 def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...]) -> _Table:
-    """Costs do not depend on the context, so they are computed once a start."""
-    # By identity: a start plans one model, and a hash by value would walk all its layers each time.
+    """Return the layers' costs on these devices. They do not depend on the context, so a start computes them once."""
+    # The model is keyed by identity: a start plans one model, and a hash by value would walk all its layers each time.
     key = (id(job.model), job.kv_type, job.ubatch, tuple(device.id for device in devices))
     if key not in resources.tables:
         upload = upload_of(devices[0], is_pinned=resources.is_pinned) if devices else None
@@ -126,7 +125,7 @@ def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...])
 
 
 def roofline_of(job: PlacementJob, resources: Resources, upload: Device | None) -> Roofline:
-    """`upload` is the GPU that host weights are copied to."""
+    """Return the roofline of a job. `upload` is the GPU that host weights are copied to; None: there is none."""
     return Roofline(
         model=job.model,
         kv_type=job.kv_type,
@@ -138,7 +137,7 @@ def roofline_of(job: PlacementJob, resources: Resources, upload: Device | None) 
 
 
 def upload_of(device: Device, *, is_pinned: bool) -> Device:
-    """The GPU as host weights are copied to it."""
+    """Return the GPU with the rate at which host weights are copied to it: pinned or pageable memory."""
     return replace(device, upload_gb_s=max(device.upload_gb_s, device.pinned_gb_s)) if is_pinned else device
 
 
@@ -164,12 +163,15 @@ def _job_costs(roofline: Roofline, layers: tuple[Layer, ...], devices: tuple[Dev
 
 
 def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bool]]:
-    """Each device alone, and each with all that follow: the first of a team is always used, others may not. Weights on
-    the host are copied to the first, so that each with a faster link than the fastest leads all others once.
+    """Yield the teams of devices to search, each with True if it is a pipeline, which keeps inputs several times.
 
-    Alone there is no pipeline, whose inputs are kept several times. Slices of a GPU work alone: a CUDA process sees one
-    (NVIDIA's MIG user guide, "CUDA Device Enumeration"). A team that begins with a device which is no better than the
-    one before has nothing that the team of that one has not: of eight equal cards one alone and all are looked at.
+    Teams are each device alone, and each device with all that follow. The first device of a team is always used, the
+    others may be left empty. Weights on the host are copied to the first device, so each device with a faster link
+    than the fastest card leads one team with all others.
+
+    Slices of a GPU work alone, because a CUDA process sees one (NVIDIA's MIG user guide, "CUDA Device Enumeration"). A
+    team whose first device is no better than the one before it is skipped: the team of that one includes it. For eight
+    equal cards two teams are searched, one card alone and all.
     """
     for at, device in enumerate(devices):
         if not any(_is_as_good(other, device) for other in devices[:at]):
@@ -184,7 +186,10 @@ def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bo
 
 
 def _is_as_good(device: Device, other: Device) -> bool:
-    """In all that a placement is made by. What is unknown of one only may be worse."""
+    """Return True if `device` is at least as good as `other` in every figure that placements depend on.
+
+    If a figure is unknown for one of them, only equal devices count as good.
+    """
     if (device.is_unified, device.is_slice) != (other.is_unified, other.is_slice):
         return False
     return _figures(device) == _figures(other) or (
@@ -194,7 +199,7 @@ def _is_as_good(device: Device, other: Device) -> bool:
 
 
 def _figures(device: Device) -> tuple[float, ...]:
-    """The more the better."""
+    """Return the figures that placements depend on; larger is better."""
     return (
         device.free_mib,
         device.bandwidth_gb_s,
@@ -209,8 +214,11 @@ def _figures(device: Device) -> tuple[float, ...]:
 def _expert_choices(
     sizes: _Sizes, resources: Resources, devices: tuple[Device, ...], is_pipeline: bool, last: int, table: _Table
 ) -> tuple[int, ...]:
-    """How many layers' experts to keep in host memory: the fewest that fit, also without the slower cards, which some
-    experts more may make needless; and all, each GPU or DRAM being faster."""
+    """Return the numbers of layers to try whose experts stay in host memory.
+
+    They are the fewest with which the rest fits; the fewest without the slower cards, which then are not needed; and
+    all layers, unless every GPU is clearly faster than the CPU. --n-cpu-moe gives the only number if it is set.
+    """
     asked = sizes.job.cpu_expert_layers
     if asked is not None:
         return (min(asked, last),)
@@ -226,7 +234,7 @@ def _expert_choices(
         return high
 
     counts = [fewest(devices)]
-    if len(devices) == len(resources.devices):  # of the other teams it would take seconds with eight cards
+    if len(devices) == len(resources.devices):  # for the other teams too it would take seconds with eight cards
         slower = (at for at in range(1, len(devices)) if devices[at].bandwidth_gb_s < devices[at - 1].bandwidth_gb_s)
         counts += [fewest(devices[:at]) for at in slower]
     return tuple(dict.fromkeys(counts if table.gpus_pay else (*counts, last)))
@@ -239,26 +247,26 @@ def _last_expert_layer(model: Model) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """MiB of a job that every search for its placement starts from. Sums are over the first j positions, at index j."""
+    """Sizes of a job that all its searches share, MiB. Sums over the first j positions are at index j."""
 
     job: PlacementJob
     layers: tuple[Layer, ...]
     ubatch: int
     kv: tuple[float, ...]
     state: tuple[float, ...]
-    widest_dense: tuple[float, ...]  # bytes of half a layer, the widest of the first j
-    widest_kv: tuple[float, ...]  # of one layer, the widest of the first j
+    widest_dense: tuple[float, ...]  # bytes of half the dense weights of the largest of the first j layers
+    widest_kv: tuple[float, ...]  # KV cache of the largest of the first j layers
     mask: float
-    compute: float  # of a device's graph
+    compute: float  # compute buffer of a device
     logits: float
-    flash: float  # copies of the widest layer's K and V on a GPU: any run of layers has such a one but for a few
-    projector: float  # on a GPU; on the host, `host_projector`
-    host_projector: float
+    flash: float  # f16 copies of the largest layer's K and V on a GPU; nearly every run of layers has such a layer
+    projector: float  # if it lies on a GPU
+    host_projector: float  # if it lies in host memory
 
 
 def _sizes_of(job: PlacementJob) -> _Sizes:
     layers = layers_of(job.model)
-    loaded = [None if layer.is_draft else layer for layer in layers]  # counted by --gpu-layers, and not loaded
+    loaded = [None if layer.is_draft else layer for layer in layers]  # --gpu-layers counts draft layers too
     cells_of = (job.kv_type, job.context, job.ubatch, job.parallel)
     kv = _added(layer_kv_bytes(layer, *cells_of) / MIB if layer else 0.0 for layer in loaded)
     state = _added(layer.state_bytes * job.parallel / MIB if layer else 0.0 for layer in loaded)
@@ -285,12 +293,15 @@ def _sizes_of(job: PlacementJob) -> _Sizes:
 
 
 def _added(sizes: Iterable[float]) -> tuple[float, ...]:
-    """The output, the last position, takes none of it."""
+    """Return the running sums of the layers' sizes. The output, the last position, adds nothing."""
     return tuple(itertools.accumulate((*sizes, 0.0), initial=0.0))
 
 
 class _Search:
-    """Layers are positions 0..n-1, the output is position n; sums over the first j of them are at index j."""
+    """Search of the best placement on one team of devices, with a fixed number of layers' experts on the CPU.
+
+    Layers are positions 0..n-1, the output is position n. Sums over the first j positions are at index j.
+    """
 
     def __init__(
         self,
@@ -318,13 +329,14 @@ class _Search:
         is_on_gpu = bool(devices) and not self._job.projector_on_host
         self._projector_mib = sizes.projector if is_on_gpu else 0.0
         self._host_projector_mib = 0.0 if is_on_gpu else sizes.host_projector
-        # Of a run by its first position: on the first device, and on another, where the output alone attends nothing.
+        # Memory of a run besides its layers, by its first position: on the first device, and on the others. The output
+        # alone has no attention, so it needs no copies of K and V.
         first = sizes.flash + self._projector_mib
         self._beside = ([size + first for size in self._copies()], [*[sizes.flash] * (self._count - 1), 0.0, 0.0])
         self._first_free = self._least_on_cpu(may_use_cpu)
 
     def _least_on_cpu(self, may_use_cpu: bool) -> range:
-        """How many first positions may lie on the CPU."""
+        """Return the range of the number of first positions that may lie on the CPU."""
         asked = self._job.gpu_layers
         if asked is not None and self._devices:
             fixed = max(0, self._count - asked)
@@ -334,11 +346,10 @@ class _Search:
         return range(self._count if may_use_cpu else 1)
 
     def _weights_by_position(self) -> tuple[list[float], float]:
-        """MiB that weights take where they lie, and experts of the first layers, which lie in host memory whatever
-        happens."""
+        """Return the running sums of weights without experts on the CPU, and the size of those experts, both in MiB."""
         weights, experts = [0.0], 0.0
         for at, layer in enumerate(self._layers):
-            is_loaded = not layer.is_draft  # a draft layer is counted by --gpu-layers, and not loaded
+            is_loaded = not layer.is_draft  # --gpu-layers counts a draft layer, but it is not loaded
             away = layer.expert_bytes if at < self._experts_on_cpu and is_loaded else 0
             experts += away / MIB
             size = (layer.dense_bytes + layer.expert_bytes - away) / MIB if is_loaded else 0.0
@@ -347,20 +358,23 @@ class _Search:
         return weights, experts
 
     def _copies(self) -> list[float]:
-        """By the number of layers on the CPU: host weights are copied to the first device for a batch, two matrices at
-        a time, of experts or of a layer on the CPU. So are K and V of such a layer, since its attention is computed
-        there from 32 tokens on (ggml-backend.cpp, ggml_backend_sched_split_graph: "expand gpu up")."""
-        # Of the three matrices of an expert, gate, up and down, two are there at a time.
+        """Return the MiB that the first device needs for copies of host weights, by the number of layers on the CPU.
+
+        For a batch, two matrices at a time are copied to it, of experts or of a layer on the CPU. K and V of such a
+        layer are copied too, because its attention runs there for 32 tokens or more (ggml-backend.cpp,
+        ggml_backend_sched_split_graph: "expand gpu up").
+        """
+        # Two of an expert's three matrices (gate, up, down) are there at a time.
         experts = 2 / 3 * max((layer.expert_bytes for layer in self._layers[: self._experts_on_cpu]), default=0)
         widest = zip(self._sizes.widest_dense, self._sizes.widest_kv, strict=True)
         return [max(experts, dense) / MIB + cache for dense, cache in widest]
 
     def is_possible(self) -> bool:
-        """Whether GPUs can hold everything but the experts in host memory, and the host those; time is no matter."""
+        """Return True if the host can hold the experts that stay there, and the GPUs the rest, at any speed."""
         return self._host(0).total <= self._resources.spare_mib and self._fills(0) == self._count
 
     def _fills(self, start: int) -> int:
-        """How far the devices reach from `start`, each as full as it goes."""
+        """Return the position that the devices reach from `start` if each is filled as far as possible."""
         reached = start
         for at in range(len(self._devices)):
             ends = range(self._count, reached, -1)
@@ -396,7 +410,7 @@ class _Search:
         )
 
     def _host(self, cpu_layers: int) -> Memory:
-        """Of host memory: the embedding always, the first layers, experts that are kept away from GPUs."""
+        """Return the host memory: the embedding, the first `cpu_layers` layers, and the experts that stay there."""
         model = self._job.model
         all_of_it = cpu_layers == self._count
         weights = (
@@ -414,7 +428,7 @@ class _Search:
         )
 
     def _outside_mib(self) -> float:
-        """What is in no layer and not the output: the token embedding, and whatever a header does not name."""
+        """Return the MiB of weights that are looked up by row, as the token embedding: they stay in host memory."""
         return self._job.model.embedding_bytes / MIB
 
     def best(self) -> Placed | None:
@@ -432,8 +446,11 @@ class _Search:
         return self._placed(self._evened(ends, cost, costs), cost)
 
     def _evened(self, ends: tuple[int, ...], cost: int, costs: list[list[int]]) -> tuple[int, ...]:
-        """The same cards, split by memory x bandwidth, if they are no slower than chance would make them: a card that
-        is filled to its brim has no room for what nobody foresaw."""
+        """Return the ends of a split by memory x bandwidth over the same cards; `ends` if that costs too much.
+
+        It has to fit, and to cost at most EVEN_FOR. A card that is filled completely has no room for needs that the
+        plan did not foresee.
+        """
         used = [at for at, (start, end) in enumerate(itertools.pairwise(ends)) if end > start]
         if len(used) < 2:
             return ends
@@ -454,21 +471,22 @@ class _Search:
     def _next(
         self, at: int, cost: list[int], best: list[tuple[int, float]], came: list[tuple[int, ...]]
     ) -> tuple[list[tuple[int, float]], list[tuple[int, ...]]]:
-        """One more device: for each j the best run i..j of it, or none."""
+        """Return `best` and `came` with one more device: for each j its best run i..j, or an empty run."""
         is_last = at == len(self._devices) - 1
-        is_needed = at == 0  # the first of a team: without it this is another team's plan
+        is_needed = at == 0  # the first of a team must be used: plans without it belong to another team
         chosen = [_NEVER] * len(best) if is_needed else list(best)
         ends = [() if is_needed or not row else (*row, row[-1]) for row in came]
         held, rooms = self._held, [self._room(at, i) for i in range(self._count)]
         beside = self._beside[at > 0]
         is_unified = self._devices[at].is_unified
         for j in (self._count,) if is_last else range(1, self._count + 1):
-            # What lies beside does not grow with the run: the sum that ends the loop is without it, and `need` has it.
+            # `most` leaves out `beside`, which depends on the first position: the loop may end only if every longer run
+            # is too large. `need` includes it.
             most = held[j] + self._buffer_mib + (self._sizes.logits if j == self._count else 0.0)
             for i in range(j - 1, -1, -1):
                 if most - held[i] > rooms[i]:
-                    # An earlier beginning is a longer run: it needs more, and a card's room stays what it is.
-                    if is_unified:  # fewer layers on the CPU leave it more room
+                    # A run that begins earlier is longer and needs more, and a card's room does not depend on it.
+                    if is_unified:  # but with shared memory, fewer layers on the CPU leave more room
                         continue
                     break
                 need = most - held[i] + beside[i]
@@ -481,7 +499,7 @@ class _Search:
         return chosen, ends
 
     def _row(self, at: int) -> tuple[Cost, ...]:
-        """What positions cost on a device."""
+        """Return the costs of all positions on a device: the first layers with their experts on the CPU."""
         first = self._table.apart[at][: self._experts_on_cpu]
         return (*first, *self._table.gpus[at][self._experts_on_cpu :])
 
@@ -496,7 +514,7 @@ class _Search:
         shares = tuple(
             GpuAllocation(
                 gpu=device,
-                # The engine numbers the cards that it is shown, and it is shown those that are used (server.py).
+                # The engine numbers the cards that are visible to it, and only the used ones are (server.py).
                 device=f"CUDA{at}",
                 layers=end - start,
                 memory=self._need(int(at > 0), start, end),
@@ -520,5 +538,5 @@ class _Search:
 
 
 def _sums(row: tuple[Cost, ...]) -> list[int]:
-    """Of the chat job, for the first j positions at index j."""
+    """Return the running sums of the chat job's cost: the first j positions at index j."""
     return [0, *itertools.accumulate(cost.job for cost in row)]

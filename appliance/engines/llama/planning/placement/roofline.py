@@ -1,12 +1,12 @@
-"""What layers cost, from bandwidths and arithmetic: on a GPU, the CPU, or a GPU with their experts on the CPU. Pure.
+"""Costs of layers, from bandwidths and arithmetic: on a GPU, on the CPU, or on a GPU with experts on the CPU. Pure.
 
-Decode reads every weight of a layer once a token, of routed experts those that are used, and the cache as deep as it is
-filled. Prefill reads them once a batch, and multiplies every token of it with them; what a card or a core reaches of
-both is by its class (rates.py). Weights in host memory are copied to a GPU for a batch of 32 tokens or more
-(llama.cpp's op-offload), one copy after the other with the work, so the times add up.
+For each token, decode reads every weight of a layer once (of routed experts only those that are used), and the filled
+part of the KV cache. Prefill reads the weights once a batch, and multiplies every token of the batch with them.
+rates.py has the rates that cards and cores reach. Weights in host memory are copied to a GPU for a batch of 32 tokens
+or more (llama.cpp's op-offload). Copies and work alternate, so their times add up.
 
-The parts stay apart in `Costs`, since each is off by a factor of its own that measuring finds (tune/refit.py); `Cost`
-adds them up for the chat job that placements are compared by.
+`Costs` keeps the parts apart, because each is off by a factor of its own that measuring finds (tune/refit.py). `Cost`
+adds them up for the chat job, by which placements are compared.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ HOP_MS = assumptions.HOP_US.value / 1000
 EXPERTS_HOP_MS = assumptions.EXPERTS_HOP_US.value / 1000
 CPU_LAYER_MS = assumptions.CPU_LAYER_US.value / 1000
 SIXTEEN_BITS = ("F16", "BF16", "F32")
-# Types whose products with many tokens the CPU backend has kernels for: ggml-cpu's repack.cpp and llamafile/sgemm.cpp
+# Types that the CPU backend has kernels for to multiply many tokens: ggml-cpu's repack.cpp and llamafile/sgemm.cpp
 CPU_MANY = (*SIXTEEN_BITS, "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q2_K", "IQ4_NL", "MXFP4")
-FULL_BATCH = 512  # tokens that `tflops` of a card are told for
+FULL_BATCH = 512  # tokens in a batch for which a card's `tflops` hold
 _STATE_FLOPS = 6  # for each element of a state (f32) and token: decay, read, correct, add, read out
-CPU_FIXED_MS = 0.2  # a token's kernels on a CPU that start one after the other, and its sampling: chosen
+CPU_FIXED_MS = 0.2  # start of a token's kernels on a CPU one after the other, and sampling: chosen, not measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of the chat job, picoseconds a token: whole numbers, whose sums are the same in whatever order they are taken."""
+    """Cost of the chat job in picoseconds a token. Whole numbers, because their sum does not depend on the order."""
 
     decode: int = 0
     prefill: int = 0
@@ -68,29 +68,28 @@ class Cost:
 
 
 _TYPE_BYTES = {kind.name: kind.block_bytes / kind.block_size for kind in GGML_TYPES.values()}
-HOP = Cost(decode=round(HOP_MS * 1e9))  # from one device to the next
+HOP = Cost(decode=round(HOP_MS * 1e9))  # hand-over from one device to the next
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What layers of one model are timed by. `upload` is the GPU that host weights are copied to for a batch.
-
-    With `depth` the cache counts as filled so deep, and so much of it as a window holds; without, what grows with the
-    cache is told apart, and a window counts as full.
-    """
+    """Computes the costs of one model's layers."""
 
     model: Model
     kv_type: str
     ubatch: int
     dram_gb_s: float
-    upload: Device | None = None
+    upload: Device | None = None  # the GPU that host weights are copied to for a batch; None: the CPU reads prompts
+    # Tokens in the KV cache, at most a layer's window. None: costs that grow with the cache are kept apart (`..._us`),
+    # and windows count as full.
     depth: int | None = None
-    cpu: CpuRates | None = None
+    cpu: CpuRates | None = None  # None: unknown, prefill is estimated from the bandwidth
     prompt: int = CHAT_TOKENS_IN  # tokens that are read in batches of `ubatch`
-    rounded_depth: float = assumptions.ROUNDED_CACHE_GPU.value  # of a token's time for the cache at f16, on a GPU
+    # Time for reading a quantized cache on a GPU, relative to f16.
+    rounded_depth: float = assumptions.ROUNDED_CACHE_GPU.value
 
     def job(self, costs: Costs) -> Cost:
-        """Of costs at a depth."""
+        """Return the cost of the chat job from costs that were computed with a `depth`."""
         prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms + costs.copy_ms / self._batch
         decode_ms = costs.gpu_ms + costs.cpu_ms + costs.fixed_ms
         return Cost(decode=round(decode_ms * 1e9), prefill=round(prefill_ms * 1e9))
@@ -101,7 +100,7 @@ class Roofline:
         return self._dense_on_gpu(layer, device, used) + Costs(gpu_prefill_ms=experts)
 
     def experts_on_cpu(self, layer: Layer, device: Device) -> Costs:
-        """The layer on a GPU, its routed experts in host memory."""
+        """Return the costs of a layer on a GPU with its routed experts in host memory."""
         if not layer.expert_bytes:
             return self.on_gpu(layer, device)
         experts = Costs(cpu_ms=_ms(self._used(layer), self.dram_gb_s), fixed_ms=EXPERTS_HOP_MS)
@@ -118,7 +117,7 @@ class Roofline:
         return replace(costs, cpu_prefill_ms=0.0, prefill_depth_us=0.0) + self._copied(layer, layer.dense_bytes)
 
     def _computed_by_cores(self, costs: Costs, layer: Layer) -> Costs:
-        """Prefill by cores and instructions, where they are known."""
+        """Return the costs with prefill by the CPU's cores and instructions; unchanged if `cpu` is None."""
         if self.cpu is None:
             return costs
         flops = self._flops(layer.dense_bytes, is_bank=False) + self._flops(self._used(layer), is_bank=True)
@@ -133,11 +132,11 @@ class Roofline:
         )
 
     def output_on_gpu(self, device: Device) -> Costs:
-        """Logits are made for one token of a prompt: nothing to speak of in prefill."""
+        """Return the costs of the output. In prefill they are close to 0: only a prompt's last token has logits."""
         return Costs(gpu_ms=self._weights_ms(self.model.output_bytes, device))
 
     def _weights_ms(self, size: float, device: Device, *, is_bank: bool = False) -> float:
-        """Milliseconds of a token for so many bytes of weights: read, or unpacked where that takes longer."""
+        """Return the milliseconds of a token for `size` bytes of weights: to read or to unpack, whichever is longer."""
         read = _ms(size, device.bandwidth_gb_s)
         if device.weights_g_s is None or self._quantization(is_bank) in SIXTEEN_BITS:
             return read
@@ -148,13 +147,13 @@ class Roofline:
 
     @cached_property
     def _converted(self) -> frozenset[Layer]:
-        """Layers whose cache is converted for every token."""
+        """Layers whose KV cache is converted to f16 for every token."""
         return frozenset() if self.kv_type == "f16" else converted_layers(self.model)
 
     def _dense_on_gpu(self, layer: Layer, device: Device, used: float) -> Costs:
         gb_s = device.bandwidth_gb_s
         cache = self._cache_bytes(layer)
-        # A state is read and written.
+        # 2 x: a state is read and written.
         read = _ms(2 * layer.state_bytes + cache * self._held(layer), gb_s)
         read += self._weights_ms(layer.dense_bytes, device) + self._weights_ms(used, device, is_bank=True)
         attended = self._attended_ms(layer, device)
@@ -168,16 +167,21 @@ class Roofline:
         )
 
     def _cache_bytes(self, layer: Layer) -> float:
-        """Bytes of an f16 cache that take a GPU as long to read as this one, for each token in it. A quantized cache is
-        smaller, and no kernel was measured to be faster with it."""
+        """Return the bytes of an f16 cache that a GPU reads in the same time, for each token in the KV cache.
+
+        A quantized cache is smaller, but no published figure shows that a kernel reads it faster.
+        """
         exact = cell_bytes(layer, "f16")
-        if layer in self._converted:  # the f16 copy is written, and read
+        if layer in self._converted:  # the f16 copy is written and read
             return cell_bytes(layer, self.kv_type) + 2 * exact
         return cell_bytes(layer, self.kv_type) if self.kv_type in EXACT_TYPES else self.rounded_depth * exact
 
     def _copied(self, layer: Layer, dense_bytes: float) -> Costs:
-        """Of host weights: experts, and `dense_bytes`. They are copied for a batch, and then worked with; so is the
-        cache of a layer that lies there."""
+        """Return the prefill costs of weights in host memory: a layer's experts and `dense_bytes`.
+
+        They are copied to the GPU for each batch and multiplied there. If the dense weights lie in host memory, so does
+        the layer's KV cache, which is copied too.
+        """
         device = self.upload
         touched = self._touched(layer)
         if device is None or not dense_bytes + touched:
@@ -194,8 +198,10 @@ class Roofline:
         )
 
     def _multiplied(self, device: Device, size: float, *, is_bank: bool = False) -> float:
-        """Milliseconds of a token of a prompt with so many bytes of weights. Few tokens for a matrix keep a card's
-        units waiting, and so do those of experts, which are gathered and scattered."""
+        """Return the milliseconds that a GPU takes to multiply a prompt's token with `size` bytes of weights.
+
+        A card is slower if a matrix has few tokens, and for experts, whose tokens are gathered and scattered.
+        """
         tokens: float = self._batch
         scattered = 1.0
         if is_bank and self.model.experts:
@@ -207,35 +213,35 @@ class Roofline:
         return self._flops(size, is_bank=is_bank) / (tflops * full * scattered * 1e9)
 
     def _streamed(self, device: Device, size: float) -> float:
-        """Milliseconds of a token for weights that are read once a batch."""
+        """Return the milliseconds of a prompt's token for reading `size` bytes of weights once a batch."""
         return _ms(size, device.bandwidth_gb_s) / self._batch
 
     def _attended_ms(self, layer: Layer, device: Device) -> float:
-        """Of a token of a prompt, for each token of the cache: two products with as many rows as there are heads."""
+        """Return the attention milliseconds of a prompt's token for each token in the KV cache."""
         tflops = device.tflops_attention or _tflops(device, is_16_bit=True)
         return self._attention_flops(layer) / (tflops * assumptions.ATTENTION_SHARE.value * 1e9)
 
     def _attention_flops(self, layer: Layer) -> float:
-        """Of one token, for each token of the cache."""
+        """Return the attention operations of one token for each token in the KV cache: two products for every head."""
         kv_heads = max(self.model.kv_heads, default=0) or 1
         return 2 * (layer.k_elements + layer.v_elements) * self.model.heads / kv_heads
 
     def _flops(self, size: float, *, is_bank: bool) -> float:
-        """A multiplication and an addition for each weight of a token."""
+        """Return the operations of one token: a multiplication and an addition for each weight."""
         return 2 * size / self._weight_bytes[is_bank]
 
     def _quantization(self, is_bank: bool) -> str:
-        """The type that holds most of the weights."""
+        """Return the type that holds most of the weights, of the experts or of the rest."""
         sizes = {m.type_name: m.size_bytes for m in self.model.matrices if m.is_bank == is_bank}
         return max(sizes, key=lambda name: sizes[name], default=self.model.quantization)
 
     @cached_property
     def _weight_bytes(self) -> tuple[float, float]:
-        """Mean bytes of a weight, outside of the experts and in them."""
+        """Mean bytes of a weight outside the experts, and in the experts."""
         return _weight_bytes(self.model, is_bank=False), _weight_bytes(self.model, is_bank=True)
 
     def _held(self, layer: Layer) -> int:
-        """Tokens of the cache that count as read."""
+        """Return the tokens of the KV cache that count as read at `depth`; without depth, a window counts as full."""
         if self.depth is None:
             return layer.window or 0
         return min(self.depth, layer.window or self.depth)
@@ -248,12 +254,15 @@ class Roofline:
         return min(self.ubatch, self.prompt)
 
     def _used(self, layer: Layer) -> float:
-        """Bytes of its routed experts that one token uses."""
+        """Return the bytes of a layer's routed experts that one token uses."""
         return layer.expert_bytes * self.model.experts_used / self.model.experts if self.model.experts else 0.0
 
     def _touched(self, layer: Layer) -> float:
-        """Bytes of every expert that one of a batch's tokens uses. Routers favour some: how often an expert is drawn
-        varies as a gamma distribution, so how many stay unused is a negative binomial's share of zeros."""
+        """Return the bytes of all experts that at least one token of a batch uses.
+
+        Routers favour some experts. How often an expert is drawn follows a gamma distribution, so the share of unused
+        experts is the share of zeros of a negative binomial distribution.
+        """
         if not self.model.experts:
             return 0.0
         drawn = self.model.experts_used / self.model.experts
@@ -263,16 +272,20 @@ class Roofline:
 
 
 def costs_of(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Costs:
-    """Of a plan, with as many threads as compute most: what others cost is `with_threads`. `devices` are by id, those
-    of the placement among them; the roofline is without a depth."""
+    """Return the costs of a placement with as many threads as compute most; `with_threads` converts to other numbers.
+
+    `devices` are by id and include those of the placement. The roofline must have no depth.
+    """
     costs = total(_parts(roofline, placement, devices), batch=roofline.ubatch)
     return replace(costs, overlap=_overlap(roofline, placement, devices))
 
 
 def _overlap(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> float:
-    """Share of a prompt's work that cards do at the same time: each has the next ubatch while the one behind it works
-    on the last. llama.cpp does so with layers on several cards and nothing in host memory (llama-context.cpp,
-    pipeline_parallel)."""
+    """Return the share of a prompt's work that cards do at the same time, 0 to 1.
+
+    Each card works on the next ubatch while the card behind it works on the previous one. llama.cpp does so if layers
+    lie on several cards and nothing lies in host memory (llama-context.cpp, pipeline_parallel).
+    """
     if placement.split_mode != "layer" or len(placement.shares) < 2 or not placement.is_whole:
         return 0.0
     layers, at, stages = layers_of(roofline.model), 0, []
@@ -289,7 +302,7 @@ def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device])
         yield in_parallel(roofline, placement, devices)
         return
     layers = layers_of(roofline.model)
-    # Most layers of a model are alike.
+    # Cached, because most layers of a model are alike.
     on_cpu, on_gpu, apart = cache(roofline.on_cpu), cache(roofline.on_gpu), cache(roofline.experts_on_cpu)
     at = placement.cpu_layers if placement.shares else len(layers)
     yield from (on_cpu(layer) for layer in layers[:at] if not layer.is_draft)
@@ -309,7 +322,7 @@ def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device])
 
 
 def in_parallel(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Costs:
-    """Of split mode tensor: every layer on all cards at once, and what they exchange."""
+    """Return the costs in split mode tensor: every layer on all cards at once, and the exchanges between cards."""
     cards = [devices[share.gpu.id] for share in placement.shares]
     card = as_one_card(roofline.model, cards, placement.parts)
     on_gpu = cache(replace(roofline, rounded_depth=ROUNDED_DEPTH.value).on_gpu)
@@ -320,8 +333,11 @@ def in_parallel(roofline: Roofline, placement: Placement, devices: dict[str, Dev
 
 
 def with_threads(costs: Costs, threads: int, cores: int, cpu: CpuRates | None = None) -> Costs:
-    """Of costs with as many threads as compute most. So many cores saturate the memory, half of them where nothing is
-    known; arithmetic takes them all. More threads than cores bring nothing."""
+    """Return the costs with `threads` threads, from costs with as many threads as compute most.
+
+    If `cpu` is None, half of the cores saturate the memory and arithmetic uses all. Threads beyond the number of cores
+    add nothing.
+    """
     if cpu:
         most = cpu.threads
         decode, prefill = cpu.gb_s(threads) / cpu.gb_s(most), cpu.worth(threads) / cpu.worth(most)
@@ -339,8 +355,11 @@ def with_threads(costs: Costs, threads: int, cores: int, cpu: CpuRates | None = 
 def cpu_costs(
     weights_bytes: float, cache_values: float, kv_type: str, dram_gb_s: float, *, held: int = 0, grows: bool = True
 ) -> Costs:
-    """Of layers whose prompts are read by the CPU as well: so many bytes of weights a token, and so many values of the
-    cache for each token in it. `held` tokens of the cache are read always; it `grows` with each that is in it."""
+    """Return the costs of layers on a machine without a GPU, by the bandwidth of memory.
+
+    A token reads `weights_bytes`, and `cache_values` for each token in the KV cache. `held` tokens of the cache are
+    always read. `grows`: the cost increases with the depth of the cache.
+    """
     decode_bytes, prefill_bytes = cache_on_cpu(cache_values, kv_type)
     gain = assumptions.PREFILL_GAIN_CPU.value
     return Costs(
@@ -352,8 +371,10 @@ def cpu_costs(
 
 
 def cache_on_cpu(values: float, kv_type: str) -> tuple[float, float]:
-    """Bytes for each token in the cache, as a decoded token and as one of a prompt spend time on them. A rounded cache
-    is smaller than f16, and slower all the same."""
+    """Return the bytes that stand for the time of one token in the KV cache: in decode, and in prefill.
+
+    A quantized cache is smaller than f16 but slower on a CPU, so its figures are larger than its size.
+    """
     least = min(KV_BYTES[kind] for kind in k_and_v(kv_type))
     if least >= KV_BYTES["f16"]:
         return values * least, values * least
@@ -362,19 +383,19 @@ def cache_on_cpu(values: float, kv_type: str) -> tuple[float, float]:
 
 
 def _rounded(kv_type: str) -> float:
-    """How many times as long a prompt's attention takes on a CPU with this cache type as with f16."""
+    """Return the time of a prompt's attention on a CPU with this KV cache type, relative to f16."""
     is_exact = min(KV_BYTES[kind] for kind in k_and_v(kv_type)) >= KV_BYTES["f16"]
     return 1.0 if is_exact else assumptions.ROUNDED_CACHE_PREFILL.value
 
 
 def _kernels(layer: Layer) -> float:
-    """Kernels of a layer beside those of a plain one: of experts, and of a state that is updated."""
+    """Return the number of a layer's kernels relative to a plain layer: experts and recurrent states need more."""
     experts = assumptions.MOE_LAYERS.value if layer.expert_bytes else 0.0
     return 1.0 + experts + (assumptions.RECURRENT_LAYERS.value if layer.state_bytes else 0.0)
 
 
 def _updated_ms(layer: Layer, device: Device) -> float:
-    """Of a token of a prompt: its state is decayed, multiplied and added to."""
+    """Return the milliseconds of a prompt's token for updating a layer's recurrent state; 0 without one."""
     flops = _STATE_FLOPS * layer.state_bytes / 4
     return flops / (_tflops(device, is_16_bit=True) * assumptions.RECURRENT_SHARE.value * 1e9)
 
@@ -385,7 +406,7 @@ def _tflops(device: Device, *, is_16_bit: bool) -> float:
 
 
 def weight_bytes(model: Model) -> float:
-    """Mean bytes of a weight in all matrices that are named; of a header that names none as of Q4_K."""
+    """Return the mean bytes of a weight over all matrices of known type; Q4_K's if the header names none."""
     known = [m for m in model.matrices if m.type_name in _TYPE_BYTES]
     weights = sum(m.size_bytes / _TYPE_BYTES[m.type_name] for m in known)
     return sum(m.size_bytes for m in known) / weights if weights else _TYPE_BYTES["Q4_K"]

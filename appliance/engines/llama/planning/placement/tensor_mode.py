@@ -1,12 +1,12 @@
-"""Split mode tensor: each matrix is cut over the cards, which work at once and add up what they have twice a layer,
-after attention and after the feed-forward network. Pure.
+"""Split mode tensor: each matrix is cut over the cards, which work at once. Twice a layer, after attention and after
+the feed-forward network, they add up their results. Pure.
 
-Facts are of the pinned source: src/llama-arch.cpp (`llm_arch_supports_sm_tensor`), src/llama-model.cpp (how tensors are
-cut), src/llama-context.cpp (it needs flash attention) and ggml/src/ggml-cuda/ggml-cuda.cu (`..._comm_init`: images are
-built without NCCL, so two cards exchange through pinned memory of the host, and more of them by a general copy in
-steps). NVLink serves neither. Of the quantized caches q8_0 and q4_0 are taken (llama.cpp#23792, merged before the pin;
-docs/multi-gpu.md of the pin still denies it, and no source line does). iq4_nl, q4_1, q5_0 and q5_1 end in an
-assertion (llama.cpp#27116, stew675/llama-cpp-rdna-boosts#21), and K and V of two types were run by nobody.
+Facts come from the pinned source: src/llama-arch.cpp (`llm_arch_supports_sm_tensor`), src/llama-model.cpp (how tensors
+are cut), src/llama-context.cpp (it needs flash attention) and ggml/src/ggml-cuda/ggml-cuda.cu (`..._comm_init`). Images
+are built without NCCL: two cards exchange through pinned host memory, more cards by a general copy in steps. NVLink is
+used by neither. Of the quantized KV caches q8_0 and q4_0 work (llama.cpp#23792, merged before the pin).
+docs/multi-gpu.md of the pin still denies it, but no source line does. iq4_nl, q4_1, q5_0 and q5_1 end in an assertion
+(llama.cpp#27116, stew675/llama-cpp-rdna-boosts#21). Nobody reported a run with different types of K and V.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ UNSUPPORTED = frozenset({
     "deepseek2", "deepseek32", "hy_v4", "dots3note", "glm-dsa", "bitnet", "t5", "nemotron_h", "nemotron_h_moe",
     "granitehybrid", "minimax-01", "minimax-m2", "minimax-m3", "mistral4", "kimi-linear", "bailingmoe3", "kimi-k3",
     "glm5-next", "qwen3tts", "qwen4exp",
-    "hrm_text",  # allowed, and then each card holds all of it
+    "hrm_text",  # llama.cpp allows it, but then each card holds the whole model
 })  # fmt: skip
-# Those that ran so on CUDA: llama.cpp#19378 and #22299; qwen35 on two RTX 3090 (b9455), two RTX 5080
+# Architectures that ran in this mode on CUDA: llama.cpp#19378 and #22299; qwen35 on two RTX 3090 (b9455), two RTX 5080
 # (unslothai/unsloth#8888) and two RTX 2080 Ti (TheTom/llama-cpp-turboquant#188). Others aborted or ran out of memory in
-# some build (#21876, #22268, #22476, #24309, #24440), so they are for measuring.
+# some build (#21876, #22268, #22476, #24309, #24440), so they are measured and never predicted.
 TRUSTED = frozenset({"llama", "gpt-oss", "qwen35"})
-SPLIT_TYPES = (*EXACT_TYPES, "q8_0", "q4_0")  # of the cache
+SPLIT_TYPES = (*EXACT_TYPES, "q8_0", "q4_0")  # KV cache types that work in this mode
 
 REDUCTIONS = 2  # sums over all cards in a layer
 ROWS = 256  # a feed-forward network is cut at multiples of this: lcm(128, values of a block)
-SLOWEST_LINK_GB_S = 2.0  # below it a prompt takes minutes: not worth measuring
-GOOD_LINK_GB_S = 10.0  # that a prediction may rely on: PCIe 3.0 x16, or 4.0 x8
-CLEARLY = 1.25  # times as fast, by the chat job: the mode is experimental, and its constants are three figures'
-# Each fits a time of the published tables with half of the weights read by each card and 43 us of kernels a layer.
+SLOWEST_LINK_GB_S = 2.0  # with a slower link a prompt takes minutes, which is not worth measuring
+GOOD_LINK_GB_S = 10.0  # slowest link for a prediction: PCIe 3.0 x16, or 4.0 x8
+# The mode is predicted only if the chat job is this many times as fast: it is experimental, and its constants are
+# fitted to three figures.
+CLEARLY = 1.25
+# Each constant fits a published time if each card reads half of the weights and a layer's kernels take 43 us.
 REDUCE_US = Assumption(
     value=36.0,
     source="two cards, one sum of a token: Gemma 4 31B Q4_K_M, two RTX 4090, 43.8 to 59.5 tok/s (llama.cpp#19378)",
@@ -62,7 +64,7 @@ ROUNDED_LAYER_US = Assumption(
 
 
 def why_not(model: Model, split_modes: Sequence[str], kv_type: str = "f16") -> str | None:
-    """In words; None where the engine can do it, if there are cards for it."""
+    """Return why the engine cannot run this model in split mode tensor; None if it can."""
     if TENSOR not in split_modes:
         return "this engine has no such split mode"
     if model.architecture in UNSUPPORTED or model.is_embedding_model:
@@ -75,14 +77,20 @@ def why_not(model: Model, split_modes: Sequence[str], kv_type: str = "f16") -> s
 
 
 def teams(devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
-    """The first two cards, the first three, and so on. Slices see no other, and unified memory is one card's."""
+    """Yield the first two usable cards, the first three, and so on.
+
+    Slices are not usable, because a process sees one slice only; nor are cards with unified memory.
+    """
     usable = _usable(devices)
     for count in range(2, len(usable) + 1):
         yield tuple(usable[:count])
 
 
 def pairs(devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
-    """All with good links, once of each kind: a faster card with a worse link must not rob a prediction of one."""
+    """Yield all pairs of cards with good links, one of each kind.
+
+    All pairs, because a faster card with a slow link must not displace a pair that can be predicted.
+    """
     alike: set[object] = set()
     for pair in itertools.combinations([d for d in _usable(devices) if d.pinned_gb_s >= GOOD_LINK_GB_S], 2):
         figures = tuple((d.free_mib, d.bandwidth_gb_s, d.pinned_gb_s, d.layer_us, d.tflops) for d in pair)
@@ -96,7 +104,7 @@ def _usable(devices: Sequence[Device]) -> list[Device]:
 
 
 def parts_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
-    """How much of each matrix may go to each card: the same, or by bandwidth, or by memory."""
+    """Return the ways to cut each matrix: the same for each card, in proportion to bandwidth, or to free memory."""
     even = (1,) * len(devices)
     sizes = [[d.bandwidth_gb_s for d in devices], [d.free_mib for d in devices]]
     uneven = (tuple(max(1, round(100 * size / sum(each))) for size in each) for each in sizes if min(each) > 0)
@@ -108,7 +116,10 @@ def shares_of(parts: Sequence[int]) -> tuple[float, ...]:
 
 
 def as_one_card(model: Model, devices: Sequence[Device], parts: Sequence[int]) -> Device:
-    """As fast as the slowest card with its part: whole heads, and whole blocks of the feed-forward network."""
+    """Return one device that stands for all cards: it is as fast as the slowest card with its part.
+
+    Parts are whole heads, and whole blocks of the feed-forward network.
+    """
     rows = model.expert_length or model.feed_forward_length
     units = [size for size in (max(model.kv_heads, default=0), rows // ROWS) if size]
 
@@ -134,13 +145,13 @@ def as_one_card(model: Model, devices: Sequence[Device], parts: Sequence[int]) -
 
 
 def rounded_ms(model: Model, kv_type: str) -> float:
-    """Milliseconds of a token that a quantized cache takes in all layers, however little is in it."""
+    """Return the fixed milliseconds of a token for a quantized KV cache in all layers; 0 for exact types."""
     attending = sum(not layer.is_draft and layer.k_elements > 0 for layer in model.stack) or model.layers
     return 0.0 if kv_type in EXACT_TYPES else attending * ROUNDED_LAYER_US.value / 1000
 
 
 def exchanged(model: Model, devices: Sequence[Device], ubatch: int) -> Costs:
-    """What the sums of all layers cost beside the work."""
+    """Return the costs of exchanging and adding up results in all layers."""
     count = REDUCTIONS * sum(not layer.is_draft for layer in model.stack) or REDUCTIONS * model.layers
     steps = (len(devices) - 1).bit_length()
     is_pair = len(devices) == 2

@@ -1,4 +1,4 @@
-"""Placements in split mode tensor: all on the cards, each with its part of every matrix and of the cache. Pure."""
+"""Placements in split mode tensor: each card holds its part of every matrix and of the KV cache. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from appliance.plan import Device, GpuAllocation, Memory, Placement
 def place_tensors(
     job: PlacementJob, resources: Resources, split_modes: Sequence[str], cards: Iterable[tuple[Device, ...]]
 ) -> tuple[Placed, ...]:
-    """One for each of the groups of `cards` on which it fits, in their order."""
+    """Return a placement for each group of `cards` that can hold the job, in their order."""
     layers = layers_of(job.model)
     fixes_some = job.gpu_layers is not None and job.gpu_layers <= len(layers)
     if fixes_some or job.cpu_expert_layers or why_not(job.model, split_modes, job.kv_type):
@@ -37,21 +37,24 @@ def place_tensors(
 
 
 def place_same(job: PlacementJob, resources: Resources, before: Placement, split_modes: Sequence[str]) -> Placed | None:
-    """On the same cards as an earlier placement."""
+    """Return the job on the same cards as an earlier placement; None if it does not fit or a card is missing."""
     cards = cards_of(before, resources.devices)
     found = place_tensors(job, resources, split_modes, [cards]) if cards else ()
     return found[0] if found else None
 
 
 def cards_of(placement: Placement, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Those of a placement; empty where one is not there any more."""
+    """Return the cards of a placement; empty if one of them is missing now."""
     there = {device.id: device for device in devices}
     cards = tuple(there[share.gpu.id] for share in placement.shares if share.gpu.id in there)
     return cards if len(cards) == len(placement.shares) else ()
 
 
 def _placed(job: PlacementJob, resources: Resources, devices: tuple[Device, ...], host: Memory) -> Placed | None:
-    """The fastest split that fits: with few heads the same part for each may be faster than parts by bandwidth."""
+    """Return the fastest split that fits; None if none does.
+
+    All splits are timed: with few heads, equal parts may be faster than parts by bandwidth.
+    """
     found: list[Placed] = []
     for parts in parts_of(devices):
         memories = [_of_card(job, share) for share in shares_of(parts)]
@@ -79,9 +82,12 @@ def _timed(job: PlacementJob, resources: Resources, placement: Placement, host: 
 
 
 def _of_card(job: PlacementJob, share: float) -> Memory:
-    """Of a mixture of experts all that is no routed expert counts on each card: shared experts and routers are there
-    whole, and what else is cut is little. So do states, which some models keep whole. Where heads do not divide evenly
-    each next layer begins with another card; one layer more than its part covers what is left over."""
+    """Return the memory of a card that holds `share` of each matrix.
+
+    In a mixture of experts, everything but the routed experts counts in full on each card: shared experts and routers
+    lie there whole, and the rest is small. States count in full too, because some models keep them whole. If heads do
+    not divide evenly, each next layer begins with another card: one layer more than the part covers the remainder.
+    """
     model, layers = job.model, [layer for layer in layers_of(job.model) if not layer.is_draft]
     ubatch = min(job.ubatch, padded(job.context))
     caches = [layer_kv_bytes(layer, job.kv_type, job.context, job.ubatch, job.parallel) for layer in layers]
@@ -101,12 +107,12 @@ def _of_card(job: PlacementJob, share: float) -> Memory:
 
 
 def _cut(layer: Layer) -> tuple[int, int]:
-    """Bytes of a layer that are cut, and that each card holds."""
+    """Return the bytes of a layer that are cut over the cards, and the bytes that every card holds whole."""
     return (layer.expert_bytes, layer.dense_bytes) if layer.expert_bytes else (layer.dense_bytes, 0)
 
 
 def _host(job: PlacementJob) -> Memory:
-    """The embedding, inputs of a batch, and the logits that come back."""
+    """Return the host memory: the embedding, the inputs of a batch, and the logits."""
     model, ubatch = job.model, min(job.ubatch, padded(job.context))
     return Memory(
         weights=model.embedding_bytes / MIB,

@@ -62,11 +62,12 @@ def test_users_read_what_each_gets() -> None:
     assert found.value == "5"
     assert found.source == "flag --users"
     assert (
-        "4 users at once and 1 beside them; one alone has all 8,192 tokens, each has 2,048 when all run" in found.reason
+        "4 users at once and 1 beside them; one request alone has all 8,192 tokens, each has 2,048 when all run"
+        in found.reason
     )
     queued = choice(first(users="4", parallel="2", ctx_size="8192"), "parallel")
     assert queued.source == "flag --parallel"
-    assert "2 at once, of 4 users; one alone has all 8,192 tokens, each has 4,096 when all run" in queued.reason
+    assert "2 at once, of 4 users; one request alone has all 8,192 tokens, each has 4,096 when all run" in queued.reason
     even = choice(first(users="4", parallel="4"), "parallel")
     assert "4 users at once, none beside them" in even.reason
 
