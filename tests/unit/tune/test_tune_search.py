@@ -152,7 +152,7 @@ def test_the_first_asked_for_is_the_best_prediction_that_is_likely_to_fit() -> N
 
 
 def test_the_first_of_those_that_are_predicted_as_fast_is_the_callers_first() -> None:
-    """By the search's own costs 4/8/2048 is 2 % faster than 4/8/512 and 12 % faster than 4/8/128."""
+    """In the search's own costs 4/8/2048 is 2 % faster than 4/8/512 and 12 % faster than 4/8/128."""
     keys = ("4/8/128", "4/8/512", "4/8/2048")
     by_key = {found.key: found for found in SPACE}
     for order, wanted in ((keys, "4/8/512"), (keys[::-1], "4/8/2048")):

@@ -87,8 +87,7 @@ def test_equal_cores_add_up_whatever_their_speed(parts: int) -> None:
 
 
 def test_parts_that_are_taken_one_by_one_wait_for_the_slow_core_that_took_the_last() -> None:
-    """Of two cores one has a quarter of the speed. There are eight parts; the slow core takes two, in the time of
-    eight."""
+    """The second of two cores has a quarter of the speed. It takes two of eight parts, in the time of eight."""
     assert rates([1.0, 0.25]).worth(2) == pytest.approx(8 / 8)
     assert rates([1.0, 0.5]).worth(2) == pytest.approx(8 / 6)  # six parts beside two
     assert rates([1.0, 0.25], EVEN_PARTS).worth(2) == pytest.approx(2 * 0.25)
