@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def device(id: str = "GPU-0", *, free_mib: float = 8000.0, index: int = 0, gb_s: float = 900.0) -> Device:
-    """A GPU as plans see it."""
+    """Return a GPU in the form that plans use."""
     return Device(
         id=id,
         name=id,
@@ -65,7 +65,7 @@ ENGINE: EngineFacts = parse_facts(version=VERSION, usage=USAGE)
 
 
 def with_variants(*names: str) -> EngineFacts:
-    """An engine whose folder holds these CPU variants."""
+    """Return an engine whose folder holds these CPU variants."""
     backends = tuple(f"libggml-cpu-{name}.so" for name in names)
     return parse_facts(version=VERSION, usage=USAGE, backends=backends)
 
@@ -188,7 +188,7 @@ def machine(
 
 
 def card(index: int = 0, **given: Any) -> Gpu:
-    """A whole card with memory of its own, with `given` in place of what it has."""
+    """Return a whole GPU with its own memory; `given` replaces its fields."""
     usual: dict[str, Any] = {
         "index": index, "name": "Test 9000", "uuid": f"GPU-b0d5a1c2-1111-2222-3333-44445555666{index}", "sm": "86",
         "vram_total_mib": 24576, "vram_free_mib": 24000, "pci_bus_id": f"00000000:0{index + 1}:00.0",
@@ -237,7 +237,7 @@ def profile(
     speed: str = "fast",
     disturbance: str | None = None,
 ) -> Profile:
-    """The best, one that is nearly as fast, and one that failed."""
+    """Return a profile of three plans: the best, one that is nearly as fast, and one that failed."""
     best, second, failed, *_ = PLANS
     good = measured(best)
     words = "engine exited with code 1: „schade“"

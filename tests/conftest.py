@@ -1,4 +1,5 @@
-"""For all tests: a test's folder gives its mark; no property has a deadline, which a busy machine would miss."""
+"""Settings of all tests: a test's folder sets its mark. Properties have no deadline, which a busy machine would
+miss."""
 
 from __future__ import annotations
 

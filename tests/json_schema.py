@@ -1,4 +1,4 @@
-"""Whether a document is as a JSON schema says: as much of draft 2020-12 as ours use, and an error for all else."""
+"""Check a document against a JSON schema: the part of draft 2020-12 that our schemas use; anything else is an error."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _PIECE = 64 * 1024
 
 
 def fill_up(path: Path, size: int) -> None:
-    """A file of that size, or less where others have taken the room meanwhile."""
+    """Write a file of that size, or a smaller one if others have taken the space meanwhile."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         for _ in range(size // _PIECE):
             file.write(bytes(_PIECE))

@@ -33,7 +33,7 @@ class Stand:
     engine: str  # with its release
 
     def describe(self) -> str:
-        """As in "for the image ENGINE-cu130-sm89, chosen for the machine; …"."""
+        """Describe the cell, for example "for the image ENGINE-cu130-sm89, chosen for the machine; …"."""
         why = "picked" if self.is_picked else "chosen for the machine"
         said = f"for the image {self.cell}, {why}; facts of its engine ({self.engine}) are"
         if self.facts_of == self.cell:
@@ -122,7 +122,7 @@ def _worth(cell: Cell, hardware: Hardware) -> tuple[float | tuple[int, ...], ...
 
 
 def _format(settings: Settings) -> Format:
-    """Of the model that is asked for: safetensors are a folder, and all else that can be named is taken for GGUF."""
+    """Return the format of the requested model: a folder is safetensors, every other name counts as GGUF."""
     found = find_model(settings.model, settings.models_dir) if settings.model else None
     return "safetensors" if found and found.is_dir() else "gguf"
 

@@ -113,7 +113,7 @@ class Cell:
         return plan_inputs(resolve_settings(self.flags, {}), image, engine, machine(self.machine), self.of)
 
     def knees(self) -> Iterator[Plan]:
-        """The largest context with every layer on the GPUs, for each type of the cache."""
+        """Yield the plan with the largest context that has every layer on GPUs, for each type of the KV cache."""
         for kv_type in KNEE_TYPES if machine(self.machine).gpus.gpus else ():
             small = self._best(kv_type=kv_type, ctx_size=str(min(SMALL, self.of.native_context)))
             if small is None or not is_on_gpus(small):
@@ -131,7 +131,8 @@ class Cell:
             yield best
 
     def _larger_batches(self, plan: Plan) -> Iterator[Plan]:
-        """The same context beside a GPU. The way to load matters where weights are in host memory."""
+        """Yield plans of the same context with larger batches. The load mode matters only if weights are in host
+        memory."""
         if not plan.placement.shares:
             return
         same = {"ctx_size": str(plan.context), "kv_type": plan.kv_type}

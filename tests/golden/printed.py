@@ -42,7 +42,7 @@ CASES = (
 
 
 def text(case: Case) -> str:
-    """The first line is the command, the rest what it prints."""
+    """Return the command on the first line, followed by what it prints."""
     is_alone = len(case.machines) == 1
     words = ("plan", "--machine" if is_alone else "--compare", *(f"{name}.yaml" for name in case.machines),
              "--model", case.model, *case.words)  # fmt: skip

@@ -34,7 +34,7 @@ SPARE_TOKENS = 1024  # of the context, beyond the deepest look
 
 
 def settings_of(options: argparse.Namespace, model: Path, kv_type: str) -> Settings:
-    """The same context for each type, so that all else of the plan is the same."""
+    """Return settings with the same context for each type, so that the rest of the plan is the same."""
     fixed = {
         "model": str(model),
         "data_dir": str(model.parents[1]),

@@ -47,7 +47,8 @@ CASES = {
 
 
 def cells(grid: Mapping[str, Sequence[int | str]], count: int) -> list[dict[str, str]]:
-    """The first `count` in an order that is always the same and leaps about: a sweep cut short is spread as well."""
+    """Return the first `count` cells in a fixed, scattered order, so that a sweep that is cut short is spread as
+    well."""
     rows = [dict(zip(grid, map(str, values), strict=True)) for values in itertools.product(*grid.values())]
     random.Random(0).shuffle(rows)
     return rows[:count]
@@ -106,7 +107,7 @@ def judge(rows: Iterable[Row]) -> KvCheck | None:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The fastest first, then what failed and why."""
+    """Return the rows as a table: the fastest first, then failures with their reason."""
     lines = [f"{'job s':>9}  {'decode ms by depth':<32}  cell"]
     for row in sorted(rows, key=lambda row: (row.job_s is None, row.job_s or 0.0, row.cell)):
         points = " ".join(f"{depth}:{ms:.2f}" for depth, ms in row.decode_ms.items())

@@ -60,7 +60,7 @@ def is_ready(socket_path: Path) -> bool:
 
 
 def complete(engine: Path, model: Path, *more: str) -> tuple[dict[str, Any], str]:
-    """The engine's `timings` of one prompt that is read and decoded from, and its log."""
+    """Run one prompt; return the engine's `timings` and its log."""
     with tempfile.TemporaryDirectory(prefix="k", dir="/tmp") as name:  # a socket's path is at most 107 bytes long
         socket_path, log = Path(name, "s.sock"), Path(name, "log")
         words = ["-m", model, "-ngl", ALL_LAYERS, "-fa", "on", "-c", 2 * PROMPT, "-np", 1, "--fit", "off", "-lv", 4]

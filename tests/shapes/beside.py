@@ -116,7 +116,7 @@ def write_ears(path: Path, embedding: int, *, width: int = 64, wide: int = 128, 
 def write_adapter(
     path: Path, shapes: dict[str, tuple[int, int]], *, architecture: str = "llama", rank: int = 4, seed: int = 0
 ) -> Path:
-    """A LoRA of these matrices of its base: by name the rows and columns of each."""
+    """Write a LoRA of these matrices of its base; each name has its rows and columns."""
     writer = _Writer(path, architecture, seed)
     writer.gguf.add_type("adapter")
     writer.gguf.add_string("adapter.type", "lora")

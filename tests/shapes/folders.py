@@ -56,7 +56,7 @@ def _write_holes(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) ->
 
 
 def _tensors(row: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """One for each matrix; packed ones as 32-bit words of their bits with their scales."""
+    """Yield the tensors of each matrix; packed ones are 32-bit words of their bits, with their scales."""
     config = row["config"].get("text_config") or row["config"]
     width, plain = config["hidden_size"], row["plain"]
     yield "model.embed_tokens.weight", plain, (config["vocab_size"], width)
@@ -113,7 +113,8 @@ def _matrices(config: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int,
 
 
 def _drafting(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int, bool]]:
-    """One layer that attends, in full precision as publishers leave it, and its projection."""
+    """Yield the matrices of the draft layer: one attention layer in full precision, as published, and its
+    projection."""
     if config.get("mtp_num_hidden_layers"):
         layer = int(config.get("full_attention_interval", 1)) - 1
         yield from ((name, rows, columns, False) for name, rows, columns, _ in _matrices(config, layer))

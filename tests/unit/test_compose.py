@@ -45,7 +45,7 @@ def test_it_is_hardened(service: dict[str, Any]) -> None:
 
 
 def test_a_cuda_cell_is_given_the_gpus_and_the_cpu_image_is_not() -> None:
-    """`make -n`, for what compose would read."""
+    """`make -n` prints what compose would read."""
 
     def files(cell: str) -> set[str]:
         done = subprocess.run(

@@ -120,7 +120,7 @@ def test_every_setting_is_on_its_page() -> None:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_of_the_front_page_is_that_of_its_row(name: str) -> None:
-    """The front pages have it to the letter; one row or paragraph of figures.md has all of its numbers."""
+    """Both front pages contain the figure literally. One row or paragraph of figures.md has all of its numbers."""
     shown = FIGURES[name]
     assert shown in (ROOT / "README.md").read_text("utf-8")
     assert shown in (ROOT / "README.zh-CN.md").read_text("utf-8")
@@ -138,7 +138,7 @@ def test_both_readmes_say_the_same() -> None:
 
 
 class readme:  # noqa: N801 - it reads like a function
-    """What does not depend on the language."""
+    """Return the parts of a README that do not depend on the language."""
 
     def __init__(self, name: str) -> None:
         text = (ROOT / name).read_text("utf-8")

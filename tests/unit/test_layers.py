@@ -255,7 +255,7 @@ def test_environment_and_io_stay_in_their_rooms() -> None:
 
 
 def test_weights_are_read_as_models_in_one_place() -> None:
-    """What is fetched and kept is bytes with names."""
+    """Elsewhere, what is fetched and kept is only bytes with names."""
     found = [
         f"{name_of(path)}:{node.lineno}"
         for path in FILES
@@ -372,7 +372,7 @@ def test_what_comes_first_is_waited_for_in_one_place() -> None:
 
 
 def test_no_rule_allows_what_nobody_imports() -> None:
-    """What is allowed and unused is a door that somebody forgot."""
+    """A permission that nobody uses is one that somebody forgot to remove."""
     used: dict[str, set[str]] = defaultdict(set)
     for path in FILES:
         if name_of(path).startswith("appliance/"):

@@ -46,7 +46,7 @@ def _spec(row: dict[str, Any], kind: str) -> Any:
 
 
 def _config(row: dict[str, Any]) -> Any:
-    """As much of vLLM's own as those functions look at."""
+    """The part of vLLM's config that those functions read."""
     layout = import_module("vllm.v1.kv_cache_layout").KVCacheLayout.LBHNC
     cache = {"mamba_cache_mode": "align", "num_gpu_blocks_override": None, "block_size": row["block_size"]}
     return SimpleNamespace(

@@ -117,7 +117,7 @@ def test_a_port_that_is_published_elsewhere_is_free(published: str) -> None:
 
 
 def test_a_port_that_docker_alone_knows_of_is_in_use() -> None:
-    """Without its proxy no program listens."""
+    """If Docker runs without its proxy, no program listens on the port."""
     port = free_port()
     other = {**OTHERS, "Ports": f"53/udp, 0.0.0.0:{port}->80/tcp, [::]:{port}->80/tcp"}
     [(message, _)] = told(port_findings(str(port), "appliance", replace(SOUND, containers=(other,))))

@@ -161,7 +161,7 @@ def test_whatever_is_free_what_is_served_fits_and_nothing_that_fits_is_passed_ov
 
 
 def test_where_those_that_were_looked_at_longer_do_not_fit_one_that_was_glanced_at_is_served() -> None:
-    """A plan that was measured shortly is served before one that was only predicted."""
+    """A plan that was measured briefly is served rather than one that was only predicted."""
     large, small, *_ = ladder()
     seen = [measured(large, 10.0), replace(measured(small, 12.0), is_long=False)]
     found = pick(of((large, small), seen, mode="speed"), "speed", with_vram(vram_mib(small)))

@@ -54,7 +54,7 @@ def shelf(tmp_path: Path) -> Shelf:
 
 @pytest.fixture(scope="module")
 def long_shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    """One store for many examples."""
+    """Return a shelf that many examples of a property share."""
     return Shelf(tmp_path_factory.mktemp("profiles"))
 
 

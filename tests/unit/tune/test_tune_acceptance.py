@@ -138,7 +138,8 @@ def test_every_chance_that_was_measured_is_found_again(b: float, ratios: list[fl
 
 @given(laws, st.integers(0, 2**32))
 def test_following_the_law_never_ends_with_something_slower(speedup_model: SpeedupModel, seed: int) -> None:
-    """With noise in every measurement: nothing twice; what is chosen is not slower than without, and near the best."""
+    """Every measurement has noise. Nothing is measured twice; the choice is near the best and not slower than without
+    speculation."""
     chance, base_ms = random.Random(seed), 100.0
 
     def measured(tokens: int) -> SpeculationResult:

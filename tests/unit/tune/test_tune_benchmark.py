@@ -39,7 +39,7 @@ def test_each_machine_has_the_plans_of_the_product_and_the_best_is_not_what_is_p
 
 @pytest.mark.thorough
 def test_what_can_be_tried_is_what_the_product_tries() -> None:
-    """No split mode that it dropped, and each way to load that it has."""
+    """The benchmark tries no split mode that the product dropped, and every load mode that the product has."""
     values: dict[str, set[object]] = {}
     for case in CASES:
         for candidate in case.planned().found:

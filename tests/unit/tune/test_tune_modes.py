@@ -41,13 +41,14 @@ def test_each_mode_takes_its_plan_from_the_same_measurements(mode: Mode, context
 
 
 def test_balanced_compares_at_the_workloads_depth_not_at_an_empty_context() -> None:
-    """At an empty context the second is as fast; at 640 tokens it is half as fast."""
+    """At an empty context both plans are equally fast; at 640 tokens the second is half as fast."""
     plans = (scored(8192, 10.0), scored(65536, 10.0, per_1000=20.0))
     assert choose("balanced", plans, CHATS, native=131072).scored.context == 8192
 
 
 def test_two_plans_are_never_compared_at_two_depths() -> None:
-    """A workload longer than the smaller window is scaled to it for both: else the larger would look slower."""
+    """A workload longer than the smaller context is scaled to that context for both plans. Otherwise the plan with the
+    larger context would look slower."""
     plans = (scored(8192, 20.0, per_1000=1.0, key="small"), scored(131072, 19.0, per_1000=1.0, key="large"))
     found = choose("speed", plans, parse_mix("document"), native=131072)
     assert found.scored.key == "large"

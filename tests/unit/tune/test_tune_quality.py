@@ -210,7 +210,7 @@ def scored_chunk(first: int, nll: list[float], key: str = "f16") -> ScoredChunk:
 
 
 def test_only_passages_with_the_same_beginning_are_paired() -> None:
-    """A piece is of the same tokens only where its passage begins at the same place."""
+    """Two chunks have the same tokens only if their passages begin at the same place."""
     exact = [scored_chunk(0, [1.0, 2.0, 3.0]), scored_chunk(2, [3.5, 4.5]), scored_chunk(5, [6.0])]
     other = [scored_chunk(0, [1.1, 2.1], "q4_0"), scored_chunk(2, [3.6], "q4_0"), scored_chunk(3, [4.6, 5.6], "q4_0")]
     assert perplexity(exact, other) == {0: (1.0, 1.1), 1: (2.0, 2.1), 2: (3.5, 3.6)}

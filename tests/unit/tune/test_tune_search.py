@@ -129,7 +129,7 @@ def picked(trials: list[Trial], space: tuple[Candidate, ...] = SPACE) -> Candida
 
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
 def test_on_a_cpu_the_first_look_is_at_the_plan_that_would_be_served(count: int) -> None:
-    """Not at a rounded cache, whose bytes are fewer and whose time is longer (planning/assumptions.py)."""
+    """A rounded cache is not measured first: its bytes are fewer, but its time is longer (planning/assumptions.py)."""
     here = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(logical=count, physical=count), LARGE)
     ask = searching(candidates(here, here.all()), EFFORT).ask([], left_s=60)
     assert isinstance(ask, Ask)
@@ -152,7 +152,7 @@ def test_the_first_asked_for_is_the_best_prediction_that_is_likely_to_fit() -> N
 
 
 def test_the_first_of_those_that_are_predicted_as_fast_is_the_callers_first() -> None:
-    """Its own costs say that 4/8/2048 is faster by 2 %, and than 4/8/128 by 12 %."""
+    """In the search's own costs 4/8/2048 is 2 % faster than 4/8/512 and 12 % faster than 4/8/128."""
     keys = ("4/8/128", "4/8/512", "4/8/2048")
     by_key = {found.key: found for found in SPACE}
     for order, wanted in ((keys, "4/8/512"), (keys[::-1], "4/8/2048")):
@@ -196,7 +196,7 @@ def test_a_candidate_that_needs_as_much_as_one_that_failed_is_not_tried() -> Non
 
 
 def test_a_failure_with_a_large_ubatch_does_not_rule_out_more_with_a_small_one() -> None:
-    """What was missing was the compute buffer: a plan with a larger cache and a smaller batch may well fit."""
+    """The compute buffer did not fit: a plan with a larger cache and a smaller batch may fit."""
     failed, small, large = (
         candidate(n, 8, ubatch, need_mib=mib) for n, ubatch, mib in ((4, 512, 8000), (0, 128, 8400), (0, 2048, 8400))
     )
@@ -236,7 +236,7 @@ def test_what_costs_more_than_is_left_is_not_asked_for() -> None:
 
 
 def test_no_prediction_tells_twins_apart_and_one_stands_for_all() -> None:
-    """With nothing on the CPU the number of threads changes nothing that is predicted."""
+    """With no layer on the CPU the number of threads does not change the prediction."""
     space = tuple(candidate(0, threads, 512, need_mib=100.0) for threads in THREADS)
     trials = tune(Box(), space)
     assert {trial.key for trial in trials} == {"0/2/512"}
@@ -328,7 +328,7 @@ def test_a_jobs_terms_add_up_to_its_prefill_and_its_decoding() -> None:
 
 
 def test_what_to_measure_goes_by_a_late_first_token_too() -> None:
-    """One decodes a little sooner, and its first token is late."""
+    """One plan decodes a little faster, but its first token is late."""
     late, in_time = Costs(gpu_ms=40, copy_ms=12_000, batch=2048), Costs(gpu_ms=52, copy_ms=9_900, batch=4096)
     costs = {"late": late, "in time": in_time}
     found = [

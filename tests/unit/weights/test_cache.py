@@ -75,7 +75,7 @@ def test_a_set_that_lacks_a_part_is_not(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_link_is_taken_at_its_own_commit_alone(tmp_path: Path) -> None:
-    """The hub's client writes the file itself if it cannot create links."""
+    """If links cannot be made, the hub's client puts the file itself into the snapshot."""
     snapshot = RepoFolder(root=tmp_path, name=folder_of_repo(REPO)).snapshot(COMMIT)
     snapshot.mkdir(parents=True)
     (snapshot / "a.gguf").write_bytes(b"a")
@@ -149,7 +149,7 @@ def test_folders_hand_their_group_on_whatever_the_umask_is(tmp_path: Path) -> No
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_a_lock_of_another_user_can_be_waited_for(tmp_path: Path) -> None:
-    """Older clients created lock files with the umask: 0644."""
+    """Older clients made their locks with the umask: mode 0644."""
     path = tmp_path / "key.lock"
     path.touch(0o644)
     parents = [each for each in tmp_path.parents if "pytest-of-" in str(each)]

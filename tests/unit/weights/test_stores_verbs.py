@@ -398,7 +398,7 @@ def test_damage_is_said_and_set_aside_only_when_asked(run: Run, models: Path, we
 
 
 def test_what_is_no_file_or_leads_nowhere_is_no_model(run: Run, models: Path, weights: bytes) -> None:
-    """Reading does not block on a pipe, and none of these entries is complete."""
+    """No verb waits for a pipe, and none of these files is called complete."""
     os.mkfifo(models / "pipe.gguf")
     (models / "link.gguf").symlink_to("gone.gguf")
     (models / "m-00001-of-00003.gguf").write_bytes(weights)

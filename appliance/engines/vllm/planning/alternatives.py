@@ -21,7 +21,7 @@ WORTH_NAMING = 1.2  # times the context
 
 
 def alternatives(found: Estimate) -> Iterator[Choice]:
-    """Of a plan that holds less than the model was trained for."""
+    """Return alternatives to a plan with less context than the model's native length, each with its price."""
     facts = found.facts
     if found.context >= facts.wanted or not facts.cards or facts.settings.nodes > 1 or facts.settings.ctx_size:
         return

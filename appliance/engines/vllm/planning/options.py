@@ -45,9 +45,11 @@ def choose(facts: Facts) -> Estimate:
 
 
 def _sequences(best: Estimate) -> int:
-    """As many requests in one step as the cache holds at the length of the workload's prompts, unless their CUDA graphs
-    take more of the context than CONTEXT_KEPT leaves. What was seen in service is left out: it is of one number of
-    them, and the number would change with every start."""
+    """Return the number of requests in one step: as many as the cache holds at the workload's prompt length.
+
+    Fewer if their CUDA graphs would leave less of the context than CONTEXT_KEPT. Memory seen in service is ignored: it
+    belongs to one number of requests, and the number would change at every start.
+    """
     facts, option = replace(best.facts, ignores_peaks=True), best.option
     if facts.settings.is_set("parallel") or not option.cards or facts.given.model.is_embedding_model:
         return option.seqs

@@ -55,7 +55,7 @@ def test_committed_files_are_what_the_matrix_renders(name: str, project: Path) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_stages_before_it_are_those_of_the_cell(name: str, project: Path) -> None:
-    """Else they would not come from the cell's build cache, and people would compile with something else."""
+    """With other stages the cell's build cache would not be used, and people would compile with another toolchain."""
     cell = LOADED.devcontainers[name]
     of_cell = render.render(cell, render.load_template(project, cell))[cell.folder / "Dockerfile"]
     shared = ["toolchain", "source", *(["nvcc"] if cell.toolkit else [])]

@@ -339,7 +339,8 @@ def test_without_a_gpu_an_engine_may_be_another_release(
 
 
 def test_a_release_that_is_not_locked_yet_can_be_locked(project: Path, tmp_path: Path) -> None:
-    """Its row of the toolkits names what the lock will hold: `images lock` must not ask for that first."""
+    """The release's row in the toolkits names what the lock will hold, so `images lock` must not ask for a lock
+    first."""
     (tmp_path / matrix.MATRIX_FILE).write_text(
         (project / matrix.MATRIX_FILE)
         .read_text(encoding="utf-8")

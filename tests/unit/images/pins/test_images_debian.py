@@ -270,7 +270,8 @@ def test_a_stranger_and_a_flipped_digit_in_a_debian_lock_are_found(tmp_path: Pat
 
 
 def test_of_another_platform_apt_is_asked_as_that_one(tmp_path: Path, cell: Cell) -> None:
-    """apt reads the index of that platform. The base's packages are those of the own platform, and the lock says so."""
+    """apt reads the index of that platform and takes the base's packages from it. The lock says that the base is the
+    own platform's."""
     engine, archive = Apt(ANSWER.replace("_amd64.deb", "_arm64.deb")), debian.Archive()
     (tmp_path / "images/locks").mkdir(parents=True)
     for platform in ("linux/amd64", "linux/arm64"):

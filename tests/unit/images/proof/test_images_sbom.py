@@ -133,7 +133,8 @@ HEX = re.compile(r"\b[0-9a-f]{64}\b")
     "name", ["llama-cpu", "llama-cu124-sm86", "llama-cu128-sm90", "llama-cu130-sm90", "vllm-cu130"]
 )
 def test_every_package_has_a_hash(tree: Tree, image: docker.Image, project: Path, name: str) -> None:
-    """Its file's, where a lock or the image has that file; else one of what the image has of it, in words."""
+    """The hash is that of the package's file if a lock or the image has the file. Otherwise the comment has a hash of
+    what the image has of the package."""
     cell = matrix.select(matrix.load(project).cells, name)[0]
     paths = [
         *(f"var/lib/dpkg/info/{each}.md5sums" for each in ("libgomp1:amd64", "tini")),

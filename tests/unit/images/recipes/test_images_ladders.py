@@ -111,7 +111,7 @@ def test_parameters_are_those_of_the_shape(name: str, model: ModelRow) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "model"), SHAPES, ids=[name for name, _ in SHAPES])
 def test_the_product_knows_what_a_file_of_each_shape_takes(name: str, model: ModelRow, tmp_path: Path) -> None:
-    """Its layers, their caches and the longest context: a rung is chosen by them before it is fetched."""
+    """A rung is chosen by its layers, their caches and the longest context, before the file is fetched."""
     assert model.shape, name
     found = read_model(write_gguf(tmp_path / "x.gguf", _shape(model.shape), quantization="Q4_0"))
     keys = model.shape.metadata

@@ -145,7 +145,7 @@ def test_facts_of_a_build_name_the_variants_that_are_there() -> None:
     table = (ROOT / "appliance/engines/llama/process/cpu_variants.yaml").read_text()
     names = ("libggml-cpu-zen4.so", "libggml-cuda.so", "libggml-cpu-x64.so")
     assert [variant.name for variant in parse_variants(names, table)] == ["x64", "zen4"]
-    with pytest.raises(EngineArgumentsError, match="no entry in cpu_variants.yaml: rocketlake"):
+    with pytest.raises(EngineArgumentsError, match=r"no entry in cpu_variants\.yaml: rocketlake"):
         parse_variants(("libggml-cpu-rocketlake.so",), table)
     engine = with_variants("x64", "haswell")
     assert parse_engine_facts(dump_facts(engine)) == engine

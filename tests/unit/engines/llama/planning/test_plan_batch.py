@@ -92,7 +92,7 @@ def test_speed_gives_up_to_half_of_the_context_where_a_long_prompt_gains_much(
 @pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name"), [("4090", "gpt-oss-120b"), ("2x2080Ti", "qwen3-next-80b-a3b")])
 def test_speed_leaves_half_of_the_context(machine: str, name: str) -> None:
-    """4,096 would take 68 and 85 % of it."""
+    """A ubatch of 4,096 would take 68 and 85 % of the context."""
     cell = Cell(machine=machine, model=name, quantization=dict(MODELS)[name], flags={"mode": "speed"})
     found, usual = cell.space().best, cell.space(ubatch="512").best
     assert 512 < launch_of(found).ubatch < 4096
@@ -134,7 +134,7 @@ def test_with_everything_on_gpus_nothing_is_copied() -> None:
 
 @pytest.mark.thorough
 def test_the_tuner_may_measure_mapped_weights_beside_it_and_no_smaller_batches() -> None:
-    """Its prompts are too short to tell what those cost."""
+    """The tuner's prompts are too short to show the cost of smaller batches."""
     found = space("4090").all()
     assert {launch_of(plan).load_mode for plan in found} == {"none", "mmap"}
     assert {launch_of(plan).ubatch for plan in found} == {4096}

@@ -301,7 +301,7 @@ def test_exactness_is_not_given_up_for_a_sliver() -> None:
 
 
 def test_the_share_of_speed_is_of_the_best_with_any_ubatch() -> None:
-    """The bar was taken anew for each ubatch, and a larger one lowered it."""
+    """Regression: the best speed was taken anew for each ubatch, and a larger ubatch lowered it."""
     found = space("3060", "30b-a3b-2507", workload="agent").best
     best = max(
         decode(space("3060", "30b-a3b-2507", ubatch="512", ctx_size="4096", kv_type=kind).best)
@@ -343,7 +343,7 @@ def test_the_native_length_is_not_bought_with_more(machine: str, name: str, mode
 
 
 def test_the_native_length_at_little_cost_is_no_reason_for_an_exact_cache() -> None:
-    """q8_0 has it within the share of speed that the mode keeps, f16 for a few percent more."""
+    """q8_0 reaches the native length within the share of speed that the mode keeps. f16 costs a few percent more."""
     here = Cell(machine="2x4090", model="qwen3-next-80b-a3b", quantization="Q4_K_M").space()
     assert (here.best.context, here.best.kv_type) == (here.native, "q8_0")
     assert here.context_plan.carried["f16"] < here.native

@@ -87,7 +87,7 @@ def test_equal_cores_add_up_whatever_their_speed(parts: int) -> None:
 
 
 def test_parts_that_are_taken_one_by_one_wait_for_the_slow_core_that_took_the_last() -> None:
-    """Two cores, one a quarter as fast: eight parts, of which the slow one takes two in the time of eight."""
+    """The second of two cores has a quarter of the speed. It takes two of eight parts, in the time of eight."""
     assert rates([1.0, 0.25]).worth(2) == pytest.approx(8 / 8)
     assert rates([1.0, 0.5]).worth(2) == pytest.approx(8 / 6)  # six parts beside two
     assert rates([1.0, 0.25], EVEN_PARTS).worth(2) == pytest.approx(2 * 0.25)
@@ -146,7 +146,7 @@ def test_all_cores_and_the_large_alone_are_both_measured(hardware: Hardware, cou
 
 
 def test_experts_that_are_cut_evenly_need_equal_cores_more() -> None:
-    """Q4_K experts in the layout of i8mm: forward_mul_mat_id gives each thread as many rows."""
+    """For Q4_K experts in the layout of i8mm, forward_mul_mat_id gives each thread the same number of rows."""
     hardware = replace(CIX, memory=replace(CIX.memory, total_mib=64000, available_mib=60000))
     dense, experts = space(hardware), space(hardware, "qwen3-30b-a3b")
     costs = [each.costs(plan) for each in (dense, experts) for plan in (each.best, with_all(each))]

@@ -108,8 +108,8 @@ def test_fewer_threads_cost_more_on_a_cpu_and_nothing_beyond_the_cores() -> None
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b"])
 def test_a_rounded_cache_costs_more_on_a_cpu_and_as_much_on_a_gpu(name: str) -> None:
-    """Sliding windows or not: a CPU has no fast kernels for it, and of a GPU nobody measured that it gains
-    (planning/assumptions.py)."""
+    """This holds with and without sliding windows: a CPU has no fast kernels for a rounded cache, and no measurement
+    shows a gain on a GPU (planning/assumptions.py)."""
     by_machine = []
     for hardware in (MACHINES["cpu-16g"], MACHINES["2x4090"]):
         here = space(hardware, shape(name))

@@ -312,7 +312,7 @@ def test_cards_of_one_kind_are_uneven_by_what_is_free() -> None:
 
 
 def test_stages_are_no_candidate_on_even_cards() -> None:
-    """Two ranks of one layer are as large in all, and faster."""
+    """Two tensor parallel ranks need the same memory in total and are faster."""
     assert all(launch(plan).pipeline_parallel == 1 for plan in space("2x4090", "gemma-3-12b").all())
 
 
@@ -548,7 +548,7 @@ def test_the_caches_tokens_are_predicted_as_vllm_counts_them() -> None:
 
 
 def test_the_images_own_cache_folder_is_nothing_that_a_user_asked_for() -> None:
-    """The image sets the variable for whoever runs the engine by hand."""
+    """The image sets this variable for users who run the engine by hand."""
 
     def names(where: str) -> set[str]:
         return {choice.name for choice in best(ADA, environment={"VLLM_CACHE_ROOT": where}).choices}

@@ -94,7 +94,7 @@ def test_one_configuration_of_several_is_found() -> None:
 
 
 def test_what_sampling_takes_beyond_a_prompt_stays_beside_what_was_seen() -> None:
-    """A full step tells nothing of all sequences that are sampled at once."""
+    """A full prefill step does not show the memory of sampling all sequences at once."""
     many = {"parallel": "256"}
     first = space(None, **many).best
     (share,) = first.placement.shares
