@@ -16,8 +16,9 @@ FRAGMENTS = {"As", "Also", "Beside", "By", "Of", "Or", "That", "Those", "Unless"
 def described(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and docstring of a module and of each class and function in it."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        is_described = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_described and (text := ast.get_docstring(node)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if text := ast.get_docstring(node):
             yield getattr(node, "lineno", 1), text
 
 
