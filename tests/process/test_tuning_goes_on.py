@@ -41,7 +41,15 @@ KEY = Key(parts={"build": "b1", "model": "m1"})
 IMAGE, ENGINE = facts(has_cuda=False)
 # Every kind of step occurs: a type below q8_0 holds more context, drafts pay, and fewer slots than users may pay.
 # The budget is enough for all steps.
-FLAGS = {"threads": "4", "ubatch": "512", "load_mode": "mmap", "users": "3", "mode": "speed", "cache_ram_mib": "1792"}
+FLAGS = {
+    "fill_minutes": "0",
+    "threads": "4",
+    "ubatch": "512",
+    "load_mode": "mmap",
+    "users": "3",
+    "mode": "speed",
+    "cache_ram_mib": "1792",
+}
 SETTINGS = resolve_settings({**FLAGS, "budget_s": "30000"}, {})
 FOR_CONTEXT = replace(SETTINGS, mode="context")
 MACHINE = MACHINES["cpu-limit-8g"]

@@ -19,7 +19,8 @@ from tests.process.stages.vllm_home import VllmHome
 
 MACHINE = "2x4090"
 CARD = "GPU-00000000-0000-0000-0000-000000000000"
-SETTINGS = {"devices": CARD, "speculation": "off"}
+# Four requests at once: with more of them the sampler may need more than the forward pass, which is another rule.
+SETTINGS = {"devices": CARD, "speculation": "off", "parallel": "4"}
 OF_THE_MODEL = ("--block-size", "16", "--fake-block-bytes", "368640")  # SmolLM2-135M in bfloat16
 KV_MIB = 1024  # that the fake finds left on a first start
 READY_MIB = 1100  # beside it

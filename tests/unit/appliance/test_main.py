@@ -196,7 +196,7 @@ def test_people_and_requests_are_told_apart(house: House) -> None:
     with pytest.raises(SystemExit):
         house.bare("serve", "--help")
     out = " ".join(house.captured().out.split())
-    assert "--users N people who ask at the same time; --parallel sets the number of requests itself" in out
+    assert "--users N people who use the model at the same time; --parallel sets the requests themselves" in out
     assert "--parallel N requests served at the same time: an expert's override of --users" in out
 
 
@@ -416,7 +416,7 @@ def test_an_empty_input_is_30_and_keeps_the_model(house: House, monkeypatch: pyt
     give(monkeypatch, b"")
     said = house.run("models", "add", "a.gguf")
     assert said.code == 30
-    assert "error: model is unreadable: a.gguf: nothing came" in said.err
+    assert "error: model is unreadable: a.gguf: the input was empty" in said.err
     assert "with -i" in said.err
     assert path.read_bytes() == before
 

@@ -200,7 +200,7 @@ def test_a_machine_that_cannot_be_is_10_with_file_and_key(tmp_path: Path, text: 
 
 @pytest.mark.parametrize(
     ("data", "words"),
-    [(b"\xff\xfe\x00", "it is no text"), (SMALLEST.encode().ljust(MAX_BYTES + 1), "it is larger than 4 MiB")],
+    [(b"\xff\xfe\x00", "it is not text"), (SMALLEST.encode().ljust(MAX_BYTES + 1), "it is larger than 4 MiB")],
     ids=["no text", "too large"],
 )
 def test_what_is_no_text_or_too_large_is_refused(tmp_path: Path, data: bytes, words: str) -> None:

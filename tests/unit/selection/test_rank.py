@@ -90,7 +90,7 @@ def test_an_earlier_choice_stays_while_it_fits_and_the_better_one_is_named() -> 
     assert chosen(choice) == "large"
     kept = prefer(choice, "small")
     assert (chosen(kept), verdicts(kept), kept.better) == ("small", ["chosen", "fits"], kept.rows[1])
-    assert kept.rows[0].reason == "chosen by an earlier start; large would be better"
+    assert kept.rows[0].reason == "an earlier start chose it; large would be better"
     for name in ("large", "none of these"):
         assert prefer(choice, name) == choice
     for given in ({"missing_bytes": 5}, {"problem": "damaged"}):
