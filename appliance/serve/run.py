@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.errors import ConfigError, ModelAwayError
 from appliance.serve.background.memory_watch import MemoryWatch
@@ -62,6 +63,8 @@ async def bring_up(slot: ModelSlot) -> ServedModel:
 
     If this is cancelled or fails, the slot has no engine any more, and may be brought up again.
     """
+    if slot.report.progress.phase is Phase.ASLEEP:
+        slot.report.phase(Phase.STARTING)
     try:
         served = await _opened(slot)
         if not served.host.is_launched:

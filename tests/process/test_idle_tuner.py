@@ -556,3 +556,15 @@ async def test_restarts_of_all_engines_are_counted() -> None:
         assert await stage.host.swap(BEST, stage.backend.upstream) is None
         assert stage.host.restarts == 1
         assert await stage.model() == "best"
+
+
+async def test_an_engine_after_a_stop_listens_where_requests_go_and_counts_on() -> None:
+    async with idle_stage(PREDICTED, restart=Restart(max_in_row=100, backoff_s=(0.0,))) as stage:
+        assert await stage.host.swap(BEST, stage.backend.upstream) is None
+        os.kill(stage.pid(), signal.SIGKILL)
+        await eventually(lambda: stage.host.restarts == 1 and stage.host.is_ready)
+        await stage.host.stop()
+        stage.host.launch(PREDICTED)
+        await eventually(lambda: stage.host.is_ready)
+        assert await stage.model() == "predicted"
+        assert stage.host.restarts == 1

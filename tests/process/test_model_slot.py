@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -101,7 +102,10 @@ async def test_from_absent_to_ready_to_sleep_and_back(home: Home, runtime_dir: P
         assert (slot.state, lives(first)) == (SlotState.ASLEEP, False)
         assert slot.documents()["status"]()["phase"] == "asleep"
         before = served.hardware
-        assert await bring_up(slot) is served
+        waking = asyncio.create_task(bring_up(slot))
+        await asyncio.sleep(0)
+        assert slot.state is SlotState.LOADING  # from planning on
+        assert await waking is served
         assert (slot.state, served.host.is_ready) == (SlotState.READY, True)
         assert pid_of(served) != first
         assert served.hardware is not before  # the machine was looked at anew
@@ -125,6 +129,24 @@ async def test_a_load_that_is_cancelled_leaves_no_engine_and_can_be_begun_again(
         may_load.touch()
         await bring_up(slot)
         assert slot.state is SlotState.READY
+
+
+async def test_a_kernel_check_that_is_cancelled_is_run_again(home: Home, runtime_dir: Path) -> None:
+    home.set_variants("x64", "zen4")
+    home.set_kernel_check("--hang")
+    slot = absent(home, runtime_dir, tune="off")
+    async with closing(slot):
+        loading = asyncio.create_task(bring_up(slot))
+        await eventually(lambda: bool(home.checked))
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        home.set_kernel_check()
+        served = await bring_up(slot)
+        assert (slot.state, served.inputs.kernels.variant) == (SlotState.READY, "zen4")
+        assert len(home.checked) == 2
+    (kept,) = (home.data / "cache/b1").glob("cpu-kernels-*.json")
+    assert json.loads(kept.read_text())["checked"]["zen4"]["problem"] is None
 
 
 async def test_a_fetch_that_is_cancelled_leaves_the_slot_absent_and_is_continued(

@@ -36,6 +36,7 @@ LINKS = [
     for target in targets
     if target
 ]
+FILE = re.compile(r"`((?:[a-z_.]+/)+[a-z_0-9]+\.py)`")  # in a span; capitals stand for a name to be chosen
 HERE = [(page, target) for page, target in LINKS if "://" not in target]
 ABROAD = sorted({target for _, target in LINKS if "://" in target})
 CODE = re.compile(r"^### (\d+)$", re.MULTILINE)
@@ -74,6 +75,16 @@ def test_links_lead_somewhere(page: str) -> None:
     targets = [target for each, target in HERE if each == page]
     missing = [target for target in targets if not ((ROOT / page).parent / target.partition("#")[0]).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_project_that_pages_name_exist(page: str) -> None:
+    folder = (ROOT / page).parent
+    tops = {"..", *(path.name for top in (ROOT, ROOT / "appliance") for path in top.iterdir() if path.is_dir())}
+    named = {name for name in FILE.findall((ROOT / page).read_text("utf-8")) if name.partition("/")[0] in tops}
+    missing = {name for name in named if not any((top / name).exists() for top in (folder, ROOT, ROOT / "appliance"))}
+    # A table of a folder may leave out the first folders of a path.
+    assert [name for name in sorted(missing) if name.startswith("..") or not any(folder.rglob(name))] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

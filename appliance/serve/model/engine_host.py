@@ -113,11 +113,15 @@ class EngineHost(Generic[P]):
     def launch(self, plan: P) -> None:
         """Spawn the first engine, or one after `stop`, or one after `stop_current` if none has served yet.
 
-        Returns at once: `supervisor` tells readiness and death.
+        It listens where the last one did: the gateway sends requests there. Returns at once: `supervisor` tells
+        readiness and death.
         """
+        last = self._present
+        socket_path = last.socket_path if last else self._sockets[0]
         supervisor = self._supervise(plan)
-        supervisor.start(self._command(plan, self._sockets[0]))
-        self._set_present(_Present(plan, self._sockets[0], supervisor))
+        supervisor.start(self._command(plan, socket_path))
+        self._past_restarts += last.supervisor.restarts if last else 0
+        self._set_present(_Present(plan, socket_path, supervisor))
 
     async def stop_current(self, *, grace_s: float | None = None) -> P:
         """Stop the engine and return its plan. The engine is away until `load` or `launch`.

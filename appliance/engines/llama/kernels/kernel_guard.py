@@ -20,10 +20,11 @@ class _Check:
     variant: str
     asked: Asked
     found: asyncio.Future[Sequence[KernelReport]]
+    unwanted: threading.Event  # set to end it
 
 
 class KernelGuard:
-    """Runs the check of one start in a thread. Created inside the running event loop. `give_up` stops the check."""
+    """Runs the checks of one model in a thread, one at a time. Created inside the running event loop."""
 
     def __init__(self, store: KernelStore, report: Report, install: Install, *, threads: int) -> None:
         self._store = store
@@ -33,7 +34,6 @@ class KernelGuard:
         self._threads = threads
         self._check: _Check | None = None
         self._warned: set[str] = set()
-        self._unwanted = threading.Event()
 
     @property
     def is_checking(self) -> bool:
@@ -53,8 +53,9 @@ class KernelGuard:
                 self._warn(kernels.variant, known.problem)
             return
         # In a thread that starts now, because the loop may be busy with imports for half a second.
-        found = asyncio.get_running_loop().run_in_executor(None, self._ask, kernels.variant, asked)
-        self._check = _Check(variant=kernels.variant, asked=asked, found=found)
+        unwanted = threading.Event()
+        found = asyncio.get_running_loop().run_in_executor(None, self._ask, kernels.variant, asked, unwanted)
+        self._check = _Check(variant=kernels.variant, asked=asked, found=found, unwanted=unwanted)
 
     async def finish(self) -> tuple[str, str] | None:
         """Wait for the check; return the variant that failed and how, or None. Other results are kept on the volume."""
@@ -87,16 +88,19 @@ class KernelGuard:
         return self._store.ruled_out(self._record)
 
     def give_up(self) -> None:
-        self._unwanted.set()
+        """Stop the check and drop its result, which says nothing of the kernels. `begin` may start another."""
+        if self._check is not None:
+            self._check.unwanted.set()
+            self._check = None
 
-    def _ask(self, variant: str, asked: Asked) -> Sequence[KernelReport]:
+    def _ask(self, variant: str, asked: Asked, unwanted: threading.Event) -> Sequence[KernelReport]:
         return query_kernels(
             self._install.engine_dir,
             (variant,),
             asked,
             cache_dir=self._install.cache_dir,
             threads=self._threads,
-            is_wanted=lambda: not self._unwanted.is_set(),
+            is_wanted=lambda: not unwanted.is_set(),
         )
 
     def _warn(self, variant: str, problem: str) -> None:
