@@ -37,12 +37,12 @@ EPILOG = (
 
 
 VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "key", "health", "version", "engine-facts")
-# Those that the container has no use for; `version` is a verb of both.
+# Verbs that a container cannot use; `version` is a verb of both.
 HOST_VERBS = tuple(name for name in host.VERBS if name not in VERBS)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors as UsageError, with the near miss of a misspelt flag or verb named."""
+    """A parser that raises UsageError and names the flag or verb that a misspelt one is nearest to."""
 
     def error(self, message: str) -> NoReturn:
         known = re.findall(r"'([^']*)'", message) if "invalid choice: " in message else []
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    # What one user of group 0 makes on the volume, the user of the next container must be able to change.
+    # The next container may run as another user of group 0, and must be able to change the files on the volume.
     os.umask(0o002)
     options = _parse(argv)
     raise_limit()
@@ -77,8 +77,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _with_verb(argv: Sequence[str]) -> list[str]:
-    """With `serve` before flags that come without a verb, as other engines' images are started. Raises UsageError for a
-    verb behind flags."""
+    """Return the arguments, with `serve` before flags without a verb: images of other engines are started in that form.
+    Raises UsageError if a verb follows flags."""
     if not argv or not argv[0].startswith("-") or argv[0] in ("-h", "--help", "--"):
         return list(argv)
     if argv[0] == "--version":
@@ -94,7 +94,7 @@ def _with_verb(argv: Sequence[str]) -> list[str]:
 def _parse(argv: list[str]) -> argparse.Namespace:
     argv = _with_engine_args(_with_verb(argv))
     parser, known = _parser(argv)
-    # Before argparse looks: it would take the value of a misspelt flag for a word of the verb, and blame that.
+    # Before argparse: it would take the value of a misspelt flag for an argument of the verb, and report that one.
     for word in argv:
         if word.startswith("--") and word.partition("=")[0] not in known:
             raise _unknown(word, known)
@@ -105,7 +105,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _with_engine_args(argv: Sequence[str]) -> list[str]:
-    """Each with its value in one word: the value begins with a hyphen, so that argparse would take it for a flag."""
+    """Return the arguments with each --engine-arg and its value joined by `=`. The value begins with a hyphen, so
+    argparse would take it for a flag."""
     flag, found, rest = SETTINGS["engine_arg"].flag, [], iter(argv)
     for word in rest:
         value = next(rest, None) if word == flag else None
@@ -115,27 +116,31 @@ def _with_engine_args(argv: Sequence[str]) -> list[str]:
 
 def _unknown(word: str, known: Sequence[str]) -> UsageError:
     flag = word.partition("=")[0]
-    near = [] if flag in known else difflib.get_close_matches(flag, known, 1)  # a flag of another verb is no near miss
+    near = [] if flag in known else difflib.get_close_matches(flag, known, 1)  # flags of other verbs: no hint
     message = f"unknown argument: {word}"
     return UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else "see `appliance --help`")
 
 
 def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
-    """Only the verb that is there gets its flags: those of all would cost each start 20 ms."""
+    """Return the parser and all flags. Only the given verb gets its flags: those of all cost 20 ms a start."""
     parser = _Parser(prog="appliance", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
     rows: tuple[tuple[str, Callable[..., int], str], ...] = (
-        ("serve", _serve, "serve the model; measure while nobody asks"),
+        ("serve", _serve, "serve the model; measure while no requests come"),
         ("plan", _plan, "show what would be served, and why"),
-        ("tune", _tune, "measure now, keep the profile, and end"),
-        ("probe", _probe, "show what this container may use"),
+        ("tune", _tune, "measure now, keep the profile, and exit"),
+        ("probe", _probe, "show the hardware that this container may use"),
         ("doctor", _doctor, "check everything that a start depends on, and say what to do"),
-        ("profiles", _profiles, "list, show, compare, move, pin or forget profiles: results of tuning"),
+        ("profiles", _profiles, "list, show, compare, export, import, pin or forget profiles, the results of tuning"),
         ("models", _models, "list, fetch, update, add, remove, verify or import models on the volume"),
         ("key", _key, "print the API key"),
-        ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
+        ("health", _health, "ask the running appliance if it is ready; exit code 0 if so"),
         ("version", _version, "print versions"),
-        ("engine-facts", _engine_facts, "write what the engine's binary says of itself (while an image is built)"),
+        (
+            "engine-facts",
+            _engine_facts,
+            "write the facts that the engine's binary reports (for building an image)",
+        ),
     )
     for name, run, words in rows:
         verb = verbs.add_parser(name, help=words, description=words, allow_abbrev=False)
@@ -145,7 +150,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         _add_settings(verb, with_rare="--help-all" in argv)
         if name in _ADDITIONS:
             _ADDITIONS[name](verb)
-    if not any(name in argv for name, _, _ in rows):  # only help and a misspelt verb look at them
+    if not any(name in argv for name, _, _ in rows):  # only --help and the hint for a misspelt verb need them
         _add_host_verbs(verbs)
     return parser, [*(setting.flag for setting in SETTINGS.values()), *_OTHER_FLAGS]
 
@@ -178,21 +183,22 @@ def _add_model(verb: argparse.ArgumentParser) -> None:
 
 def _add_plan(verb: argparse.ArgumentParser) -> None:
     _add_model(verb)
-    verb.add_argument("--explain", action="store_true", help="every value with its reason and its source (default)")
-    verb.add_argument("--verbose", action="store_true", help="with the figures behind each reason")
+    verb.add_argument("--explain", action="store_true", help="show every value with its reason and source (default)")
+    verb.add_argument("--verbose", action="store_true", help="also show the figures behind each reason")
     verb.add_argument("--dry-run", action="store_true", help="print the engine's command line and nothing else")
-    words = (
-        "what could be served of a recipe or a repository: size, place, context, speed, verdict; * is chosen, + here"
-    )
+    words = "list the weights of a recipe or a repository: size, place, context, speed, verdict; * is chosen, + is here"
     verb.add_argument("--files", action="store_true", help=words)
     words = (
-        "plan for the machine of this file: what `probe --json` wrote there, a doctor's bundle, or YAML by hand; "
+        "plan for the machine in this file: output of `probe --json`, a bundle of `doctor`, or YAML written by hand; "
         "- is stdin"
     )
     verb.add_argument("--machine", metavar="FILE", help=words)
-    words = "plan for each of these machines, side by side; files as --machine takes them"
+    words = "plan for several machines, side by side; each FILE as for --machine"
     verb.add_argument("--compare", metavar="FILE", nargs="+", help=words)
-    words = "plan for the image of this cell of the build matrix; without it the image that runs this, or the machine's"
+    words = (
+        "plan for the image of this cell of the build matrix (default: this image; outside an image the best cell for "
+        "the machine)"
+    )
     verb.add_argument("--cell", metavar="CELL", help=words)
     verb.add_argument("--json", action="store_true", help="for scripts")
 
@@ -202,15 +208,15 @@ def _add_json(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_probe(verb: argparse.ArgumentParser) -> None:
-    words = "measure the bandwidths of memory and GPUs now, and keep them on the volume; best while nothing is served"
+    words = "measure the bandwidths of memory and GPUs now, and keep them on the volume; use it while nothing is served"
     verb.add_argument("--measure", action="store_true", help=words)
     _add_json(verb)
 
 
 def _add_doctor(verb: argparse.ArgumentParser) -> None:
-    words = "also write a file for a bug report: without the key, uuids, names of users, hosts and folders"
+    words = "also write a file for a bug report; it has no key, no uuids, and no names of users, hosts or folders"
     verb.add_argument("--bundle", metavar="FILE", help=words)
-    words = "also run the engine's kernels for the model's types, of every CPU variant that runs here and of the GPUs"
+    words = "also check the engine's kernels for the model's types, in every CPU variant that runs here and on the GPUs"
     verb.add_argument("--kernels", action="store_true", help=words)
     _add_json(verb)
 
@@ -218,8 +224,8 @@ def _add_doctor(verb: argparse.ArgumentParser) -> None:
 def _add_profiles(verb: argparse.ArgumentParser) -> None:
     actions = ("list", "show", "diff", "export", "import", "pin", "unpin", "forget")
     verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
-    verb.add_argument("id", nargs="?", metavar="ID", help="of a profile, or the beginning of it")
-    verb.add_argument("other", nargs="?", metavar="ID", help="with diff: another one, instead of this machine's key")
+    verb.add_argument("id", nargs="?", metavar="ID", help="id of a profile, or its beginning")
+    verb.add_argument("other", nargs="?", metavar="ID", help="with diff: the other id (default: this machine's key)")
     _add_json(verb)
 
 
@@ -227,11 +233,11 @@ def _add_models(verb: argparse.ArgumentParser) -> None:
     actions = ("list", "pull", "update", "add", "rm", "remove", "verify", "import")
     verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list; rm is remove")
     words = (
-        "as the list shows it; with pull and update org/repo, org/repo:Q4_K_M or a URL; with add the name to be; "
-        "with import a path, or a name in another folder"
+        "name as in the list; with pull and update: org/repo, org/repo:Q4_K_M or a URL; with add: the new name; "
+        "with import: a path, or a name in a folder of another tool"
     )
     verb.add_argument("file", nargs="?", metavar="NAME", help=words)
-    verb.add_argument("--sha256", metavar="HEX", help="with add, import, and pull of a URL: refuse anything else")
+    verb.add_argument("--sha256", metavar="HEX", help="with add, import, and pull of a URL: refuse any other file")
     verb.add_argument("--repair", action="store_true", help="with verify: set damaged files aside")
     verb.add_argument("--dry-run", action="store_true", help="with update: only say what is newer")
     _add_json(verb)
@@ -240,7 +246,7 @@ def _add_models(verb: argparse.ArgumentParser) -> None:
 def _add_engine_facts(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--bin", metavar="PATH", required=True, help="the engine's server binary")
     verb.add_argument("--out", metavar="PATH", required=True, help="file to write")
-    words = "types of K and V with fast flash attention on a GPU, as it was compiled: q8_0-q8_0;q8_0-q4_0"
+    words = "pairs of K and V types that were compiled with fast flash attention for GPUs: q8_0-q8_0;q8_0-q4_0"
     verb.add_argument("--kv-pairs", metavar="LIST", default="", help=words)
 
 
@@ -279,7 +285,7 @@ _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "engine-facts": _add_engine_facts,
 }
 
-# Each verb imports what it needs when it runs: `serve` must not pay for the others, nor `health` for `serve`.
+# Each verb imports its modules when it runs: the imports of other verbs would delay it.
 
 
 def _on_the_host(words: Sequence[str]) -> int:
@@ -341,7 +347,7 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
 
 
 def _argv(found: Preview, settings: Settings) -> tuple[str, ...]:
-    """The engine's command line."""
+    """Return the engine's command line."""
     start = found.start
     return start.engine.command(found.plan, start.install, settings.runtime_dir / "appliance.sock").argv
 
@@ -367,7 +373,7 @@ def _compare(options: argparse.Namespace, settings: Settings, environment: Mappi
 
 
 def _described(file: str | None) -> DescribedMachine | None:
-    """What is missing of it, and what else a bundle says, is told on stderr."""
+    """Read the machine of a --machine file. Prints its notes on stderr: missing facts, and settings of a bundle."""
     if file is None:
         return None
     from appliance.probe.machine.described import read_machine
@@ -420,7 +426,7 @@ def _measure(
     from appliance.volume import open_volume
 
     open_volume(settings.data_dir)  # before the time is spent
-    engine_dir = settings.engine_dir  # it has the library to measure a GPU with; of the host nothing is needed
+    engine_dir = settings.engine_dir  # has the library to measure a GPU with; nothing else is needed
     if engine_dir is None:
         engine_dir = install_of(settings, *load_facts(settings), hardware).engine_dir
     measured = measure(hardware, engine_dir, environment, lambda words: print(words, file=sys.stderr))
@@ -453,7 +459,7 @@ def _known_key(settings: Settings) -> str:
 
     try:
         return read_key(settings.key_path)
-    except VolumeError:  # which is a check of its own; what cannot be read cannot be told on
+    except VolumeError:  # doctor reports this in a check of its own; an unreadable key cannot be in the bundle
         return ""
 
 
@@ -535,7 +541,7 @@ def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[
 def _of_recipe(
     name: str | None, settings: Settings, environment: Mapping[str, str]
 ) -> tuple[tuple[str, Path], ...] | None:
-    """What is here of what a name of the image's recipe means, by name; None where it is no such name."""
+    """Return the weights on this machine that a name of the image's recipe means, by name; None for any other name."""
     if not name or not (settings.facts_dir / "recipe.json").exists():
         return None
     from appliance.selection.recipe import variants_here
@@ -546,7 +552,7 @@ def _of_recipe(
 
 
 def _served_by_image(settings: Settings) -> tuple[Format, Recipe | None]:
-    """Format and recipe. Outside of an image, where no facts say it, models are GGUF files."""
+    """Return format and recipe. Outside an image there are no facts, and models are GGUF files."""
     from appliance.start.image import load_engine, load_facts, load_recipe
 
     if not (settings.facts_dir / "image_facts.json").exists():
@@ -571,7 +577,7 @@ def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) ->
 
     from appliance.address import reachable, read_address
 
-    # Flags of `serve` may have moved it, and this verb has no such flags.
+    # A flag of `serve` may have changed the port, and this verb does not see that flag.
     host, port = read_address(settings.address_path) or (reachable(settings.host), settings.port)
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
@@ -589,7 +595,7 @@ def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) ->
 def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
     from appliance.start.image import load_facts
 
-    if not (settings.facts_dir / "image_facts.json").exists():  # outside of an image, which has it
+    if not (settings.facts_dir / "image_facts.json").exists():  # outside an image
         return _on_the_host(["version", *(["--json"] if options.json else [])])
     image, engine = load_facts(settings)
     row = {
@@ -613,7 +619,7 @@ def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str
 
 
 def _show(error: FatalError) -> None:
-    """The engine's last lines first, then what failed, then what to do: the eye ends on the remedy."""
+    """Print the engine's last lines, then what failed, then the remedy: readers look at the end first."""
     for line in error.log[-40:]:
         print(f"  | {line}", file=sys.stderr)
     print(f"error: {error.message}", file=sys.stderr)

@@ -362,7 +362,7 @@ class Settings:
     tier: str = _setting(
         _one_of("auto", "quality", "balanced", "compact"),
         "auto",
-        "which quantization of a recipe or a repository to serve: near the original, usual, or small "
+        "quantization of a recipe or a repository. quality: near the original; balanced: usual; compact: small "
         "(default: the best for this machine)",
         "TIER",
     )
@@ -392,7 +392,10 @@ class Settings:
         "MODE",
     )
     workload: str = _setting(
-        _workload, "chat", "what plans are measured for: chat, agent, document, or a mix as in chat:3,agent:1", "JOBS"
+        _workload,
+        "chat",
+        "requests to optimize for: chat, agent, document, or a mix as in chat:3,agent:1",
+        "JOBS",
     )
     users: int = _setting(
         _integer(1, 256),
@@ -489,7 +492,7 @@ class Settings:
     stall_timeout_s: float = _setting(
         _seconds(1, 86400),
         120.0,
-        "kill the engine if it does nothing for so long while it loads or while requests wait",
+        "kill the engine if it does nothing for this time, while it loads or while requests wait",
         "SECONDS",
         is_rare=True,
     )

@@ -239,8 +239,8 @@ class Space(Protocol):
         return ()
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
-        """Return the space of plans with less room, by the amount that was missing when the plan was loaded. None if
-        the plan takes nothing in that place."""
+        """Return a space of plans for less memory: less by the amount that was missing when the plan was loaded. None
+        if the plan takes nothing in the place of the shortage."""
         return None
 
     def kinds_to_check(self) -> tuple[str, ...]:
@@ -319,7 +319,7 @@ class Completion:
     decode_ms: float
     drafted: int = 0  # draft tokens
     accepted: int = 0
-    slot: int | None = None  # that keeps the prompt; None if the engine has no slots
+    slot: int | None = None  # the slot that keeps the prompt; None without slots
 
 
 class Client(Protocol):
@@ -472,13 +472,13 @@ class Engine(Protocol):
         return NoGuard()
 
     def loaded(self, plan: Plan, lines: Iterable[str], install: Install, *, is_trial: bool = False) -> None:
-        """Keep on the volume what `examine` and `compilations` later report, from the log of a start that became ready.
-        `is_trial`: the plan is only measured, not served. Raises nothing."""
+        """Keep facts from the log of a start that became ready; `examine` and `compilations` report them later from the
+        volume. `is_trial`: the plan is only measured, not served. Raises nothing."""
         return
 
     def compilations(self, install: Install) -> Callable[[Plan], Compilation | None]:
-        """Return a function that tells what a start of a plan compiles first, by the volume's present content. It
-        returns None for a plan that compiles nothing."""
+        """Return a function from a plan to the compilation that its start does first, given the volume's present files.
+        The function returns None for a plan that compiles nothing."""
         return lambda _: None
 
     def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:

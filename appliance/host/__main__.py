@@ -18,8 +18,8 @@ from appliance.host.verb_table import VERBS
 from appliance.settings import load_settings, process_environment
 
 EPILOG = (
-    "Exit codes: 2 usage, 10 Docker or a choice, 20 to 23 GPU, 30 to 32 model, 43 no readiness, 50 volume, 60 build; "
-    "a container that ends during its start passes on its own code."
+    "Exit codes: 2 usage, 10 Docker or a setting, 20 to 23 GPU, 30 to 32 model, 43 not ready, 50 volume, 60 build. "
+    "If a container ends during its start, the code is that of the container."
 )
 
 

@@ -1,4 +1,4 @@
-"""The verbs of the machine that runs the containers: the one list of them, for both command lines."""
+"""List of the verbs for the machine that runs the containers, used by both command lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "run": Verb(
             "appliance.host.verbs.run",
-            "start a model in a container of this machine",
+            "start a model in a container on this machine",
             "inside the container `appliance serve` serves a model",
         ),
         "status": Verb(
@@ -37,12 +37,12 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         ),
         "logs": Verb(
             "appliance.host.verbs.logs",
-            "show its log; -f follows",
+            "show the log of an appliance; -f follows it",
             "outside the container `docker logs NAME` shows the log",
         ),
         "stop": Verb(
             "appliance.host.verbs.stop",
-            "stop it; its volume stays",
+            "stop an appliance; its volume stays",
             "outside the container `docker stop NAME` stops it",
         ),
         "bench": Verb(
@@ -52,8 +52,8 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         ),
         "inject": Verb(
             "appliance.host.inject",
-            "enter it in the settings of an editor or another tool; --undo removes it",
-            "it changes settings of programs on that machine",
+            "add the appliance to the settings of an editor or another tool; --undo removes it",
+            "it changes the settings of programs on the host",
         ),
         "upgrade": Verb(
             "appliance.host.verbs.upgrade",

@@ -61,7 +61,7 @@ async def serve_model(slot: ModelSlot, backend: Backend) -> None:
 async def bring_up(slot: ModelSlot) -> ServedModel:
     """Fetch, plan and load the slot's model; returns when its engine answers.
 
-    If this is cancelled or fails, the slot has no engine any more, and may be brought up again.
+    If it fails or is cancelled, the slot's engine is stopped first; the slot may be brought up again.
     """
     if slot.report.progress.phase is Phase.ASLEEP:
         slot.report.phase(Phase.STARTING)
@@ -95,7 +95,9 @@ async def _opened(slot: ModelSlot) -> ServedModel:
 async def _fetched(slot: ModelSlot) -> ServedModel:
     if slot.served:
         return slot.served
-    from appliance.serve.open.fetch import fetch_model  # here: a start whose model is here never needs it
+    from appliance.serve.open.fetch import (
+        fetch_model,
+    )  # imported late: a start whose model is on the volume never needs it
 
     return await fetch_model(slot)
 
@@ -103,16 +105,16 @@ async def _fetched(slot: ModelSlot) -> ServedModel:
 async def _chosen(slot: ModelSlot, served: ServedModel) -> Plan:
     await check_kernels(served)
     await cross_check_gpus(served.hardware, served.environment, served.report)
-    # Anew: the checks took seconds, and other engines may have been loaded or stopped since the model was opened.
+    # Look again: the checks took seconds, and other engines may have been loaded or stopped since the model was opened.
     machine = await asyncio.to_thread(look_at_machine, slot.contents, slot.environment)
     served.set_start(served.start.on(machine.hardware))
     return await choose_plan(served)
 
 
 def tasks_of(served: ServedModel, backend: Backend) -> Tasks:
-    """Make what goes on beside serving this model."""
+    """Make the tasks that run while this model serves, by their names in the log."""
     return {
-        "what goes on beside serving": partial(BackgroundTasks(served).run, backend),
+        "background tasks": partial(BackgroundTasks(served).run, backend),
         "watching memory": partial(MemoryWatch(served).run, backend.traffic),
         "watching other programs": partial(OtherWork(served).run, backend.traffic),
     }
@@ -120,10 +122,10 @@ def tasks_of(served: ServedModel, backend: Backend) -> Tasks:
 
 async def serve_group(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
     """Serve as one of several hosts; returns and raises as `serve`."""
-    from appliance.serve.hosts.follow import Follower  # here, both: a start on one host never needs them
+    from appliance.serve.hosts.follow import Follower  # both imported late: a start on one host never needs them
     from appliance.serve.hosts.lead import Leader
 
-    report.info("tune_off", "several hosts serve the prediction: only one that is alone is measured")
+    report.info("tune_off", "several hosts serve the predicted plan: only a host that serves alone is measured")
     report.warning("open_traffic", OPEN)
     settings = replace(settings, tune="off")
     slot = open_slot(settings, environment, report.for_slot())
@@ -136,16 +138,16 @@ async def serve_group(settings: Settings, environment: Mapping[str, str], report
 
 
 async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
-    """Measure without serving, and keep the profile; returns 0, or 143 (as of SIGTERM) if it was stopped."""
+    """Measure without serving, and keep the profile; returns 0, or 143 (SIGTERM's code) if it was stopped."""
     if settings.nodes > 1:
         message = f"several hosts cannot be measured: nodes is {settings.nodes} ({settings.sources['nodes']})"
-        raise ConfigError(message, hint="measure one that is alone; a group serves the prediction")
+        raise ConfigError(message, hint="measure on a host that serves alone; a group serves the predicted plan")
     become_subreaper()
     slot = open_slot(settings, environment, report.for_slot())
     if slot.served is None:
         raise ModelAwayError(slot.pending.words if slot.pending else slot.name)
     async with stoppable(report, slot) as stop:
-        from appliance.serve.engine.measure import measure_alone  # here: a start from a profile never needs it
+        from appliance.serve.engine.measure import measure_alone  # imported late: other verbs never need it
 
         await measure_alone(slot.served)
     return 143 if stop.is_set() else 0

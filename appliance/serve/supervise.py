@@ -16,7 +16,7 @@ from appliance.serve.model.served_model import ServedModel
 from appliance.supervisor import Crash, State
 from appliance.system.lack import outlast
 
-Tasks = Mapping[str, Callable[[], Awaitable[None]]]  # what goes on beside serving, by its name in the log
+Tasks = Mapping[str, Callable[[], Awaitable[None]]]  # tasks that run while the model serves, by their names in the log
 
 FOLLOW_EVERY_S = 0.05
 

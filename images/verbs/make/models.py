@@ -17,7 +17,7 @@ from images.verbs.weights import WEIGHTS, rung_of, weights_of
 
 
 def add_prefix(parser: argparse.ArgumentParser) -> None:
-    about = "of the names of model images, in place of appliance; such as registry.example/team"
+    about = "prefix of the names of model images, instead of appliance: registry.example/team"
     parser.add_argument("--image-prefix", metavar="PREFIX", default=model.PREFIX, help=about)
 
 

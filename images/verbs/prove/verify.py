@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of --reproduce: build once and compare with this: IMAGE@DIGEST, sha256:DIGEST of a manifest, or FILE.oci.tar"
     )
     parser.add_argument("--against", metavar="WHAT", help=about)
-    flags.add_source(parser, of="of --reproduce: ")
+    flags.add_source(parser, of="with --reproduce: ")
     flags.add_cuobjdump(parser)
 
 

@@ -22,17 +22,21 @@ from images.verbs.state import record_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_common(parser)
-    about = "llama serves GGUF and is the default, vllm serves safetensors"
+    about = "llama (default) serves GGUF, vllm serves safetensors"
     parser.add_argument("--engine", metavar="NAME", default=select.DEFAULT_ENGINE, help=about)
-    parser.add_argument("--driver", metavar="VERSION", help="as nvidia-smi says it: 570.124.06")
-    parser.add_argument("--gpu", metavar="NAME", action="append", default=[], help="repeatable: one image for all")
-    parser.add_argument("--sm", metavar="SM", action="append", default=[], help="a GPU by its number: 90 or 9.0")
-    parser.add_argument("--platform", choices=matrix.PLATFORMS, help="without it this machine's")
-    about = "the machine of this file, as `appliance probe --json` wrote it; - is stdin"
-    parser.add_argument("--machine", metavar="FILE", help=about)
-    about = (
-        "also name the model image of that cell, appliance/NAME:<cell>, just appliance/NAME in this machine's engine"
+    parser.add_argument("--driver", metavar="VERSION", help="version of the driver, as nvidia-smi shows it: 570.124.06")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="name of a GPU; repeatable: one image for all",
     )
+    parser.add_argument("--sm", metavar="SM", action="append", default=[], help="a GPU by its number: 90 or 9.0")
+    parser.add_argument("--platform", choices=matrix.PLATFORMS, help="platform of the image (default: this machine's)")
+    about = "select for the machine in this file, the output of `appliance probe --json`; - is stdin"
+    parser.add_argument("--machine", metavar="FILE", help=about)
+    about = "also name that cell's model image, appliance/NAME:<cell>, without the tag, in this machine's Docker"
     parser.add_argument("--alias", metavar="NAME", help=about)
     add_prefix(parser)
 

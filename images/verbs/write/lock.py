@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_index(parser)
     about = "of --debian: the locks of this platform, from its index of the archive; without it this machine's"
     parser.add_argument("--platform", choices=matrix.PLATFORMS, help=about)
-    flags.add_mirror(parser, of="of --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
+    flags.add_mirror(parser, of="with --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
     one.add_argument("--bases", action="store_true", help=about)
 

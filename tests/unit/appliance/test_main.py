@@ -189,7 +189,7 @@ def test_several_hosts_are_not_measured(house: House) -> None:
     said = house.bare("tune", "--nodes", "2")
     assert said.code == 10
     assert "error: several hosts cannot be measured: nodes is 2 (flag --nodes)" in said.err
-    assert "hint: measure one that is alone; a group serves the prediction" in said.err
+    assert "hint: measure on a host that serves alone; a group serves the predicted plan" in said.err
 
 
 def test_people_and_requests_are_told_apart(house: House) -> None:
