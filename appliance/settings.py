@@ -386,7 +386,7 @@ class Settings:
     mode: str = _setting(
         _one_of("balanced", "speed", "context"),
         "balanced",
-        "balanced: the largest context that keeps 70 % of the best speed, or up to 65,536 tokens at "
+        "balanced: the largest context that keeps 0.7 of the best speed, or up to 65,536 tokens at "
         "30 tok/s half full; speed: the shortest job; "
         "context: the largest context that still decodes 15 tok/s when full",
         "MODE",

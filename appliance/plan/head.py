@@ -81,11 +81,15 @@ def _placement(placement: Placement) -> str:
     """Return words like "NVIDIA GeForce RTX 4090: 49 layers; host memory: experts of 28 layers"."""
     if not placement.shares:
         return "all on the CPU"
-    parts = [f"{_named(shares)}: {layers} layers{_each(shares)}" for layers, shares in _by_layers(placement)]
+    parts = [f"{_named(shares)}: {_layers(layers)}{_each(shares)}" for layers, shares in _by_layers(placement)]
     split = f" (split: {placement.split_mode})" if len(placement.shares) > 1 else ""
-    host = [f"{placement.cpu_layers} layers"] if placement.cpu_layers else []
-    host += [f"experts of {placement.cpu_expert_layers} layers"] if placement.cpu_expert_layers else []
+    host = [_layers(placement.cpu_layers)] if placement.cpu_layers else []
+    host += [f"experts of {_layers(placement.cpu_expert_layers)}"] if placement.cpu_expert_layers else []
     return "; ".join((", ".join(parts) + split, *([f"host memory: {' and '.join(host)}"] if host else [])))
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count != 1)}"
 
 
 def _by_layers(placement: Placement) -> Iterator[tuple[int, list[GpuAllocation]]]:
@@ -112,10 +116,15 @@ def _speed(plan: Plan, measured: str, to_measure: Sequence[str]) -> str:
 
 
 def memory_left(plan: Plan) -> str:
-    """Return words like "A 6,451 of 6,458 MiB, 7 left; host 23,413 of 29,952 MiB, 6,539 left"."""
+    """Return words like "A 6,451 of 6,458 MiB, 7 left; host 23,413 of 29,952 MiB, 6,539 left".
+
+    What a GPU takes of the memory that it shares with the host is part of the host's row.
+    """
+    shared = sum(share.memory.total for share in plan.placement.shares if share.gpu.is_unified)
+    name = "host and GPU" if shared else "host"
     shares = [share for share in plan.placement.shares if not share.gpu.is_unified]
     places = [(share.device, share.memory.total, share.gpu.free_mib) for share in shares]
-    rows = [*_alike(places), (["host"], plan.memory.total, plan.usable_mib)]
+    rows = [*_alike(places), ([name], plan.memory.total + shared, plan.usable_mib + shared)]
     return "; ".join(_taken(*row) for row in rows)
 
 

@@ -168,7 +168,7 @@ class Speed:
     def describe(self) -> str:
         """Return words like "36 tok/s of decode (31 to 41), 922 of prefill (760 to 1119)"."""
         decode = f"{_rate(self.decode_tokens_per_s)} tok/s of decode{_within(self.decode_interval)}"
-        return f"{decode}, {self.prefill_tokens_per_s:.0f} of prefill{_within(self.prefill_interval)}"
+        return f"{decode}, {_rate(self.prefill_tokens_per_s)} of prefill{_within(self.prefill_interval)}"
 
     def within(self, decode: float, prefill: float) -> Speed:
         """Return the speed with its intervals: the speed times e^-spread to e^spread, for decode and prefill."""

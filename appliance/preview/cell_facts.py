@@ -20,6 +20,7 @@ from appliance.start.image import ImageContents, check_settings, load_engine
 from appliance.values import dataclass
 
 BUILD_ID = "not-built"  # in paths of caches, which only a container has
+_AMD64, _ARM64 = "linux/amd64", "linux/arm64"
 _ARM = "asimd"  # of every Arm CPU with 64 bits, and of no other
 
 
@@ -56,7 +57,7 @@ def contents_of_cell(settings: Settings, hardware: Hardware, name: str | None) -
     image = replace(cell.image, build_id=BUILD_ID)
     engine = load_engine(image)
     facts = engine.facts_in_cell(
-        cells.engine_facts(source), image, kv_pairs=cell.kv_pairs, is_arm=_platform(hardware) == "linux/arm64"
+        cells.engine_facts(source), image, kv_pairs=cell.kv_pairs, is_arm=_is_arm(hardware, cell)
     )
     check_settings(settings, engine)
     check_files(settings)
@@ -93,10 +94,10 @@ def unknown_model(called: str) -> ConfigError:
 
 def _cell_for(settings: Settings, hardware: Hardware) -> Cell:
     """The cell that serves most of the machine's GPU memory, then the one that is made for these chips."""
-    platform, fits, refusals = _platform(hardware), list[Cell](), list[FatalError]()
+    platforms, fits, refusals = _platforms(hardware), list[Cell](), list[FatalError]()
     wanted = _format(settings)
     for cell in cells.cells().values():
-        if load(cell.image.engine).model_format != wanted or platform not in cell.platforms:
+        if load(cell.image.engine).model_format != wanted or not set(platforms) & set(cell.platforms):
             continue
         try:
             check_supported(settings, cell.image, hardware)
@@ -104,7 +105,7 @@ def _cell_for(settings: Settings, hardware: Hardware) -> Cell:
         except FatalError as error:
             refusals.append(error)
     if not fits:
-        raise _nothing(refusals, wanted, platform)
+        raise _nothing(refusals, wanted, " or ".join(platforms))
     uses_gpus = bool(hardware.gpus.gpus) and settings.devices != "none"
     return max(fits, key=lambda cell: _worth(cell, hardware) if uses_gpus else (cell.image.cuda is None,))
 
@@ -136,8 +137,16 @@ def _nothing(refusals: list[FatalError], wanted: Format, platform: str) -> Fatal
     return min(refusals, key=lambda error: (error.exit_code != 21, error.exit_code))
 
 
-def _platform(hardware: Hardware) -> str:
-    return "linux/arm64" if _ARM in hardware.cpu.isa else "linux/amd64"
+def _platforms(hardware: Hardware) -> tuple[str, ...]:
+    """Return the platforms that the machine may be of: both if its file does not say what the CPU is."""
+    if not hardware.cpu.isa:
+        return _AMD64, _ARM64
+    return (_ARM64 if _ARM in hardware.cpu.isa else _AMD64,)
+
+
+def _is_arm(hardware: Hardware, cell: Cell) -> bool:
+    """True on Arm; an unknown CPU counts as x86 if the cell has an image for it."""
+    return next((each for each in _platforms(hardware) if each in cell.platforms), _AMD64) == _ARM64
 
 
 def _numbers(version: str) -> tuple[int, ...]:

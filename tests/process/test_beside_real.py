@@ -165,7 +165,7 @@ def test_a_reranker_scores_documents_and_gives_no_vectors(tmp_path: Path) -> Non
         for path in ("/v1/embeddings", "/embeddings", "/api/v0/embeddings"):
             status, refused = post(serving, path, {"input": "a cat"})
             assert (status, refused["error"]["code"]) == (400, "model_is_reranker")
-            assert "ask /v1/rerank" in refused["error"]["message"]
+            assert "use /v1/rerank" in refused["error"]["message"]
 
 
 def test_an_embedder_gives_vectors_and_no_scores(tmp_path: Path) -> None:

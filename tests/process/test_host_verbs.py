@@ -262,7 +262,7 @@ def test_ctrl_c_in_an_upgrade_leaves_the_one_before() -> None:
             _, err = program.communicate(timeout=90)
         after = json.loads(host.run("status", "one", "--json").out)
     assert program.returncode == 130, err
-    assert "one is started again as it was" in err
+    assert "one is started again as before" in err
     assert "Traceback" not in err
     assert (after["image"], after["phase"]) == (IMAGE, "ready")
     assert after["endpoint"] == f"http://127.0.0.1:{port}/v1"

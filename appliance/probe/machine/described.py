@@ -26,7 +26,7 @@ from appliance.values import dataclass
 STDIN = "-"
 MAX_BYTES = 4 * 2**20  # a bundle has some 100 KB
 MAX_YAML_BYTES = 64 * 2**10  # written by hand; the YAML parser needs a second for each 100 KB
-MAX_GPUS = 64
+MAX_GPUS, MAX_CPUS, MAX_SOCKETS = 64, 8192, 16
 LARGEST = 2**50  # limit for any number: MiB, MHz, GB/s, pids
 SYSTEM_MIB = 2048  # assumed memory use of the operating system if the file does not give the free memory
 HIDDEN = "<hidden>"  # written by a doctor's bundle
@@ -43,18 +43,19 @@ _MAY_BE_ZERO = frozenset({
 _MOST: Mapping[str, float] = {
     "bandwidth_gb_s": 40_000,
     "dram_gb_s": 4_000,
+    "logical": MAX_CPUS,
     "memory_gb_s": 40_000,
     "overlapped_dram_gb_s": 4_000,
     "overlapped_pinned_gb_s": 1_000,
     "pageable_gb_s": 1_000,
     "pcie_generation": 7,
     "pcie_generation_max": 7,
+    "physical": MAX_CPUS,
     "pinned_gb_s": 1_000,
     "sm_clock_mhz": 10_000,
     "sm_count": 1_024,
 }
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-MAX_CPUS, MAX_SOCKETS = 8192, 16
 _LANES = (1, 2, 4, 8, 16)
 # no GPU with these compute capabilities supports MIG
 _WITHOUT_MIG = {"60", "61", "62", "70", "72", "75", "86", "87", "89", "121"}

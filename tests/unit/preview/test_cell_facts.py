@@ -10,6 +10,7 @@ import pytest
 from appliance.engines import cells
 from appliance.engines.engine import load
 from appliance.errors import ConfigError, DriverTooOldError, NoKernelError
+from appliance.plan.head import memory_left
 from appliance.preview.cell_facts import contents_of_cell, has_image
 from appliance.preview.preview import preview
 from appliance.probe import Hardware
@@ -78,6 +79,23 @@ def test_the_cell_is_the_machines(tmp_path: Path, machine: str, cell: str) -> No
     _, stand = contents_of_cell(settings(tmp_path, model="phi-4"), hardware, None)
     assert stand.cell.endswith(cell)
     assert not stand.is_picked
+
+
+def test_a_machine_file_without_a_cpu_finds_the_cell_of_its_gpu_on_either_platform(tmp_path: Path) -> None:
+    gb10 = with_driver(MACHINES["gb10"], None)
+    unknown = replace(gb10, cpu=replace(gb10.cpu, isa=()))
+    found = preview(settings(tmp_path, model="phi-4"), {}, unknown)
+    assert found.plan.cpu_variant.startswith("armv8")
+    old = replace(MACHINES["cpu-16g"], cpu=replace(MACHINES["cpu-16g"].cpu, isa=()))
+    assert preview(settings(tmp_path, model="phi-4"), {}, old).plan.cpu_variant == "x64"
+
+
+def test_memory_that_gpu_and_host_share_is_one_row_with_the_weights(tmp_path: Path) -> None:
+    plan = preview(settings(tmp_path, model="phi-4"), {}, with_driver(MACHINES["gb10"], None)).plan
+    (row,) = memory_left(plan).split("; ")
+    weights = plan.placement.shares[0].memory.weights
+    assert row.startswith("host and GPU ")
+    assert int(row.split()[3].replace(",", "")) > weights > 0
 
 
 def test_an_arm_machine_has_the_kernels_of_arm(tmp_path: Path) -> None:

@@ -132,6 +132,10 @@ REFUSED: list[tuple[str, str]] = [
     (SMALLEST.replace("8}", "8.5}"), "cpu.logical: expected `int`, got `float`"),
     (SMALLEST.replace("8}", "-8}"), "cpu.logical: it is negative: -8"),
     (SMALLEST.replace("8}", "0}"), "cpu.logical: it is 0"),
+    (
+        SMALLEST.replace("8}", "999999999999}"),
+        "cpu.logical: no machine has that much: 999,999,999,999, more than 8,192",
+    ),
     (SMALLEST.replace("8}", "8, physical: 9}"), "cpu.physical: 9 is more than cpu.logical, 8"),
     (SMALLEST.replace("8}", "8, quota: .nan}"), "cpu.quota: no machine has that much: nan"),
     (SMALLEST.replace("16000}", "1e400}"), "memory.total_mib: expected `int`, got `str`"),  # as YAML reads it

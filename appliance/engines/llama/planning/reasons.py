@@ -305,7 +305,9 @@ def left_out(notes: tuple[str, ...]) -> tuple[Choice, ...]:
 
 def _held_where(found: Placement) -> Iterator[str]:
     """Yield words on the placement: layers of each GPU, layers on the CPU, and experts in host memory."""
-    held = (f"{share.device} ({share.gpu.name}) {share.layers} layers" for share in found.shares)
+    held = (
+        f"{share.device} ({share.gpu.name}) {share.layers} layer{'s' * (share.layers != 1)}" for share in found.shares
+    )
     yield ", ".join(held) if found.shares else "the CPU holds everything: no faster part fits on a GPU"
     if _are_linked(found):
         yield "linked by NVLink"

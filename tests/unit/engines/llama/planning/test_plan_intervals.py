@@ -70,6 +70,8 @@ def test_a_speed_is_told_with_its_interval_and_without_where_it_has_none() -> No
     plain = Speed(decode_tokens_per_s=36.0, prefill_tokens_per_s=922.0, job_s=1.0)
     assert plain.describe() == "36 tok/s of decode, 922 of prefill"
     assert plain.within(0.1, 0.2).describe() == "36 tok/s of decode (33 to 40), 922 of prefill (755 to 1126)"
+    slow = Speed(decode_tokens_per_s=0.96, prefill_tokens_per_s=0.7, job_s=1.0)
+    assert slow.within(0.2, 0.1).describe() == "1.0 tok/s of decode (0.8 to 1.2), 0.7 of prefill (0.6 to 0.8)"
     assert Interval(low=1.96, high=2.4).describe() == "2.0 to 2.4"
 
 
