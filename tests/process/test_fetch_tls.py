@@ -67,7 +67,7 @@ async def test_one_of_ssl_cert_file_is(endpoint: str, certificate: Path, text: s
         *argv, "--data-dir", str(data), cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE
     )
     _, err = await program.communicate()
-    assert b"no such repository" in err or b"answers 404" in err, err
+    assert b"repository is private or does not exist" in err or b"answers 404" in err, err
     assert program.returncode == (10 if text == "org/repo" else 32)
 
 

@@ -239,7 +239,7 @@ def test_a_file_that_is_here_and_much_smaller_gives_way(tmp_path: Path, weights:
         ("tiny:large-q9_0", 10, "perhaps you meant tiny:large-q"),
         ("tinny", 10, "perhaps you meant tiny"),
         (f"{REPO}:Q2_K", 10, "Q2_K"),
-        ("org/Nothing-GGUF", 10, "no such repository"),
+        ("org/Nothing-GGUF", 10, "repository is private or does not exist"),
         ("oci://registry/x:y", 10, "OCI artifacts are not fetched"),
     ],
 )

@@ -285,8 +285,9 @@ def test_all_that_would_stop_it_is_told_at_once(tmp_path: Path) -> None:
     ]
     assert (done.code, done.err.count("\nhint: ")) == (30, 5)
     assert (alone.code, alone.out) == (50, "")
-    assert "error: volume appliance is not the appliance's: it holds pg_wal\n\nhint: another one: --volume NAME; " in (
-        alone.err
+    assert (
+        "error: volume appliance is not the appliance's: it holds pg_wal\n\nhint: use another one: --volume NAME; "
+        in (alone.err)
     )
 
 
@@ -306,7 +307,7 @@ def test_a_file_that_is_missing_names_its_near_miss() -> None:
     [
         ("unix:///nowhere/docker.sock", "Docker is"),
         ("tcp://127.0.0.1:1", "Docker is"),
-        ("nonsense://x", "Docker does not answer"),
+        ("nonsense://x", "Docker returned an unexpected error"),
     ],
 )
 def test_no_daemon_is_said(address: str, said: str) -> None:

@@ -79,7 +79,7 @@ def test_with_little_memory_nothing_is_claimed(machine: Hardware, engine_dir: Pa
     poor = replace(machine, memory=replace(machine.memory, available_mib=100), gpus=GpuProbe())
     found = measured(poor, engine_dir)
     assert found.speeds.dram_gb_s is None
-    assert "100 MiB are left" in found.problems[0]
+    assert "a quarter of the usable 100 MiB is too little" in found.problems[0]
 
 
 def test_every_figure_of_a_gpu(machine: Hardware, engine_dir: Path, tmp_path: Path) -> None:

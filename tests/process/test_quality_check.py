@@ -108,7 +108,7 @@ async def test_the_first_that_is_harmless_ends_the_check(plan: Plan) -> None:
         (("--kill-after", "20"), "was killed by SIGKILL"),
         (("--say", "error: invalid argument: --chunks"), "invalid argument: --chunks"),
         (("--say", "0.00.1 E ggml: failed to allocate CPU buffer of size 99"), "failed to allocate"),
-        (("--nan",), "no numbers"),
+        (("--nan",), "not finite numbers"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

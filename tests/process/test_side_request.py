@@ -94,7 +94,7 @@ async def test_the_fourth_slot_and_the_only_one_are_needed_by_others(models: dic
         assert "read anew after another request" in _said(server, "idle_slots")
         assert share(*await chat_side_chat(server)) < 0.1
     async with serving(models["gqa"], cache_ram_mib="2", parallel="4") as server:
-        assert "needed by the 4th other one" in _said(server, "idle_slots")
+        assert "the 4th other one needs its slot" in _said(server, "idle_slots")
         assert share(*await chat_side_chat(server, sides=4)) < 0.1
 
 

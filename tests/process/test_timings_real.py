@@ -96,7 +96,7 @@ async def test_an_engine_that_guesses_is_timed_without_guesses(serving: Command,
         async with session.post("http://engine/completion", json=body | {"logit_bias": [[98, 100.0]]}) as reply:
             found = parse_completion(await reply.json())
         assert found.drafted > 0
-        with pytest.raises(EngineNotReadyError, match="draft tokens where plain steps"):
+        with pytest.raises(EngineNotReadyError, match="draft tokens while plain decode steps"):
             plain_point_of(found, 60, 200)
         for _ in range(2):
             point = await probe.repeat(DEPTH, TOKENS, is_speculating=True)

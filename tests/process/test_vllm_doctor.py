@@ -113,6 +113,6 @@ def test_an_engine_for_gpus_is_not_asked_where_their_driver_is_not(home: VllmHom
     (home.folder / "engine/bin/python").write_text("#!/bin/sh\nexit 1\n")
     document, checks = examined(home)
     assert checks["engine"]["status"] == "warn"
-    assert "0.32.0, python 3.12.11, torch 2.13.0+cpu, as the image says" in checks["engine"]["value"]
+    assert "0.32.0, python 3.12.11, torch 2.13.0+cpu, by the image's facts" in checks["engine"]["value"]
     assert "libcuda.so.1" in checks["engine"]["value"]
     assert document["exit_code"] == home.command("serve", port=str(free_port())).returncode != 0
