@@ -60,6 +60,7 @@ _LANES = (1, 2, 4, 8, 16)
 # no GPU with these compute capabilities supports MIG
 _WITHOUT_MIG = {"60", "61", "62", "70", "72", "75", "86", "87", "89", "121"}
 _UNQUOTED = re.compile(r"expected `str(?: \| null)?`, got `(?:int|float)`")
+_VERSION = re.compile(r"\d+(\.\d+)*")  # of a driver or of CUDA: 580.65.06, 13.0
 _SM = re.compile(r"[1-9]\d{1,2}[af]?")
 
 
@@ -163,6 +164,8 @@ class _Reader:
             document = _json(text) if text.lstrip().startswith("{") else self._yaml(text)
         except (ValueError, RecursionError) as error:
             _refuse(self.source, f"it is neither JSON nor YAML: {' '.join(str(error).split())[:300]}")
+        if document is None:
+            _refuse(self.source, "it is empty")
         if not isinstance(document, dict):
             _refuse(self.source, f"it has no keys: {document!r:.80}")
         return document
@@ -332,6 +335,9 @@ class _Reader:
         self._check_numa(hardware)
         self._check_most("memory.available_mib", memory.available_mib, "memory.total_mib", memory.total_mib)
         self._check_most("memory.limit_used_mib", memory.limit_used_mib, "memory.limit_mib", memory.limit_mib)
+        for name, version in (("driver", hardware.gpus.driver), ("cuda_driver", hardware.gpus.cuda_driver)):
+            if version is not None and not _VERSION.fullmatch(version):
+                self._refuse(f"gpus.{name}", f"it is not a version: {version!r:.80}")
         gpus = hardware.gpus.gpus
         for at, gpu in enumerate(gpus):
             key = f"gpus.gpus[{at}]"

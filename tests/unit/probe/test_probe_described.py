@@ -114,7 +114,8 @@ REFUSED: list[tuple[str, str]] = [
     (SMALLEST.replace("8}", "8, sockets: two}"), "cpu.sockets: it is not a number from 1 to 16: 'two'"),
     (SMALLEST.replace("8}", "8, sockets: 3}"), "cpu.sockets: 8 cores with 8 CPUs do not divide into 3 equal sockets"),
     (SMALLEST.replace("8}", "-8, sockets: 2}"), "cpu.logical: it is negative: -8"),
-    ("", "it has no keys: None"),
+    ("", "it is empty"),
+    ("# only a comment", "it is empty"),
     ("[1]", "it has no keys: [1]"),
     ("{", "it is neither JSON nor YAML: Expecting property name"),
     ("cpu: [", "it is neither JSON nor YAML"),
@@ -152,6 +153,8 @@ REFUSED: list[tuple[str, str]] = [
         with_cards(CARD % ", vram_free_mib: 9000"),
         "vram_free_mib: 9,000 is more than gpus.gpus[0].vram_total_mib",
     ),
+    (f"{SMALLEST}gpus: {{driver: banana}}", "gpus.driver: it is not a version: 'banana'"),
+    (f"{SMALLEST}gpus: {{driver: '580.65', cuda_driver: 13.x}}", "gpus.cuda_driver: it is not a version: '13.x'"),
     (with_cards(CARD % ", sm: '0'"), "gpus.gpus[0].sm: it is not a compute capability: '0'"),
     (with_cards(CARD % ", sm: 89"), "gpus.gpus[0].sm: expected `str | null`, got `int`"),
     (
