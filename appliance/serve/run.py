@@ -95,9 +95,8 @@ async def _opened(slot: ModelSlot) -> ServedModel:
 async def _fetched(slot: ModelSlot) -> ServedModel:
     if slot.served:
         return slot.served
-    from appliance.serve.open.fetch import (
-        fetch_model,
-    )  # imported late: a start whose model is on the volume never needs it
+    # Imported late: a start whose model is on the volume never needs it.
+    from appliance.serve.open.fetch import fetch_model
 
     return await fetch_model(slot)
 
