@@ -146,7 +146,7 @@ async def measure_only(settings: Settings, environment: Mapping[str, str], repor
     if slot.served is None:
         raise ModelAwayError(slot.pending.words if slot.pending else slot.name)
     async with stoppable(report, slot) as stop:
-        from appliance.serve.engine.measure import measure_alone  # imported late: other verbs never need it
+        from appliance.serve.engine.measure import measure_alone  # imported late: the start of a model needs none of it
 
         await measure_alone(slot.served)
     return 143 if stop.is_set() else 0
