@@ -26,7 +26,7 @@ from images.build.build import FALLBACK_EPOCH_S
 from images.build.model import ModelImage
 from images.matrix import matrix
 from images.recipes import recipe
-from tests.container.stages.containers import HARDENED, IMAGE, MODEL, ROOT, volume, wait_for
+from tests.container.stages.containers import HARDENED, IMAGE, MODEL, ROOT, executed, volume, wait_for
 from tests.fakes.hub.repos import read_repo
 from tests.fakes.hub.running import REPO, RunningHub, running_hub
 from tests.ports import free_port
@@ -89,10 +89,9 @@ class Owner:
         return time.monotonic() - self.began
 
     def key(self) -> str:
-        code, output = self.container.exec_run(["appliance", "key"])
+        code, output = executed(self.container, "appliance", "key")
         assert code == 0, output
-        assert isinstance(output, bytes)
-        return output.decode().strip()
+        return output.strip()
 
     def ask(self, path: str, **body: Any) -> requests.Response:
         headers = {"Authorization": f"Bearer {self.key()}"}

@@ -10,7 +10,7 @@ import docker
 import pytest
 import requests
 
-from tests.container.stages.containers import IMAGE, MODEL, STRANGER, ended, started, volume
+from tests.container.stages.containers import IMAGE, MODEL, STRANGER, ended, executed, started, volume
 
 MEASURING = {"APPLIANCE_TUNE": "first"}
 
@@ -30,10 +30,7 @@ def refuse(stocked: str) -> Iterator[Refuse]:
     with started(stocked, "infinity", entrypoint="sleep") as stage:
 
         def start(*words: str, **variables: str) -> tuple[int, str]:
-            code, said = stage.container.exec_run(["appliance", *words], environment=variables)
-            assert code is not None
-            assert isinstance(said, bytes)
-            return code, said.decode()
+            return executed(stage.container, "appliance", *words, **variables)
 
         yield start
 

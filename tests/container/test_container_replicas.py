@@ -19,7 +19,7 @@ import requests
 from docker.models.containers import Container
 from docker.types import Mount
 
-from tests.container.stages.containers import IMAGE, ROOT, started, volume, wait_for
+from tests.container.stages.containers import IMAGE, ROOT, executed, started, volume, wait_for
 from tests.ports import free_port
 
 CLIENTS, CLIENTS_MAX = 16, 48
@@ -53,22 +53,18 @@ class Replicas:
         return requests.post(url, json=body, headers=headers, stream=bool(kwargs.get("stream")), timeout=WAIT_S)
 
     def in_flight(self, service: str) -> int:
-        """Return the requests in flight that the replica's own metrics report.
-
-        0 if Docker lost what the program printed, as it was seen to on a busy machine: whoever waits asks again.
-        """
+        """Return the requests in flight that the replica's own metrics report."""
         code = (
             "import sys, urllib.request as u;"
             "r = u.Request('http://127.0.0.1:11435/metrics', headers={'Authorization': 'Bearer ' + sys.argv[1]});"
             "print(u.urlopen(r, timeout=30).read().decode().split('\\nappliance_requests_in_flight ')[1].split()[0])"
         )
-        return int(float(self.run(service, "python3", "-c", code, self.key) or 0))
+        return int(float(self.run(service, "python3", "-c", code, self.key)))
 
     def run(self, service: str, *argv: str) -> str:
-        code, output = self.container(service).exec_run(list(argv))
+        code, output = executed(self.container(service), *argv)
         assert code == 0, output
-        assert isinstance(output, bytes)
-        return output.decode()
+        return output
 
     def is_ready(self) -> bool:
         try:

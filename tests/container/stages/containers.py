@@ -38,6 +38,28 @@ HARDENED: dict[str, Any] = {
 }
 
 
+# Printed after all that a command prints: on a busy machine Docker (26.1) was seen to lose all output of an exec that
+# ended well.
+_END = "the end of the output"
+_TO_ITS_END = f'"$@"; code=$?; printf "%s" "{_END}"; exit $code'
+
+
+def executed(container: Container, *argv: str, **variables: str) -> tuple[int, str]:
+    """Run a command in the container; return its exit code and all that it printed.
+
+    A command whose output was lost runs again: it has to be one that may run twice.
+    """
+    for _ in range(5):
+        code, output = container.exec_run(["/bin/sh", "-c", _TO_ITS_END, "sh", *argv], environment=variables)
+        assert code is not None
+        assert isinstance(output, bytes)
+        before, end, after = output.decode().rpartition(_END)
+        if end:
+            return code, before + after
+    msg = f"Docker lost the output of {argv} five times"
+    raise AssertionError(msg)
+
+
 class Stage:
     """One container of the image; `kwargs` are docker-py's."""
 
@@ -57,10 +79,9 @@ class Stage:
         return [event["event"] for event in self.events()]
 
     def run(self, *argv: str) -> str:
-        code, output = self.container.exec_run(list(argv))
+        code, output = executed(self.container, *argv)
         assert code == 0, f"{argv}: {code}: {output!r}"
-        assert isinstance(output, bytes)
-        return output.decode()
+        return output
 
     def key(self) -> str:
         return self.run("appliance", "key").strip()
