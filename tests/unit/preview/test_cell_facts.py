@@ -85,7 +85,7 @@ def test_a_machine_file_without_a_cpu_finds_the_cell_of_its_gpu_on_either_platfo
     gb10 = with_driver(MACHINES["gb10"], None)
     unknown = replace(gb10, cpu=replace(gb10.cpu, isa=()))
     found = preview(settings(tmp_path, model="phi-4"), {}, unknown)
-    assert found.plan.cpu_variant.startswith("armv8")
+    assert str(found.plan.cpu_variant).startswith("armv8")
     old = replace(MACHINES["cpu-16g"], cpu=replace(MACHINES["cpu-16g"].cpu, isa=()))
     assert preview(settings(tmp_path, model="phi-4"), {}, old).plan.cpu_variant == "x64"
 
