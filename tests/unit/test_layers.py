@@ -382,43 +382,26 @@ def test_no_rule_allows_what_nobody_imports() -> None:
     assert unused == {}
 
 
-KNOWN = frozenset(FILES)
-
-
-@cache
-def imported_files(path: Path) -> frozenset[Path]:
-    """Return all files of ours that a file imports: inside functions and for types only as well."""
-    found: set[Path] = set()
-    for module, node in imports(path):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-        for each in (module, *(f"{module}.{name}" for name in names)):
-            file = ROOT / each.replace(".", "/")
-            found |= {file.with_suffix(".py"), file / "__init__.py"}
-    return KNOWN & found - {path}
-
-
-def floor_of(path: Path) -> str:
-    parts = path.relative_to(ROOT / "appliance/serve").parts
-    return parts[0] if len(parts) > 1 else ""
+def floor_of(module: str) -> str:
+    """Return the folder of serve/ that a module lies in; empty for `run.py` and `supervise.py`, which are above all."""
+    _, _, *below = module.split(".")
+    return below[0] if len(below) > 1 else ""
 
 
 def test_floors_of_serve_import_downwards_only() -> None:
-    serve = ROOT / "appliance/serve"
-    files = [path for path in FILES if path.is_relative_to(serve)]
-    assert {floor_of(path) for path in files} == FLOORS.keys() | {""}
+    graph = {name: others for name, others in _graph().items() if name.startswith("appliance.serve.")}
+    assert {floor_of(name) for name in graph} == FLOORS.keys() | {""}
     used: dict[str, set[str]] = {floor: set() for floor in FLOORS}
-    for path in files:
-        floor = floor_of(path)
-        others = {floor_of(other) for other in imported_files(path) if other.is_relative_to(serve)} - {floor}
-        if floor:  # those without are run.py and supervise.py
-            used[floor] |= others
+    for name, others in graph.items():
+        if floor := floor_of(name):
+            used[floor] |= {floor_of(other) for other in others if other in graph} - {floor}
     assert used == FLOORS
 
 
 def test_only_the_command_line_imports_the_story_of_a_start() -> None:
-    story = {ROOT / "appliance/serve/run.py", ROOT / "appliance/serve/supervise.py"}
-    found = {name_of(path) for path in FILES if imported_files(path) & story}
-    assert found == {"appliance/__main__.py", "appliance/serve/run.py"}
+    story = {"appliance.serve.run", "appliance.serve.supervise"}
+    found = {name for name, others in _graph().items() if others & story}
+    assert found == {"appliance.__main__", "appliance.serve.run"}
 
 
 def test_no_room_for_leftovers() -> None:
