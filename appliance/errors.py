@@ -57,6 +57,12 @@ class ConfigError(FatalError):
     exit_code = 10
 
 
+def damaged_data(path: object, error: Exception) -> ConfigError:
+    """Return the error for a data file of this package that cannot be read."""
+    message = f"data of this package cannot be read: {path}: {error}"
+    return ConfigError(message, hint="install the package again; in a checkout: `python -m images render`")
+
+
 class ModelAwayError(ConfigError):
     """Raised by a command that needs the model on the volume and does not download it."""
 

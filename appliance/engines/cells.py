@@ -15,7 +15,7 @@ from typing import Any
 
 from appliance import engines
 from appliance.documents import load, read
-from appliance.errors import ConfigError, printable
+from appliance.errors import ConfigError, damaged_data, printable
 from appliance.image_facts import (
     EngineFacts,
     ImageFacts,
@@ -105,7 +105,7 @@ def engine_facts(built_cell: Cell) -> EngineFacts:
     try:
         return parse_engine_facts(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise damaged_data(path, error) from error
 
 
 def _cell(row: Mapping[str, Any], path: Path) -> Cell:
@@ -113,16 +113,11 @@ def _cell(row: Mapping[str, Any], path: Path) -> Cell:
         image = parse_image_facts(json.dumps(row["image"]))
         return read(Cell, {**row, "image": image}, image=lambda given: given)
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from error
+        raise damaged_data(path, error) from error
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
         return load(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> ConfigError:
-    message = f"data of this package cannot be read: {path}: {error}"
-    return ConfigError(message, hint="install the package again; in a checkout: `python -m images render`")
+        raise damaged_data(path, error) from error

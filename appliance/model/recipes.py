@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from appliance.documents import load
-from appliance.errors import ConfigError
+from appliance.errors import damaged_data
 from appliance.image_facts import Recipe, parse_recipe
 from appliance.model_names import NamedRecipe, NamedRung, nearest, resolve
 
@@ -39,7 +39,5 @@ def _recipes() -> Mapping[NamedRecipe, Recipe]:
             rungs = tuple(NamedRung(name=rung.name, published=rung.published) for rung in recipe.rungs)
             found[NamedRecipe(name=recipe.name, vendors=tuple(row["vendors"]), rungs=rungs)] = recipe
     except (OSError, ValueError, KeyError, TypeError) as error:
-        message = f"data of this package cannot be read: {DATA}: {error}"
-        hint = "install the package again; in a checkout: `python -m images render`"
-        raise ConfigError(message, hint=hint) from error
+        raise damaged_data(DATA, error) from error
     return found

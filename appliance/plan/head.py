@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from appliance.errors import printable
+from appliance.plan.parts.speeds import rate
 from appliance.plan.plan import GpuAllocation, Placement, Plan
 from appliance.values import dataclass
 
@@ -61,11 +62,6 @@ def head_of(
         memory=memory_left(plan),
         command=command,
     )
-
-
-def rate(tokens_per_s: float) -> str:
-    """Return a speed for people: "116", or "2.1" below 10."""
-    return f"{tokens_per_s:.{0 if tokens_per_s >= 9.95 else 1}f}"
 
 
 def _context(plan: Plan, native: int | None, larger: Sequence[LargerContext]) -> str:

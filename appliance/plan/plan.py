@@ -11,6 +11,7 @@ from typing import Literal, TypeVar, get_args
 from appliance.plan.parts.choice import Choice
 from appliance.plan.parts.device import Device
 from appliance.plan.parts.launch import Launch, Value
+from appliance.plan.parts.speeds import rate
 from appliance.values import dataclass
 
 L = TypeVar("L", bound=Launch)
@@ -149,7 +150,7 @@ class Interval:
 
     def describe(self) -> str:
         """Return words like "31 to 41"."""
-        return f"{_rate(self.low)} to {_rate(self.high)}"
+        return f"{rate(self.low)} to {rate(self.high)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +168,8 @@ class Speed:
 
     def describe(self) -> str:
         """Return words like "36 tok/s of decode (31 to 41), 922 of prefill (760 to 1119)"."""
-        decode = f"{_rate(self.decode_tokens_per_s)} tok/s of decode{_within(self.decode_interval)}"
-        return f"{decode}, {_rate(self.prefill_tokens_per_s)} of prefill{_within(self.prefill_interval)}"
+        decode = f"{rate(self.decode_tokens_per_s)} tok/s of decode{_within(self.decode_interval)}"
+        return f"{decode}, {rate(self.prefill_tokens_per_s)} of prefill{_within(self.prefill_interval)}"
 
     def within(self, decode: float, prefill: float) -> Speed:
         """Return the speed with its intervals: the speed times e^-spread to e^spread, for decode and prefill."""
@@ -177,10 +178,6 @@ class Speed:
             decode_interval=_around(self.decode_tokens_per_s, decode),
             prefill_interval=_around(self.prefill_tokens_per_s, prefill),
         )
-
-
-def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:.{0 if tokens_per_s >= 9.95 else 1}f}"
 
 
 def _within(interval: Interval | None) -> str:

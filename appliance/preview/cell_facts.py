@@ -1,4 +1,4 @@
-"""ImageContents of an image that is not here, from package data: for a plan in a checkout or from a wheel."""
+"""Contents of an image that is not here, from package data: for a plan in a checkout or from a wheel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from appliance.model.shapes.published import near_shapes, shape_called
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.start.attachments import check_files
-from appliance.start.checks import check_supported, usable_gpus
+from appliance.start.checks import check_supported, usable_gpus, version_numbers
 from appliance.start.image import ImageContents, check_settings, load_engine
 from appliance.values import dataclass
 
@@ -117,8 +117,8 @@ def _worth(cell: Cell, hardware: Hardware) -> tuple[float | tuple[int, ...], ...
     chips = {gpu.sm for gpu in served if gpu.sm}
     own = {form.rstrip("af") for form in image.sm}
     newest = hardware.gpus.cuda_driver
-    release = _numbers(image.cuda or "")
-    is_known = newest is None or release <= _numbers(newest)
+    release = version_numbers(image.cuda or "")
+    is_known = newest is None or release <= version_numbers(newest)
     return memory, len(chips & own), -len(own - chips), is_known, cell in cells.built(), release
 
 
@@ -147,7 +147,3 @@ def _platforms(hardware: Hardware) -> tuple[str, ...]:
 def _is_arm(hardware: Hardware, cell: Cell) -> bool:
     """True on Arm; an unknown CPU counts as x86 if the cell has an image for it."""
     return next((each for each in _platforms(hardware) if each in cell.platforms), _AMD64) == _ARM64
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdecimal())

@@ -168,7 +168,7 @@ def _cuda_remedy(said: str, hardware: Hardware) -> str:
 def check_driver(image: ImageFacts, hardware: Hardware) -> None:
     """Raise DriverTooOldError (21) for an old driver; one with an unknown version is not judged."""
     driver, floor = hardware.gpus.driver, image.driver_floor_sass
-    if driver is None or floor is None or _numbers(driver) >= _numbers(floor):
+    if driver is None or floor is None or version_numbers(driver) >= version_numbers(floor):
         return
     message = f"the NVIDIA driver is too old for this image: {driver}, {image.cell} needs {floor} or newer"
     runs = f"This driver runs CUDA {hardware.gpus.cuda_driver}: " if hardware.gpus.cuda_driver else ""
@@ -209,5 +209,6 @@ def _names(gpus: tuple[Gpu, ...]) -> str:
     return ", ".join((gpu.name or "unnamed GPU") + (f" (SM {gpu.sm})" if gpu.sm else "") for gpu in gpus)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return a version as numbers, to compare: (580, 65, 6) for 580.65.06."""
     return tuple(int(number) for number in re.findall(r"\d+", version))

@@ -8,6 +8,11 @@ from __future__ import annotations
 from appliance.values import dataclass
 
 
+def rate(tokens_per_s: float) -> str:
+    """Return a speed for people: "116", or "2.1" below 10."""
+    return f"{tokens_per_s:.{0 if tokens_per_s >= 9.95 else 1}f}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeedAt:
     """Speeds with `depth` tokens in the KV cache.

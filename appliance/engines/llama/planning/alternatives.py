@@ -16,6 +16,7 @@ from appliance.engines.llama.planning.placement.roofline import weight_bytes
 from appliance.model import Model
 from appliance.plan import AGENT_CONTEXT, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT
 from appliance.plan.parts.choice import Choice
+from appliance.plan.parts.speeds import rate
 
 SMALLEST_CACHE = "q4_0"
 WORTH_NAMING = 1.2  # an alternative is named from this many times the context, or the speed
@@ -94,7 +95,7 @@ def _smaller_file(inputs: PlanInputs, request: ContextRequest, found: ContextPla
 def _price(model: Model, size: int, placed: Placed, now: float) -> str:
     sizes = f"about {size / 1e9:,.0f} GB, not {model.weights_bytes / 1e9:,.0f}"
     where = "lies on the GPUs as a whole" if placed.placement.is_whole else "is still not all on the GPUs"
-    speeds = f"would decode {_rate(placed.speed.decode_tokens_per_s)} tok/s, this {_rate(now)}"
+    speeds = f"would decode {rate(placed.speed.decode_tokens_per_s)} tok/s, this {rate(now)}"
     return f"{sizes}: it {where} and {speeds}; a smaller quantization answers less well"
 
 
@@ -126,8 +127,4 @@ def _shrunk(model: Model, share: float) -> Model:
 
 
 def _speeds(placed: Placed, half_full: float) -> str:
-    return f"decode {_rate(placed.speed.decode_tokens_per_s)} tok/s, half full {_rate(half_full)}"
-
-
-def _rate(speed: float) -> str:
-    return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
+    return f"decode {rate(placed.speed.decode_tokens_per_s)} tok/s, half full {rate(half_full)}"

@@ -24,6 +24,7 @@ from appliance.errors import printable
 from appliance.model import Model
 from appliance.plan import READABLE_TOKENS_PER_S, Device, GpuAllocation, KvCheck, Memory, Placement, Speed
 from appliance.plan.parts.choice import Choice
+from appliance.plan.parts.speeds import rate
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 
@@ -79,7 +80,7 @@ def _read_in_time(settings: Settings, context_plan: ContextPlan, native: str) ->
     if more is None or more.context <= context_plan.context:
         return words
     larger = f"--fill-minutes 0 would give {more.context:,}, read in {duration(more.fill_s)}"
-    return f"{words}; {larger} and then decoding {_rate(more.full)} tok/s, this {_rate(context_plan.full)}"
+    return f"{words}; {larger} and then decoding {rate(more.full)} tok/s, this {rate(context_plan.full)}"
 
 
 def duration(seconds: float) -> str:
@@ -90,7 +91,7 @@ def _when_full(context_plan: ContextPlan) -> str:
     """Return words on the speed when the context is full; "" if the mode does not ask for a readable one."""
     if not context_plan.minds_full:
         return ""
-    words = f"; full it decodes {_rate(context_plan.full)} tok/s"
+    words = f"; full it decodes {rate(context_plan.full)} tok/s"
     if context_plan.full >= READABLE_TOKENS_PER_S:
         return words
     wanted = f"{READABLE_TOKENS_PER_S:g}"
@@ -135,9 +136,9 @@ def _more(context_plan: ContextPlan) -> str:
         return f"; {context_plan.next_tokens:,} would not fit"
     larger = context_plan.larger
     speeds = f"decode {_tokens(context_plan.placed)} -> {_tokens(larger.placed)} tok/s"
-    half_full = f", half full {_rate(context_plan.half_full)} -> {_rate(larger.half_full)}"
+    half_full = f", half full {rate(context_plan.half_full)} -> {rate(larger.half_full)}"
     now, then = context_plan.placed.speed.prefill_tokens_per_s, larger.placed.speed.prefill_tokens_per_s
-    prefill = f", prefill {_rate(now)} -> {_rate(then)}" if then < NOTICED * now else ""
+    prefill = f", prefill {rate(now)} -> {rate(then)}" if then < NOTICED * now else ""
     return f"; {larger.context:,} {_where(larger.placed)}: {speeds}{half_full}{prefill}"
 
 
@@ -151,11 +152,7 @@ def _where(placed: Placed) -> str:
 
 
 def _tokens(placed: Placed) -> str:
-    return _rate(placed.speed.decode_tokens_per_s)
-
-
-def _rate(speed: float) -> str:
-    return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
+    return rate(placed.speed.decode_tokens_per_s)
 
 
 def _beside(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> str:
@@ -230,8 +227,8 @@ def _why_rounded(context_plan: ContextPlan) -> str:
     if exact is None:
         return "f16 would not fit; rounded at almost no loss"
     slower = f"decode {_tokens(exact.placed)} tok/s, not {_tokens(context_plan.placed)}"
-    if _rate(exact.half_full) != _rate(context_plan.half_full):
-        slower += f", half full {_rate(exact.half_full)}, not {_rate(context_plan.half_full)}"
+    if rate(exact.half_full) != rate(context_plan.half_full):
+        slower += f", half full {rate(exact.half_full)}, not {rate(context_plan.half_full)}"
     return f"f16 would carry as much {_where(exact.placed)}: {slower}; rounded at almost no loss"
 
 
