@@ -31,6 +31,8 @@ COMPOSE := $(call compose,$(IMAGE),$(if $(findstring -cu,$(CELL)), -f compose/gp
 OURS := --filter label=com.docker.compose.project=$(PROJECT)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
+# What fails for want of time beside other tests runs once more, alone, and is named: tests/once_more.py.
+PATIENT = $(PY) -m tests.once_more $@
 # Tests share nothing: each worker has folders, sockets and ports of its own. WORKERS=0 runs them one by one.
 WORKERS ?= logical
 AT_ONCE := --maxprocesses 8 --dist worksteal
@@ -228,10 +230,10 @@ mutants: venv model ## SEED=N COUNT=60: plant faults, run the tests that reach e
 	$(PY) -m tests.mutants --seed $(SEED) --count $(COUNT) --least $(LEAST)
 
 process: venv model engine ## real processes on this machine, no containers
-	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(REPORT) $(THOROUGH) tests/process
+	$(PATIENT) -n $(WAITING) $(AT_ONCE) $(REPORT) $(THOROUGH) tests/process
 
 container: image model trixie ## real containers of the built image, two files at a time; ALL=1: the build half's too
-	$(call kept_back,$(PYTEST) -n 2 --dist loadfile $(REPORT) $(if $(changed),,--leave-out-build-half) tests/container)
+	$(call kept_back,$(PATIENT) -n 2 --dist loadfile $(REPORT) $(if $(changed),,--leave-out-build-half) tests/container)
 
 .PHONY: vllm
 vllm: image ## real containers of vLLM's image (CELL=vllm-cpu): it serves the demo, and is killed

@@ -45,6 +45,7 @@ class Progress:
     cpu_s: float
     major_faults: int
     stopped: tuple[int, ...] = ()  # pids stopped by a signal; work of the other processes leads to nothing then
+    is_runnable: bool = False  # one of them runs or waits for a CPU
 
 
 class Child:
@@ -123,6 +124,7 @@ class Child:
             cpu_s=cpu_seconds(members),
             major_faults=sum(process.major_faults for process in members),
             stopped=tuple(process.pid for process in members if process.is_stopped),
+            is_runnable=any(process.is_runnable for process in members),
         )
 
     def seen_progress(self) -> Progress | None:

@@ -70,6 +70,11 @@ class Process:
         """True after SIGSTOP. A process stopped by a debugger has another state."""
         return self.state == "T"
 
+    @property
+    def is_runnable(self) -> bool:
+        """True if its main thread runs, or waits for a CPU that others have."""
+        return self.state == "R"
+
 
 def parse_stat(text: str) -> Process:
     """Return the process described by a line of /proc/PID/stat. The second field is the program's name in parentheses,

@@ -140,7 +140,8 @@ class _Work:
         if before is None or now is None:
             self._before = now
             return False
-        self._missing_s += elapsed_s
+        if not now.is_runnable:  # beside a busy machine a program may wait for a CPU as long as for its work
+            self._missing_s += elapsed_s
         worked_s = abs(now.cpu_s - before.cpu_s)
         is_at_work = worked_s > max(_IDLE_S, _IDLE_SHARE * self._missing_s) or now.major_faults != before.major_faults
         says_something = self._counts_lines and now.lines != before.lines

@@ -38,7 +38,8 @@ def kill_engine(stage: Stage) -> None:
 
 BESIDE_ENGINE = """
 import os, pathlib
-tasks = [path for path in pathlib.Path("/proc").glob("[0-9]*/task/*/comm") if str(os.getpid()) != path.parts[2]]
+asking = {str(os.getpid()), str(os.getppid())}  # this program, and the shell that runs it
+tasks = [path for path in pathlib.Path("/proc").glob("[0-9]*/task/*/comm") if path.parts[2] not in asking]
 engines = [path.parts[2] for path in pathlib.Path("/proc").glob("[0-9]*/comm") if path.read_text() == "llama-server\\n"]
 print(sum(path.parts[2] not in engines for path in tasks))
 """

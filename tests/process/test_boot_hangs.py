@@ -21,7 +21,7 @@ from tests.process.stages.vllm import family
 from tests.process.stages.vllm_home import VllmHome
 
 ENDLESS = ("--chunks", "1000000", "--chunk-interval", "0.02")
-STALL_S = "1"
+STALL_S = "2"
 LAST = b"\r\n0\r\n\r\n"  # of a chunked body: the connection is kept
 MESSAGES = [{"role": "user", "content": "one two three"}]
 
