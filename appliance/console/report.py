@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from typing import Any, TextIO
 
 from appliance.console.progress import Phase, Progress
 
+KEPT_LINES = 50
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
@@ -28,11 +30,14 @@ class Report:
         self._is_text = form == "text" or (form == "auto" and self._stream.isatty())
         self.progress = Progress(phase=Phase.STARTING)
         self.began = time.monotonic()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
+        """The latest lines, oldest first: `time`, `level`, `event`, `message`."""
 
     def for_slot(self) -> Report:
         """Return a report of one model: its own phase, in the same log."""
         made = Report("text" if self._is_text else "json", self._stream)
         made.began = self.began
+        made.recent = self.recent
         return made
 
     def info(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401 - anything that JSON knows
@@ -64,12 +69,13 @@ class Report:
             logger.setLevel(level)
 
     def _say(self, level: str, event: str, message: str, facts: dict[str, Any]) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = {"time": now, "level": level, "event": event, "message": message}
+        self.recent.append(row)
         if self._is_text:
             self._say_text(level, message)
             return
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        row = {"time": now, "level": level, "event": event, "message": message, **facts}
-        print(json.dumps(row, default=str), file=self._stream, flush=True)
+        print(json.dumps({**row, **facts}, default=str), file=self._stream, flush=True)
 
     def _say_text(self, level: str, message: str) -> None:
         # imported here: a container without a terminal never needs it, and it costs 60 ms

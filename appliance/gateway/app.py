@@ -10,18 +10,23 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError
-from appliance.gateway.clients.auth import OPEN_PATHS, Keys, RequireKey
+from appliance.gateway.clients.auth import Keys, RequireKey, is_open
 from appliance.gateway.clients.connections import BUSY, KNOWN, Counts
+from appliance.gateway.clients.request_log import RequestLog
 from appliance.gateway.clients.request_queue import TELL_EVERY_S
+from appliance.gateway.clients.session import Sessions
 from appliance.gateway.clients.traffic import Traffic
-from appliance.gateway.engine.backend import Backend
+from appliance.gateway.engine.backend import Backend, Document
+from appliance.gateway.face.feed import Feed, feed_endpoint
+from appliance.gateway.face.pages import login_routes, page_routes
 from appliance.gateway.routes.by_model import ByModel, overall_progress
-from appliance.gateway.routes.documents import document_routes, path_of
+from appliance.gateway.routes.documents import document_routes, model_asked, of_model, path_of
 from appliance.gateway.routes.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.routes.metrics import Measured, Metrics
 from appliance.gateway.routes.models import Endpoint, ForSomeModels, list_routes
@@ -37,9 +42,15 @@ class App:
     """The gateway's ASGI application, and the models behind it."""
 
     def __init__(
-        self, asgi: ASGIApp, backends: Sequence[Backend], traffics: Sequence[Traffic], connection_counts: Counts
+        self,
+        asgi: ASGIApp,
+        backends: Sequence[Backend],
+        traffics: Sequence[Traffic],
+        connection_counts: Counts,
+        requests: RequestLog,
     ) -> None:
         self._asgi = asgi
+        self.requests = requests
         self.connection_counts = connection_counts  # counts kept by the server of this application
         self.backends = tuple(backends)
         self.traffics = tuple(traffics)  # one per model, and one for requests whose model is not known yet
@@ -53,10 +64,18 @@ def create_app(
     *,
     keys: Keys | None,
     tell_every_s: float = TELL_EVERY_S,
+    recent: Callable[[], list[dict[str, Any]]] = list,
+    doctor: Document | None = None,
+    libraries: Path = Path("/opt/appliance/web"),
 ) -> App:
     """Return the application. `keys` None turns authentication off. With several backends, a request goes to the one
-    that it names as `model`. Raises ConfigError if two backends have one name."""
+    that it names as `model`. Raises ConfigError if two backends have one name.
+
+    For the pages, `recent` returns the log's latest lines, `doctor` looks at the machine, and `libraries` is the folder
+    of the image with the scripts that others wrote.
+    """
     _refuse_same_names(backends)
+    requests = RequestLog()
     reading = Traffic()
     traffics = [*(backend.traffic for backend in backends), reading]
     progress = partial(overall_progress, backends)
@@ -72,18 +91,24 @@ def create_app(
     )
     lists = list_routes(backends, reading)
     documents = document_routes(metrics, backends)
+    sessions = Sessions(keys.first) if keys else None
+    pages, files = page_routes(libraries)
+    feeds = {backend.name: Feed(backend, requests, recent=recent, doctor=doctor) for backend in backends}
     routes = {
-        **_engine_routes(backends, reading, tell_every_s),
+        **_engine_routes(backends, reading, tell_every_s, requests),
         **{route.path: (("GET",), route.all) for route in lists},
         **{path: (("GET",), endpoint) for path, endpoint in documents.items()},
         **_health_routes(reading, progress),
+        **{path: (("GET",), endpoint) for path, endpoint in pages.items()},
+        **{path: (("POST",), endpoint) for path, endpoint in login_routes(keys, sessions, reading).items()},
+        path_of("events"): (("GET",), feed_endpoint(lambda scope: of_model(feeds, model_asked(scope)))),
     }
     rest = _Rest(backends)
-    door: ASGIApp = _Door(routes, {f"{route.path}/": route.one for route in lists}, rest)
+    door: ASGIApp = _Door(routes, {**{f"{route.path}/": route.one for route in lists}, **files}, rest)
     if keys is not None:
-        door = RequireKey(door, keys)
+        door = RequireKey(door, keys, sessions)
     door = CheckHttp(door)
-    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics, connections)
+    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics, connections, requests)
 
 
 def _refuse_same_names(backends: Sequence[Backend]) -> None:
@@ -99,7 +124,7 @@ def _engine_restarts(backends: Sequence[Backend]) -> Callable[[], int] | None:
 
 
 def _engine_routes(
-    backends: Sequence[Backend], reading: Traffic, tell_every_s: float
+    backends: Sequence[Backend], reading: Traffic, tell_every_s: float, requests: RequestLog
 ) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
     by_path: dict[str, dict[str, Endpoint]] = {}
     first: dict[str, EngineRoute] = {}
@@ -114,6 +139,8 @@ def _engine_routes(
                 errors=backend.errors,
                 engines_name=backend.engines_name,
                 tell_every_s=tell_every_s,
+                model=partial(_name_of, backend),
+                requests=requests,
             )
             if backend.elsewhere is not None:
                 endpoint = _elsewhere(backend.elsewhere)
@@ -130,6 +157,10 @@ def _engine_routes(
         return ByModel(endpoints, backends, dialect=route.dialect, reading=reading)
 
     return {path: (route.methods, endpoint_of(path)) for path, route in first.items()}
+
+
+def _name_of(backend: Backend) -> str:
+    return backend.listed().id
 
 
 def _elsewhere(words: str) -> Endpoint:
@@ -174,7 +205,7 @@ class _Door:
             raise
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in OPEN_PATHS:
+        if not is_open(scope["path"]):
             self._look_at_connection(scope)
         known = self._routes.get(scope["path"])
         if known is None:

@@ -78,6 +78,7 @@ MAY_IMPORT = {
         "profile",
         "supervisor",
         "gateway",
+        "doctor",
     },
     "doctor": {"volume", "weights", "probe", "model", "settings", "plan", "engines", "start", "selection", "preview"},
     "host": {"run", "settings"},

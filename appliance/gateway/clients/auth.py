@@ -13,8 +13,19 @@ from appliance.gateway.wire import api_error
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths answered without a key, since a health check has none."""
 
+PAGE_PATHS = frozenset({"/", "/chat", "/chat/", "/login", "/logout"})
+ASSETS = "/assets/"
+"""Paths of the pages and of their files, which hold nothing about this appliance."""
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from appliance.gateway.clients.session import Sessions
+
+
+def is_open(path: str) -> bool:
+    """True if the path is answered without a key."""
+    return path in OPEN_PATHS or path in PAGE_PATHS or path.startswith(ASSETS)
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,11 @@ class Keys:
         if any(not key.strip() for key in self.values):
             message = "an API key is empty"
             raise ConfigError(message, hint="remove the key file: the next start generates a key")
+
+    @property
+    def first(self) -> str:
+        """One of the keys, always the same: sessions are signed with it."""
+        return min(self.values)
 
     def __repr__(self) -> str:
         return f"Keys({len(self.values)} hidden)"
@@ -55,15 +71,21 @@ def presented_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 
 class RequireKey:
-    """ASGI middleware that asks for a key on every path except health routes, also on unknown paths."""
+    """ASGI middleware that asks for a key on every path except those of `is_open`, also on unknown paths. A page's
+    session serves in its place."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, sessions: Sessions | None = None) -> None:
         self._app = app
         self._keys = keys
+        self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        if is_open or self._keys.accept(presented_keys(scope["headers"])):
+        if scope["type"] != "http" or is_open(scope["path"]) or self._is_known(scope):
             await self._app(scope, receive, send)
         else:
             await api_error.invalid_key().send(send, api_error.dialect_of(scope["path"]))
+
+    def _is_known(self, scope: Scope) -> bool:
+        if self._keys.accept(presented_keys(scope["headers"])):
+            return True
+        return self._sessions is not None and self._sessions.admits(scope)

@@ -59,7 +59,7 @@ class Traffic:
         """Number of inference requests so far."""
         self.pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
         """Seconds between the end of one inference request and the next, for the latest `PAUSES_KEPT` pauses."""
-        self.is_closed = False
+        self._is_closed = asyncio.Event()
 
     @property
     def running(self) -> int:
@@ -117,9 +117,18 @@ class Traffic:
             if not self._running:
                 self._is_idle.set()
 
+    @property
+    def is_closed(self) -> bool:
+        """True once new requests are refused, because the appliance stops."""
+        return self._is_closed.is_set()
+
+    async def until_closed(self) -> None:
+        """Wait until new requests are refused."""
+        await self._is_closed.wait()
+
     def close(self) -> None:
         """Refuse new requests from now on; running ones continue."""
-        self.is_closed = True
+        self._is_closed.set()
 
     def end_all(self) -> None:
         for must_end in self._running:

@@ -7,6 +7,8 @@ delay the first token (`benchmarks/start.py`).
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import cast
 
 import httptools
 
+from appliance.gateway.wire.events import has_content
 from appliance.system.lack import is_lack, tell
 
 # a local socket answers at once; on a machine with a load of 30 this program itself was delayed by 2 s
@@ -22,6 +25,9 @@ CONNECT_S = 10.0
 BUFFER_BYTES = 256 * 2**10
 # Writing 64 MiB in one piece would stop every other stream meanwhile.
 PIECE_BYTES = 64 * 2**10
+# Of an answer's body, the first piece and the last ones are kept for what they say of tokens and times.
+LAST_PIECES = 8
+FIRST_BYTES, LAST_BYTES = 4 * 2**10, 64 * 2**10
 
 
 class UnreachableError(Exception):
@@ -52,6 +58,10 @@ class Response(asyncio.Protocol):
         self._on_body = on_body
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self.first_content: float | None = None
+        """time.monotonic() when the first content of the answer came."""
+        self._first_piece = b""
+        self._last_pieces: deque[bytes] = deque(maxlen=LAST_PIECES)
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._chunks: list[bytes] = []
@@ -80,6 +90,11 @@ class Response(asyncio.Protocol):
         """True if one of our events can be inserted into it: an uncompressed event stream."""
         kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         return kind == b"text/event-stream" and self.header(b"content-encoding") is None
+
+    @property
+    def edges(self) -> bytes:
+        """The beginning and the end of the body so far, whole if it is short."""
+        return self._first_piece[:FIRST_BYTES] + b"".join(self._last_pieces)[-LAST_BYTES:]
 
     @property
     def is_owed(self) -> bool:
@@ -186,6 +201,16 @@ class Response(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
         self._buffered += len(body)
+        if self.first_content is not None:
+            self._last_pieces.append(body)
+        elif self._first_piece:
+            self._last_pieces.append(body)
+            if has_content(body):
+                self.first_content = time.monotonic()
+        else:
+            self._first_piece = body
+            if has_content(body):
+                self.first_content = time.monotonic()
         if self._on_body is not None and self.status < 400:
             self._on_body(body)
 

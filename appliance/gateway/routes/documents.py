@@ -59,10 +59,15 @@ def of_model(each: Mapping[str, T], model: str | None) -> T:
     return each[model]
 
 
+def model_asked(scope: Scope) -> str | None:
+    """Return the model that a request names as `?model=`; None if it names none."""
+    asked = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    return asked["model"][-1] if "model" in asked else None
+
+
 def _endpoint(documents: Mapping[str, Document]) -> Endpoint:
     async def answer(scope: Scope, _receive: Receive, send: Send) -> None:
-        asked = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True).get("model", [None])
-        await ResponseWriter(send, "openai").document(shown(documents, asked[-1]))
+        await ResponseWriter(send, "openai").document(shown(documents, model_asked(scope)))
 
     return answer
 

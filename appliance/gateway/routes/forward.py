@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.console.progress import Progress
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway.clients import request_queue
+from appliance.gateway.clients.request_log import EXCHANGE, KEY_NAME, Exchange, RequestLog
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.engine.upstream import BrokenError, HungError, LackError, Response, UnreachableError
 from appliance.gateway.engine.upstream_pool import UpstreamPool
-from appliance.gateway.routes.metrics import FAILED
+from appliance.gateway.routes.metrics import CLIENT_LEFT, FAILED
 from appliance.gateway.wire import api_error, events, headers
 from appliance.gateway.wire.api_error import ApiError
 from appliance.gateway.wire.model_name import with_model
@@ -118,8 +120,13 @@ class EngineEndpoint:
         errors: EngineErrors | None = None,
         engines_name: Callable[[], str | None] = lambda: None,
         tell_every_s: float = request_queue.TELL_EVERY_S,
+        model: Callable[[], str] = lambda: "",
+        requests: RequestLog | None = None,
     ) -> None:
+        """`model` returns the name that `requests` shows; requests that need no model are not noted there."""
         self._route = route
+        self._model = model
+        self._requests = requests if route.needs_model else None
         self._errors = errors or EngineErrors()
         self._engines_name = engines_name  # the engine's name of the model, if it refuses every other name
         self._engine = engine
@@ -128,7 +135,19 @@ class EngineEndpoint:
         self._tell_every_s = tell_every_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._requests is None:
+            await self._answer(scope, receive, send)
+            return
+        exchange = Exchange(model=self._model(), route=scope["path"], key=scope.get(KEY_NAME, ""))
+        scope[EXCHANGE] = exchange
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._requests.add(exchange.finished())
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = ResponseWriter(send, self._route.dialect)
+        exchange: Exchange | None = scope.get(EXCHANGE)
         try:
             with self._traffic.admitted() as must_end:
                 try:
@@ -138,10 +157,15 @@ class EngineEndpoint:
                         scope[FAILED] = str(error.status)  # the status that was sent does not show the failure
                     # Inside `admitted`, so that a stop waits until the client has its answer.
                     await reply.refuse(error)
+                    if exchange:
+                        exchange.fail(error.status, is_stopped=self._traffic.is_closed)
         except ApiError as error:
             await reply.refuse(error)
+            if exchange:
+                exchange.fail(error.status, is_stopped=self._traffic.is_closed)
         except ClientLeft:
-            return
+            if exchange:
+                exchange.leave(int(CLIENT_LEFT))
 
     async def _exchange(
         self, scope: Scope, receive: Receive, reply: ResponseWriter, must_end: asyncio.Future[None]
@@ -162,7 +186,10 @@ class EngineEndpoint:
         if progress.is_held:
             is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
             tell = reply.comment if is_stream else None
+            began = time.monotonic()
             await request_queue.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
+            if EXCHANGE in scope:
+                scope[EXCHANGE].held_s += time.monotonic() - began
         if (name := self._engines_name()) is not None:
             body = with_model(body, content_type_of(scope), name)
         await self._forward(scope, body, reply)
@@ -189,8 +216,12 @@ class EngineEndpoint:
         try:
             asked = self._engine.asked(scope, self._route.upstream, body, needs_model=self._route.needs_model)
             async with asked as response:
+                if EXCHANGE in scope:
+                    scope[EXCHANGE].response = response
                 if not await relay(response, reply, self._traffic.rate, self._errors, self._route.crowded):
                     scope[FAILED] = "502"
+                    if EXCHANGE in scope:
+                        scope[EXCHANGE].fail(502)
         except LackError as error:
             raise api_error.lacking() from error
         except UnreachableError as error:
@@ -277,19 +308,19 @@ async def _relay_events(
     return True
 
 
-async def read_body(receive: Receive, declared_bytes: int) -> bytes:
-    """Return the whole body, which the engine needs to begin. Raises ApiError (413) as soon as the body is too large,
-    and ClientLeft."""
-    if declared_bytes > BODY_BYTES_MAX:
-        raise api_error.body_too_large(BODY_BYTES_MAX)
+async def read_body(receive: Receive, declared_bytes: int, most: int = BODY_BYTES_MAX) -> bytes:
+    """Return the whole body, which the engine needs to begin. Raises ApiError (413) as soon as it has more than `most`
+    bytes, and ClientLeft."""
+    if declared_bytes > most:
+        raise api_error.body_too_large(most)
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
         body += message.get("body", b"")
-        if len(body) > BODY_BYTES_MAX:
-            raise api_error.body_too_large(BODY_BYTES_MAX)
+        if len(body) > most:
+            raise api_error.body_too_large(most)
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -108,7 +108,8 @@ def _named(models: Iterable[str]) -> str:
 
 
 def body_too_large(limit_bytes: int) -> ApiError:
-    return ApiError(413, "request_too_large", f"the request body is over the limit of {limit_bytes // 2**20} MiB")
+    limit = f"{limit_bytes // 2**20} MiB" if limit_bytes >= 2**20 else f"{limit_bytes // 2**10} KiB"
+    return ApiError(413, "request_too_large", f"the request body is over the limit of {limit}")
 
 
 def header_too_large(limit_bytes: int) -> ApiError:

@@ -46,7 +46,13 @@ async def open_gateway(
     from appliance.gateway.clients.auth import Keys
     from appliance.gateway.server import Gateway
 
-    app = create_app([_backend(slot, part) for slot in slots], keys=Keys(frozenset({key})) if key else None)
+    app = create_app(
+        [_backend(slot, part) for slot in slots],
+        keys=Keys(frozenset({key})) if key else None,
+        recent=lambda: list(report.recent),
+        doctor=partial(_findings, slots[0]),
+        libraries=settings.facts_dir / "web",
+    )
     gateway = await Gateway.open(app, settings.host, settings.port)
     for slot, backend in zip(slots, gateway.backends, strict=True):
         slot.connect(backend.upstream)
@@ -97,6 +103,20 @@ def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
         slots=lambda: slot.plan.parallel if slot.plan else 0,
         kv_use=(path, partial(_kv_use, slot)) if path else None,
     )
+
+
+def _findings(slot: ModelSlot) -> dict[str, Any]:
+    """Return what `appliance doctor` finds here now."""
+    from appliance.doctor import examine  # here: no start needs it
+
+    levels = {"pass": "ok", "warn": "warning", "fail": "error"}
+    checks = examine(slot.settings, slot.environment).checks
+    return {
+        "findings": [
+            {"name": check.name, "level": levels[check.status], "what": check.value, "hint": check.remedy}
+            for check in checks
+        ]
+    }
 
 
 def _kv_use(slot: ModelSlot, answer: bytes) -> float | None:
