@@ -57,7 +57,7 @@ class ResponseWriter:
         self._send = send
         self._dialect = dialect
         self._last_chunk = b"\n\n"
-        self.is_started = False
+        self.is_started = self.is_whole = False
         self._is_events = False
 
     async def start(self, response: Response) -> None:
@@ -94,6 +94,7 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self, chunk: bytes = b"") -> None:
+        self.is_whole = True  # even if the client leaves while the last piece is sent
         await self._send({"type": "http.response.body", "body": chunk})
 
     async def refuse(self, error: ApiError) -> None:
@@ -164,7 +165,7 @@ class EngineEndpoint:
             if exchange:
                 exchange.fail(error.status, is_stopped=self._traffic.is_closed)
         except ClientLeft:
-            if exchange:
+            if exchange and not reply.is_whole:
                 exchange.leave(int(CLIENT_LEFT))
 
     async def _exchange(
