@@ -2,7 +2,7 @@
 
 The same streams of a fake engine with a set pace pass in turn directly, through our gateway, through vllm-router and
 through nginx (those that are installed), in interleaved rounds of one run; medians count. CPU is that of the gateway's
-processes (/proc/PID/stat), so the fake engine and the client do not count. Times added are against the direct way of
+threads (/proc/PID/task/TID/schedstat), so the fake engine and the client do not count. Times added are against the direct way of
 the same round.
 
     apt-get install nginx-light; pip install vllm-router==0.1.17   # in any environment
@@ -45,7 +45,6 @@ SECONDS = 3.0
 CHUNKS_PER_S_MAX = 4000.0  # of all streams: more, and the fake engine and the client would not keep up on two cores
 PACE_MAX = 50.0  # tokens a second of one stream
 LONG_BYTES = 500_000  # of a prompt of about 100,000 tokens
-TICKS = os.sysconf("SC_CLK_TCK")
 NGINX = """daemon off; master_process off; worker_processes 1; pid {folder}/nginx.pid; error_log stderr crit;
 events {{ worker_connections 2048; }}
 http {{ access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
@@ -259,8 +258,8 @@ class Way:
     def cpu_s(self) -> float:
         if self.pid is None:
             return 0.0
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(path.read_text().split()[0]) for path in threads) / 1e9
 
     def rss_kib(self) -> int:
         if self.pid is None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 # OpenAI's error event has no name; Anthropic's messages and OpenAI's responses name theirs. They never match inside a
 # text, whose quotation marks are escaped.
 _UNNAMED, _NAMED = b'data: {"error":', b"event: error\n"
-_WORDS = (b'data: {"error":', b"event: error")
 _BEGINS = re.compile(rb'^(?:data: \{"error":|event: error\r?\n)', re.MULTILINE)
 _ENDS = re.compile(rb"\r?\n\r?\n")
 EVENT_BYTES = 64 * 2**10  # a longer error is passed on unchanged
@@ -53,7 +52,8 @@ class ErrorWatch:
     def passes(self, chunk: bytes) -> bool:
         """True if `feed` would pass the chunk whole and hold nothing back: it has whole events, and none is an error.
         Quick, and changes nothing."""
-        return not self._held and chunk.endswith(b"\n\n") and not any(word in chunk for word in _WORDS)
+        may_be_error = b'data: {"error":' in chunk or b"event: error" in chunk
+        return not may_be_error and chunk.endswith(b"\n\n") and not self._held
 
     def rest(self) -> bytes:
         """Return the held bytes at the end of the stream."""
