@@ -10,9 +10,18 @@ const ALLOWED = {
   ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
 };
 
+const escaped = (text) => text.replace(/[&<>"']/g, (char) => `&#${char.charCodeAt(0)};`);
+
+// HTML in an answer is shown as the text that it is, and a picture as its description: nothing is fetched for it.
+marked.use({
+  gfm: true,
+  breaks: true,
+  renderer: { html: ({ text }) => escaped(text), image: ({ text, href }) => escaped(`${text} (${href})`) },
+});
+
 /** Returns a piece of a page made from Markdown that nobody trusts. */
 export function fromMarkdown(text) {
-  const made = DOMPurify.sanitize(marked.parse(text, { gfm: true, breaks: true }), { ...ALLOWED, RETURN_DOM_FRAGMENT: true });
+  const made = DOMPurify.sanitize(marked.parse(text), { ...ALLOWED, RETURN_DOM_FRAGMENT: true });
   for (const link of made.querySelectorAll("a")) {
     link.rel = "noopener noreferrer nofollow";
     link.target = "_blank";
@@ -56,7 +65,11 @@ export async function ask(request, signal, onAnswer) {
   const began = performance.now();
   let first = null;
   let timings = null;
-  const tell = (more) => onAnswer((answer = { ...answer, ...more }));
+  const tell = (more) => {
+    answer = { ...answer, ...more };
+    onAnswer(answer);
+    return answer;
+  };
   try {
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
