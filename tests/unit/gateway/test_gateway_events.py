@@ -68,3 +68,18 @@ def test_an_endless_one_is_not_waited_for() -> None:
 def test_what_an_event_says() -> None:
     assert [is_named(error) for error in (NAMED, UNNAMED)] == [True, False]
     assert data_of(UNNAMED) == b'{"error": {"message": "gone", "code": 500}}'
+
+
+@given(
+    st.lists(
+        st.sampled_from([TEXT, UNNAMED, NAMED, DONE, b"data: {", b"event: err", b"\n", b"\n\n", b": x"]), max_size=6
+    )
+)
+def test_what_passes_at_once_is_what_would_pass_anyway(chunks: list[bytes]) -> None:
+    watch = ErrorWatch()
+    for chunk in filter(None, chunks):
+        if watch.passes(chunk):
+            assert watch.feed(chunk) == (chunk, None)
+            assert watch.rest() == b""
+        else:
+            watch.feed(chunk)
