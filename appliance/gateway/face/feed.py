@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ KEEP_ALIVE_S = 15.0
 WATCHERS_MAX = 100
 _HEADERS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"))
 DOCUMENTS = ("status", "plan", "profile", "tuning", "hardware")
+_log = logging.getLogger(__name__)
 
 
 class Feed:
@@ -56,6 +58,9 @@ class Feed:
         self._moved = asyncio.Event()
         self._watchers = 0
         self._making: asyncio.Task[None] | None = None
+        self._examining: asyncio.Task[dict[str, Any]] | None = None
+        self._examined = float("-inf")
+        self._failed: set[str] = set()
         requests.listen(lambda _row: self._wake())
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -99,8 +104,9 @@ class Feed:
             yield making
         finally:
             self._watchers -= 1
-            if not self._watchers:
-                making.cancel()
+            if not self._watchers and self._making is not None:
+                self._making.cancel()
+                self._making = None  # its end takes a moment, in which the next watcher may come
 
     async def _make_all(self) -> None:
         ended = await first_of(self._make(), self._examine())
@@ -127,22 +133,28 @@ class Feed:
             await first_of(asyncio.sleep(TICK_S), self._backend.traffic.until_closed())
 
     async def _examine(self) -> None:
-        """Look at the machine now and then, between requests. It takes a second or more, so it runs in a thread."""
+        """Look at the machine now and then, between requests. It takes a second or more, so it runs in a thread. A page
+        that is opened again does not look anew."""
         while True:
-            if self._backend.traffic.working:
+            wait_s = self._examined + DOCTOR_S - time.monotonic()
+            if self._doctor is None:
+                await asyncio.sleep(DOCTOR_S)
+            elif self._examining is not None:
+                await self._take_findings(self._examining)
+            elif wait_s > 0:
+                await asyncio.sleep(wait_s)
+            elif self._backend.traffic.working:
                 await asyncio.sleep(DOCTOR_AGAIN_S)
-                continue
-            if self._doctor is not None:
-                try:
-                    findings = await asyncio.to_thread(self._doctor)
-                except (OSError, RuntimeError) as error:
-                    if not is_lack(error):
-                        raise
-                    tell("examining the machine for a page", error)
-                else:
-                    self._set("doctor", partial(dict, findings))
-                    self._wake()
-            await asyncio.sleep(DOCTOR_S)
+            else:
+                self._examined = time.monotonic()
+                self._examining = asyncio.create_task(asyncio.to_thread(self._doctor), name="doctor of the pages")
+
+    async def _take_findings(self, examining: asyncio.Task[dict[str, Any]]) -> None:
+        # `wait` does not cancel it: the thread goes on if all watchers leave, and the next ones wait for it.
+        await asyncio.wait((examining,))
+        self._examining = None
+        self._set("doctor", examining.result)
+        self._wake()
 
     async def _look_at_load(self) -> None:
         if self._backend.kv_use and self._backend.progress().is_ready:
@@ -172,14 +184,17 @@ class Feed:
         }
 
     def _set(self, name: str, make: Document) -> None:
-        """Take a document's newest state, unless files or memory are lacking: watchers keep the last one then."""
+        """Take a document's newest state. If it cannot be made, watchers keep the last one, and all others go on."""
         try:
             body = _json(make())
-        except OSError as error:
-            if not is_lack(error):
-                raise
-            tell(f"making the {name} of a page", error)
+        except Exception as error:
+            if is_lack(error):
+                tell(f"making the {name} of a page", error)
+            elif name not in self._failed:
+                self._failed.add(name)  # logged once: it is made every few seconds
+                _log.exception("the %s of a page cannot be made", name)
             return
+        self._failed.discard(name)
         if self._bodies.get(name) != body:
             self._bodies[name] = body
             version, _ = self._state.get(name, (0, b""))
