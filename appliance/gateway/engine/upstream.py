@@ -25,7 +25,7 @@ CONNECT_S = 10.0
 BUFFER_BYTES = 256 * 2**10
 # Writing 64 MiB in one piece would stop every other stream meanwhile.
 PIECE_BYTES = 64 * 2**10
-# Of an answer's body, the first piece and the last ones are kept for what they say of tokens and times.
+# Of an answer's body, the beginning and the last pieces are kept for what they say of tokens and times.
 LAST_PIECES = 8
 FIRST_BYTES, LAST_BYTES = 4 * 2**10, 64 * 2**10
 
@@ -97,8 +97,8 @@ class Response(asyncio.Protocol):
 
     @property
     def edges(self) -> bytes:
-        """The beginning and the end of the body so far, whole if it is short."""
-        return self._first_piece[:FIRST_BYTES] + b"".join(self._last_pieces)[-LAST_BYTES:]
+        """The beginning and the end of the body so far, in this order. They overlap if the body is short."""
+        return self._first_piece + b"".join(self._last_pieces)[-LAST_BYTES:]
 
     @property
     def is_owed(self) -> bool:
@@ -210,16 +210,10 @@ class Response(asyncio.Protocol):
             self._reader_waits = False
             self._chunks.append(body)
             self._buffered += len(body)
-        if self.first_content is not None:
-            self._last_pieces.append(body)
-        elif self._first_piece:
-            self._last_pieces.append(body)
-            if has_content(body):
-                self.first_content = time.monotonic()
-        else:
-            self._first_piece = body
-            if has_content(body):
-                self.first_content = time.monotonic()
+        self._first_piece = self._first_piece or body[:FIRST_BYTES]
+        self._last_pieces.append(body[-LAST_BYTES:])  # cut, since pieces of a quarter of a MiB may come
+        if self.first_content is None and has_content(body):
+            self.first_content = time.monotonic()
         if self._on_body is not None and self.status < 400:
             self._on_body(body)
 

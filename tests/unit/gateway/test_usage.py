@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from appliance.gateway.engine.upstream import FIRST_BYTES, LAST_BYTES, Response
 from appliance.gateway.wire.usage import Usage, parse_usage
 from tests.builders import examples
 
@@ -66,3 +67,17 @@ def test_no_bytes_fail(noise: bytes, begin: int, end: int) -> None:
     found = parse_usage(noise + CHAT_END[begin:end] + noise)
     for count in (found.tokens_in, found.tokens_cached, found.tokens_out):
         assert count is None or count >= 0
+
+
+@pytest.mark.parametrize("size", [10, 5_000, 40_000, 200_000])
+@pytest.mark.parametrize("pieces", [1, 3, 40])
+def test_the_end_of_an_answer_is_kept_however_it_comes(size: int, pieces: int) -> None:
+    body = b'{"choices":[{"text":"%s","finish_reason":"length"}],"usage":{"prompt_tokens":3}}' % (b"x" * size)
+    response = Response("POST")
+    response.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
+    step = max(200, -(-len(body) // pieces))  # engines send no smaller pieces of an answer that is no stream
+    for at in range(0, len(body), step):
+        response.data_received(body[at : at + step])
+    found = parse_usage(response.edges)
+    assert (found.ending, found.tokens_in) == ("length", 3)
+    assert len(response.edges) <= FIRST_BYTES + LAST_BYTES
