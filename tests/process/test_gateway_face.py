@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from appliance.gateway.clients.auth import Keys
+from appliance.gateway.clients.connections import Limits
 from appliance.gateway.face.feed import WATCHERS_MAX
 from appliance.gateway.face.pages import LOGIN_BYTES_MAX, STATIC
 from tests.process.stages.gateway import KEY, Answer, Stage, eventually, on_stage, read_all, read_until
@@ -75,6 +76,45 @@ def test_a_page_is_served_without_a_key_and_runs_only_our_scripts(stage: Stage, 
     assert b"small" not in plain.body  # the model's name
 
 
+@pytest.mark.parametrize(
+    ("accepted", "is_packed"),
+    [("gzip", True), ("br, gzip;q=0.5", True), ("GZIP ; q=1", True), ("gzip;q=0", False), ("gzip; q=0.0, br", False),
+     ("x-gzip", False), ("", False)],
+)  # fmt: skip
+def test_a_page_is_packed_for_who_takes_that(stage: Stage, accepted: str, is_packed: bool) -> None:
+    answer = stage.ask("GET", "/", key=None, headers={"Accept-Encoding": accepted})
+    assert answer.headers.get("content-encoding") == ("gzip" if is_packed else None)
+
+
+def test_a_file_that_is_known_is_not_sent_again(stage: Stage) -> None:
+    tag = stage.ask("GET", "/", key=None).headers["etag"]
+    for known in (tag, f"W/{tag}", f'"other", {tag}'):
+        assert stage.ask("GET", "/", key=None, headers={"If-None-Match": known}).status == 304
+    for other in ('"other"', tag.strip('"'), ""):
+        assert stage.ask("GET", "/", key=None, headers={"If-None-Match": other}).status == 200
+
+
+def test_an_odd_cookie_is_no_session_and_no_fault(stage: Stage) -> None:
+    session = session_of(stage)["Cookie"].encode()
+    name = session.partition(b"=")[0]
+    odd = [
+        b"",
+        b";;;",
+        b"=",
+        b"\xff\xfe=\xff",
+        name,
+        name + b"=",
+        name + b"=..",
+        name + b"=\xff.\xc3\xa9",
+        session[:-1],
+    ]
+    odd += [b"x" + session, session.upper(), b";".join([name + b"="] * 300)]
+    for cookie, status in [*((each, b"401") for each in odd), (b"\xff=\xff; " + session, b"200")]:
+        request = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\nCookie: " + cookie + b"\r\n\r\n"
+        with stage.raw(request) as connection:
+            assert read_all(connection).split(b" ")[1] == status, cookie
+
+
 def test_each_file_of_the_pages_is_served(stage: Stage) -> None:
     names = [path.name for path in STATIC.iterdir()]
     assert {"index.html", "chat.html"} <= {*names}
@@ -120,6 +160,27 @@ def test_a_login_that_is_none_is_refused(stage: Stage, body: bytes) -> None:
     answer = stage.ask("POST", "/login", body, headers=own(stage), key=None)
     assert (answer.status, answer.error["code"]) == (400, "invalid_request")
     assert KEY not in answer.error["message"]
+
+
+def test_slow_logins_keep_nobody_out_and_delay_no_stop() -> None:
+    with on_stage("fake_engine.py", limits=Limits(connections=24, requests=4)) as stage, ExitStack() as slow:
+        own_page = f"Host: 127.0.0.1:{stage.port}\r\nOrigin: {stage.url}"
+        head = f"POST /login HTTP/1.1\r\n{own_page}\r\nContent-Length: 4000\r\n\r\n"
+        for _ in range(8):
+            slow.enter_context(stage.raw(head.encode() + b"{"))
+        eventually(lambda: open_connections(stage) > 8)
+        assert (
+            stage.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}).status == 200
+        )
+        last = slow.enter_context(stage.raw(head.encode() + b"{"))
+        eventually(lambda: open_connections(stage) > 9)
+        assert stage.drain(60.0) < 30
+        assert b"x-appliance-error: shutting_down" in read_all(last)
+
+
+def open_connections(stage: Stage) -> float:
+    text = stage.ask("GET", "/metrics").body.decode()
+    return float(text.partition("\nappliance_connections ")[2].partition("\n")[0])
 
 
 def test_a_login_may_not_be_large(stage: Stage) -> None:

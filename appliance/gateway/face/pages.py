@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from appliance.gateway.clients.auth import ASSETS, Keys
 from appliance.gateway.clients.session import Sessions, is_own_origin
 from appliance.gateway.clients.traffic import Traffic
-from appliance.gateway.routes.forward import ClientLeft, declared_length, read_body, unless_over
+from appliance.gateway.routes.forward import ClientLeft, declared_length, read_body
 from appliance.gateway.routes.models import Endpoint
-from appliance.gateway.wire.api_error import ApiError, invalid_key
+from appliance.gateway.wire.api_error import ApiError, invalid_key, shutting_down
+from appliance.race import first_of
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
@@ -120,17 +121,29 @@ def _moved(target: bytes) -> Endpoint:
 async def _send(file: _File, scope: Scope, send: Send) -> None:
     asked = {name: value for name, value in scope["headers"] if name in (b"accept-encoding", b"if-none-match")}
     headers = [*_HEADERS, (b"etag", file.tag)]
-    if asked.get(b"if-none-match") == file.tag:
+    if _is_known(file.tag, asked.get(b"if-none-match", b"")):
         await send({"type": "http.response.start", "status": 304, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
         return
     body = file.body
-    if b"gzip" in asked.get(b"accept-encoding", b""):
+    if _takes_gzip(asked.get(b"accept-encoding", b"")):
         body = file.packed
         headers.append((b"content-encoding", b"gzip"))
     headers += [(b"content-type", file.kind), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _is_known(tag: bytes, tags: bytes) -> bool:
+    """True if If-None-Match names the tag. A proxy that compresses marks it as weak, which counts as the same here (RFC
+    9110, 13.1.2)."""
+    return tag in (each.strip().removeprefix(b"W/") for each in tags.split(b","))
+
+
+def _takes_gzip(accepted: bytes) -> bool:
+    """True if Accept-Encoding names gzip with a weight other than 0."""
+    codings = (each.partition(b";") for each in accepted.lower().replace(b" ", b"").split(b","))
+    return any(coding == b"gzip" and weight.rstrip(b".0") != b"q=" for coding, _, weight in codings)
 
 
 def login_routes(keys: Keys | None, sessions: Sessions | None, traffic: Traffic) -> dict[str, Endpoint]:
@@ -139,9 +152,7 @@ def login_routes(keys: Keys | None, sessions: Sessions | None, traffic: Traffic)
     async def login(scope: Scope, receive: Receive, send: Send) -> None:
         _refuse_foreign(scope)
         try:
-            with traffic.admitted(is_work=False) as must_end:
-                reading = read_body(receive, declared_length(scope), most=LOGIN_BYTES_MAX)
-                body = await unless_over(reading, must_end=must_end)
+            body = await _login_body(scope, receive, traffic)
         except ClientLeft:
             return
         if keys is None or sessions is None:
@@ -156,6 +167,20 @@ def login_routes(keys: Keys | None, sessions: Sessions | None, traffic: Traffic)
         await _done(send, *([(b"set-cookie", sessions.ended())] if sessions else []))
 
     return {LOGIN: login, LOGOUT: logout}
+
+
+async def _login_body(scope: Scope, receive: Receive, traffic: Traffic) -> bytes:
+    """Return the body of a login. It is not counted as a running request: who has no key must not take the place of one
+    who has, or delay a stop."""
+    if traffic.is_closed:
+        raise shutting_down()
+    reading, _ = await first_of(
+        read_body(receive, declared_length(scope), most=LOGIN_BYTES_MAX), traffic.until_closed()
+    )
+    if reading.cancelled():
+        raise shutting_down()
+    body: bytes = reading.result()
+    return body
 
 
 def _refuse_foreign(scope: Scope) -> None:

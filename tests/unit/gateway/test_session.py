@@ -95,3 +95,11 @@ def test_the_cookie_is_hidden_from_scripts_and_other_sites_and_holds_no_key() ->
 def test_a_request_to_two_hosts_has_no_origin_of_ours() -> None:
     assert not is_own_origin({"headers": [HOST, (b"host", b"other"), OWN]})
     assert not is_own_origin({"headers": [OWN]})
+
+
+def test_only_a_few_cookies_are_tried() -> None:
+    sessions = Sessions(KEY)
+    name = cookie_of(sessions).partition(b"=")[0]
+    many = b"; ".join([name + b"=9.9"] * 1000 + [cookie_of(sessions)])
+    assert not sessions.admits(scope("GET", (b"cookie", many)))
+    assert sessions.admits(scope("GET", (b"cookie", name + b"=9.9; " + cookie_of(sessions))))
