@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -21,6 +22,7 @@ import sys
 import tarfile
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,8 +76,8 @@ def fetched(url: str, ca: Path | None) -> bytes:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context) as answer:  # noqa: S310 - https, see above
             data: bytes = answer.read(TARBALL_BYTES_MAX + 1)
-    except urllib.error.URLError as error:
-        message = f"{url}: {error.reason}"
+    except (OSError, http.client.HTTPException) as error:  # the latter for an answer that is cut short
+        message = f"{url}: {getattr(error, 'reason', error)}"
         raise LibraryError(message) from error
     if len(data) > TARBALL_BYTES_MAX:
         message = f"{url}: more than {TARBALL_BYTES_MAX // 2**20} MiB"
@@ -84,7 +86,15 @@ def fetched(url: str, ca: Path | None) -> bytes:
 
 
 def members(data: bytes) -> dict[str, bytes]:
-    """Return the plain files of a tarball by their paths in it. Raises LibraryError for a file that is too large."""
+    """Return the plain files of a tarball by their paths in it. Raises LibraryError if it cannot be read."""
+    try:
+        return _members(data)
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        message = f"not a tarball: {error}"
+        raise LibraryError(message) from error
+
+
+def _members(data: bytes) -> dict[str, bytes]:
     found = {}
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
         for member in archive:
