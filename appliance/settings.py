@@ -262,6 +262,7 @@ def _setting(
     return field(default=default, metadata=metadata)
 
 
+MODES = ("balanced", "speed", "context")
 POOLINGS = ("none", "mean", "cls", "last", "rank")
 # Settings that an engine may support or ignore; each engine lists those that it supports.
 ENGINE_SETTINGS = frozenset({
@@ -384,7 +385,7 @@ class Settings:
         _switch, False, "start even if the weights exceed memory, and read them from disk", "on|off"
     )
     mode: str = _setting(
-        _one_of("balanced", "speed", "context"),
+        _one_of(*MODES),
         "balanced",
         "balanced: the largest context that keeps 0.7 of the best speed, or up to 65,536 tokens at "
         "30 tok/s half full; speed: the shortest job; "

@@ -95,7 +95,11 @@ def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
         dropped_headers=engine.dropped_headers,
         progress=lambda: slot.report.progress,
         documents={**slot.documents(), **(part.documents if part else {})},
-        actions={"tuning": lambda _body: slot.measure_now(), **(part.actions if part else {})},
+        actions={
+            "tuning": lambda _body: slot.measure_now(),
+            "mode": slot.switch_mode,
+            **(part.actions if part else {}),
+        },
         elsewhere=part.elsewhere if part else None,
         listed=slot.listed,
         engine_restarts=lambda: slot.restarts,
