@@ -35,6 +35,22 @@ def test_status_says_what_it_does_now() -> None:
     assert re.fullmatch(r"\d+(\.\d)? s|\d+ min \d+ s", rows["uptime"])
 
 
+def test_mode_shows_the_modes_and_switches() -> None:
+    with on_host() as host:
+        host.serving()
+        shown = host.run("mode")
+        switched = host.run("mode", "speed", "--json", "--name", "one")
+        refused = host.run("mode", "context")
+        unknown = host.run("mode", "sped")
+    assert (shown.code, shown.err) == (0, "")
+    rows = shown.out.splitlines()
+    assert rows[0] == "* balanced  context     8,192, decode 100.0 tok/s, prefill unknown, measured; serves"
+    assert rows[1] == "  speed     no plan of it fits"
+    assert json.loads(switched.out)["mode"] == "speed"
+    assert (refused.code, refused.err.splitlines()[0]) == (43, "error: the appliance refuses: plans are being measured")
+    assert (unknown.code, "'balanced', 'speed', 'context'" in unknown.err) == (2, True)
+
+
 def test_status_as_json_has_every_field() -> None:
     with on_host() as host:
         host.serving()

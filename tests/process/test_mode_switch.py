@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,7 +140,7 @@ def test_another_mode_takes_over_while_requests_come_and_lasts_until_the_end(hom
         assert serving.document("status")["mode"] == "balanced", "the setting of the start counts"
 
 
-HOSTILE = (
+HOSTILE: tuple[tuple[Any, str], ...] = (
     ({"mode": "fast"}, "mode_unknown"),
     ({"mode": "SPEED"}, "mode_unknown"),
     ({"mode": "x" * 5000}, "mode_unknown"),
@@ -237,6 +238,32 @@ def test_an_engine_that_dies_as_it_loads_the_other_plan(home: Home) -> None:
         home.set_engine()
         assert switch(serving, {"mode": "context"})[0] == 202, "it may be tried again"
         assert wait_switched(serving)["mode"] == "context"
+        serving.terminate()
+
+
+def test_the_command_shows_the_modes_and_waits_for_the_switch(home: Home) -> None:
+    nobody = home.command("mode")
+    assert (nobody.returncode, nobody.stderr.startswith("error: the appliance does not answer: ")) == (43, True)
+    assert home.command("mode", "sped").returncode == 2
+    with home.serving(**FEW) as serving:
+        serving.wait_ready()
+        context = modes(serving)["context"]["context"]
+        shown = home.command("mode", beside=serving)
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.startswith("* balanced ")
+        assert f"  context   context {context:>9,}, decode " in shown.stdout
+        done = home.command("mode", "context", "--json", beside=serving)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["mode"] == "context"
+        home.set_engine("--die-before-ready", "1", where="--ctx-size")
+        failed = home.command("mode", "speed", beside=serving)
+        assert failed.returncode == 43
+        assert "error: mode 'speed' cannot be served: its engine did not load: exited with code 1" in failed.stderr
+        assert serving.chat()[0] == 200
+        home.set_engine("--load-seconds", "600", where="--ctx-size")
+        assert switch(serving, {"mode": "speed"})[0] == 202
+        refused = home.command("mode", "balanced", beside=serving)
+        assert (refused.returncode, "mode 'speed' is being switched to" in refused.stderr) == (43, True)
         serving.terminate()
 
 
