@@ -37,7 +37,7 @@ EPILOG = (
 )
 
 
-VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "mode", "key", "health", "version",
+VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "mode", "key", "keys", "health", "version",
          "engine-facts")  # fmt: skip
 # Verbs that a container cannot use; `version` and those of SHARED_VERBS are verbs of both.
 HOST_VERBS = tuple(name for name in host.VERBS if name not in VERBS)
@@ -144,6 +144,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         ("models", _models, "list, fetch, update, add, remove, verify or import models on the volume"),
         ("mode", _mode, "show the modes of the running appliance, or switch to one of them"),
         ("key", _key, "print the API key"),
+        ("keys", _keys, "list, add, rotate or remove named API keys with limits"),
         ("health", _health, "ask the running appliance if it is ready; exit code 0 if so"),
         ("version", _version, "print versions"),
         (
@@ -260,6 +261,13 @@ def _add_mode(verb: argparse.ArgumentParser) -> None:
     _add_json(verb)
 
 
+def _add_keys(verb: argparse.ArgumentParser) -> None:
+    from appliance.gateway.accounts.verbs import add_arguments
+
+    add_arguments(verb)
+    _add_json(verb)
+
+
 def _add_engine_facts(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--bin", metavar="PATH", required=True, help="the engine's server binary")
     verb.add_argument("--out", metavar="PATH", required=True, help="file to write")
@@ -288,6 +296,11 @@ _OTHER_FLAGS = (
         "--measure",
         "--bundle",
         "--kernels",
+        "--requests-per-minute",
+        "--tokens-per-minute",
+        "--streams",
+        "--until",
+        "--admin",
     ),
 )
 _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -299,6 +312,7 @@ _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "profiles": _add_profiles,
     "models": _add_models,
     "mode": _add_mode,
+    "keys": _add_keys,
     "version": _add_json,
     "engine-facts": _add_engine_facts,
 }
@@ -605,6 +619,15 @@ def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> in
         key = read_or_make_key(settings.key_path)
     print(key)
     return 0
+
+
+def _keys(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+    from appliance.gateway.accounts.verbs import run
+    from appliance.volume import open_volume
+
+    if options.action != "list":
+        open_volume(settings.data_dir)
+    return run(options, settings.named_keys_path)
 
 
 def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:

@@ -556,6 +556,10 @@ class Settings:
     def key_path(self) -> Path:
         return self.data_dir / "secrets" / "api_key"
 
+    @property
+    def named_keys_path(self) -> Path:
+        return self.data_dir / "secrets" / "keys.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubSettings:

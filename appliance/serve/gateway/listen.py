@@ -42,6 +42,7 @@ async def open_gateway(
     """
     key = _key(settings, report)
     # here: at the top uvicorn would delay the engine's start
+    from appliance.gateway.accounts.accounts import Accounts
     from appliance.gateway.app import create_app
     from appliance.gateway.clients.auth import Keys
     from appliance.gateway.server import Gateway
@@ -52,6 +53,7 @@ async def open_gateway(
         recent=lambda: list(report.recent),
         doctor=partial(_findings, slots[0]),
         libraries=settings.facts_dir / "web",
+        accounts=Accounts(settings.named_keys_path) if key else None,
     )
     gateway = await Gateway.open(app, settings.host, settings.port)
     for slot, backend in zip(slots, gateway.backends, strict=True):
