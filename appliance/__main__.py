@@ -37,11 +37,11 @@ EPILOG = (
 )
 
 
-VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "mode", "key", "keys", "health", "version",
-         "engine-facts")  # fmt: skip
+VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "mode", "key", "keys", "usage", "health",
+         "version", "engine-facts")  # fmt: skip
 # Verbs that a container cannot use; `version` and those of SHARED_VERBS are verbs of both.
 HOST_VERBS = tuple(name for name in host.VERBS if name not in VERBS)
-SHARED_VERBS = ("mode",)  # outside an image they are meant for a container on this machine
+SHARED_VERBS = ("mode", "usage")  # outside an image they are meant for a container on this machine
 
 
 class _Parser(argparse.ArgumentParser):
@@ -145,6 +145,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         ("mode", _mode, "show the modes of the running appliance, or switch to one of them"),
         ("key", _key, "print the API key"),
         ("keys", _keys, "list, add, rotate or remove named API keys with limits"),
+        ("usage", _usage, "show what was used with each key: requests, tokens, time"),
         ("health", _health, "ask the running appliance if it is ready; exit code 0 if so"),
         ("version", _version, "print versions"),
         (
@@ -268,6 +269,13 @@ def _add_keys(verb: argparse.ArgumentParser) -> None:
     _add_json(verb)
 
 
+def _add_usage(verb: argparse.ArgumentParser) -> None:
+    from appliance.host.shared.usage import add_arguments
+
+    add_arguments(verb)
+    _add_json(verb)
+
+
 def _add_engine_facts(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--bin", metavar="PATH", required=True, help="the engine's server binary")
     verb.add_argument("--out", metavar="PATH", required=True, help="file to write")
@@ -301,6 +309,8 @@ _OTHER_FLAGS = (
         "--streams",
         "--until",
         "--admin",
+        "--days",
+        "--by",
     ),
 )
 _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -313,6 +323,7 @@ _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "models": _add_models,
     "mode": _add_mode,
     "keys": _add_keys,
+    "usage": _add_usage,
     "version": _add_json,
     "engine-facts": _add_engine_facts,
 }
@@ -628,6 +639,15 @@ def _keys(options: argparse.Namespace, settings: Settings, _: Mapping[str, str])
     if options.action != "list":
         open_volume(settings.data_dir)
     return run(options, settings.named_keys_path)
+
+
+def _usage(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+    from appliance.gateway.accounts.usage_store import UsageStore, usage_document
+    from appliance.host.shared.usage import show_usage
+
+    rows = UsageStore(settings.usage_path).read(options.days)
+    show_usage(usage_document(rows, days=options.days, by=options.by), as_json=options.json)
+    return 0
 
 
 def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:

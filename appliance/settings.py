@@ -557,6 +557,10 @@ class Settings:
         return self.data_dir / "secrets" / "api_key"
 
     @property
+    def usage_path(self) -> Path:
+        return self.data_dir / "usage.sqlite3"
+
+    @property
     def named_keys_path(self) -> Path:
         return self.data_dir / "secrets" / "keys.json"
 

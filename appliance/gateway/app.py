@@ -18,6 +18,7 @@ from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError
 from appliance.gateway.accounts.accounts import Accounts
 from appliance.gateway.accounts.door import NamedDoor
+from appliance.gateway.accounts.usage import Usage, UsageEndpoint
 from appliance.gateway.clients.auth import Keys, RequireKey, is_open
 from appliance.gateway.clients.connections import BUSY, KNOWN, Counts
 from appliance.gateway.clients.request_log import RequestLog
@@ -70,9 +71,11 @@ def create_app(
     doctor: Document | None = None,
     libraries: Path = Path("/opt/appliance/web"),
     accounts: Accounts | None = None,
+    usage: Usage | None = None,
 ) -> App:
-    """Return the application. `keys` None turns authentication off; `accounts` are further keys. With several backends,
-    a request goes to the one that it names as `model`. Raises ConfigError if two backends have one name.
+    """Return the application. `keys` None turns authentication off; `accounts` are further keys, and `usage` counts
+    what is used with each. With several backends, a request goes to the one that it names as `model`. Raises
+    ConfigError if two backends have one name.
 
     For the pages, `recent` returns the log's latest lines, `doctor` looks at the machine, and `libraries` is the folder
     of the image with the scripts that others wrote.
@@ -106,6 +109,9 @@ def create_app(
         **{path: (("POST",), endpoint) for path, endpoint in login_routes(keys, sessions, reading).items()},
         path_of("events"): (("GET",), feed_endpoint(lambda scope: of_model(feeds, model_asked(scope)))),
     }
+    if usage:
+        requests.listen(usage.note)
+        routes[path_of("usage")] = (("GET",), UsageEndpoint(usage))
     rest = _Rest(backends)
     door: ASGIApp = _Door(routes, {**{f"{route.path}/": route.one for route in lists}, **files}, rest)
     if keys is not None:

@@ -50,6 +50,11 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "show the modes of an appliance, or switch to one of them",
             "inside the container use it in the same way",
         ),
+        "usage": Verb(
+            "appliance.host.verbs.usage",
+            "show what was used with each key: requests, tokens, time",
+            "inside the container use it in the same way",
+        ),
         "bench": Verb(
             "appliance.host.bench",
             "measure prefill, decode and latency of an appliance or any OpenAI endpoint",

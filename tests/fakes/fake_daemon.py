@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlsplit
 
 KEY = "sk-fake"
 WORDS = ("It ", "guides ", "ships.")
@@ -185,6 +185,13 @@ class ApplianceHandler(_Quiet):
         if self.path == "/metrics":
             text = "# TYPE a gauge\nappliance_requests_in_flight 1.0\nappliance_stream_events_per_second 42.5\n"
             return self.send(200, text.encode(), "text/plain")
+        if self.path.startswith("/appliance/v1/usage?"):
+            sums = {"requests": 3, "errors": 1, "uncounted": 1, "tokens_in": 1200, "tokens_cached": 0, "tokens_out": 34,
+                    "seconds": 2.5}  # fmt: skip
+            asked = dict(parse_qsl(self.path.partition("?")[2]))
+            rows = [{"key": "ci", **sums}, {"key": "", **sums}]
+            document = {"days": int(asked["days"]), "since": "2026-01-01", "by": asked.get("by"), "rows": rows}
+            return self.say(200, {**document, "total": {**sums, "requests": 6}, "problem": None})
         documents = {"status": self.server.daemon.status(self.server.container), "tuning": {"measurements": [{}]}}
         return self.say(200, documents[self.path.rsplit("/", 1)[-1]])
 

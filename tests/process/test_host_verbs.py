@@ -51,6 +51,24 @@ def test_mode_shows_the_modes_and_switches() -> None:
     assert (unknown.code, "'balanced', 'speed', 'context'" in unknown.err) == (2, True)
 
 
+def test_usage_is_a_table_or_json() -> None:
+    with on_host() as host:
+        host.serving()
+        shown = host.run("usage", "--by", "key")
+        as_json = host.run("usage", "one", "--days", "7", "--by", "key", "--json")
+        wrong = host.run("usage", "--days", "401")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.splitlines() == [
+        "key        requests  errors  tokens in  cached  out  seconds",
+        "ci                3       1      1,200       0   34      2.5",
+        "(own key)         3       1      1,200       0   34      2.5",
+        "total             6       1      1,200       0   34      2.5",
+        "1 requests without tokens: the client left, or the engine did not tell them",
+    ]
+    assert json.loads(as_json.out)["days"] == 7
+    assert (wrong.code, "not a number from 1 to 400: 401" in wrong.err) == (2, True)
+
+
 def test_status_as_json_has_every_field() -> None:
     with on_host() as host:
         host.serving()

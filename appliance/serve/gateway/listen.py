@@ -43,10 +43,13 @@ async def open_gateway(
     key = _key(settings, report)
     # here: at the top uvicorn would delay the engine's start
     from appliance.gateway.accounts.accounts import Accounts
+    from appliance.gateway.accounts.usage import Usage
+    from appliance.gateway.accounts.usage_store import UsageStore
     from appliance.gateway.app import create_app
     from appliance.gateway.clients.auth import Keys
     from appliance.gateway.server import Gateway
 
+    usage = Usage(UsageStore(settings.usage_path))
     app = create_app(
         [_backend(slot, part) for slot in slots],
         keys=Keys(frozenset({key})) if key else None,
@@ -54,6 +57,7 @@ async def open_gateway(
         doctor=partial(_findings, slots[0]),
         libraries=settings.facts_dir / "web",
         accounts=Accounts(settings.named_keys_path) if key else None,
+        usage=usage,
     )
     gateway = await Gateway.open(app, settings.host, settings.port)
     for slot, backend in zip(slots, gateway.backends, strict=True):
@@ -70,6 +74,7 @@ async def open_gateway(
         address.unlink(missing_ok=True)
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.shield(gateway.drain(settings.drain_s))
+        usage.close()
 
 
 def _write_address(settings: Settings, port: int) -> None:
