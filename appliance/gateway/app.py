@@ -88,7 +88,9 @@ def create_app(
         engine_restarts=_engine_restarts(backends),
         engine_hangs=lambda: sum(backend.upstream.hangs for backend in backends),
         loads=lambda: (load for backend in backends if (load := backend.load())),
+        aliases=(alias for backend in backends for alias in backend.aliases),
     )
+    requests.listen(metrics.finished)
     lists = list_routes(backends, reading)
     documents = document_routes(metrics, backends)
     sessions = Sessions(keys.first) if keys else None

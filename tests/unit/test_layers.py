@@ -280,8 +280,8 @@ WORDS = {"llama": r"(?<!o)llama|ggml|CUDA[0-9]|perplexity\.cpp", "vllm": r"vllm"
 PROPER_NAMES = {
     "appliance/engines/vllm/planning/model/chips.yaml": "ExLlama",  # a kernel
     "appliance/engines/vllm/api/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
-    # What a balancer looks for unless it is told otherwise, whatever engine serves.
-    "appliance/engines/routes.py": "vllm:num_requests_waiting|vllm:num_requests_running|vllm:kv_cache_usage_perc",
+    # What boards and balancers look for, whatever engine serves.
+    "appliance/engines/metric_aliases.py": "vllm:|llamacpp:|llama-server|vLLM",
     "appliance/engines/vllm/cells/vllm-cpu.json": "exllama|llama3_json|llama4_json|llama4_pythonic",
     "appliance/engines/vllm/cells/vllm-cu130.json": "exllama|llama3_json|llama4_json|llama4_pythonic",
     "appliance/engines/vllm/planning/model/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling

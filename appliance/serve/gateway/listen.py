@@ -99,7 +99,7 @@ def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
         elsewhere=part.elsewhere if part else None,
         listed=slot.listed,
         engine_restarts=lambda: slot.restarts,
-        gauges=engine.load_gauges,
+        aliases=engine.metric_aliases,
         slots=lambda: slot.plan.parallel if slot.plan else 0,
         kv_use=(path, partial(_kv_use, slot)) if path else None,
     )
