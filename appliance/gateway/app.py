@@ -89,6 +89,7 @@ def create_app(
         engine_hangs=lambda: sum(backend.upstream.hangs for backend in backends),
         loads=lambda: (load for backend in backends if (load := backend.load())),
         aliases=(alias for backend in backends for alias in backend.aliases),
+        insights={backend.name: backend.insight for backend in backends if backend.insight},
     )
     requests.listen(metrics.finished)
     lists = list_routes(backends, reading)

@@ -80,7 +80,19 @@ MAY_IMPORT = {
         "gateway",
         "doctor",
     },
-    "doctor": {"volume", "weights", "probe", "model", "settings", "plan", "engines", "start", "selection", "preview"},
+    "doctor": {
+        "volume",
+        "weights",
+        "probe",
+        "model",
+        "settings",
+        "plan",
+        "engines",
+        "profile",
+        "start",
+        "selection",
+        "preview",
+    },
     "host": {"run", "settings"},
 }  # fmt: skip
 # Floors of serve/: each imports itself and what stands here. `run.py` and `supervise.py` are above all of them.

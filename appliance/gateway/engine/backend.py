@@ -10,6 +10,7 @@ from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute, ErrorRule, MetricAlias
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors
+from appliance.gateway.engine.insight import Insight
 from appliance.gateway.engine.load import KvUse, Load, ParseKvUse
 from appliance.gateway.engine.upstream_pool import UpstreamPool
 from appliance.values import dataclass
@@ -79,6 +80,7 @@ class Backend:
         kv_use: tuple[str, ParseKvUse] | None = None,
         aliases: Iterable[MetricAlias] = (),
         elsewhere: str | None = None,
+        insight: Insight | None = None,
     ) -> None:
         self.name = name  # the name in requests, if there are several models
         self.routes = tuple(routes)
@@ -92,6 +94,7 @@ class Backend:
         self.traffic = Traffic()
         self.upstream = UpstreamPool(socket_path, dropped_headers)
         self.elsewhere = elsewhere
+        self.insight = insight
         self._slots = slots
         self.aliases = tuple(aliases)
         self.kv_use = KvUse(self.upstream, *kv_use) if kv_use else None

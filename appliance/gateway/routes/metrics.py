@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from appliance.gateway.clients.connections import Counts
     from appliance.gateway.clients.request_log import FinishedRequest
+    from appliance.gateway.engine.insight import Insight
     from appliance.gateway.engine.load import Load
 
 # from a cached prompt on a GPU to a long prefill on a CPU
@@ -31,6 +32,7 @@ TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 FAILED = "appliance.failed"
 """Key in the scope of a request whose answer began with 200 and failed later: the status to count it under."""
+_NONE: Mapping[str, Insight] = {}
 CLIENT_LEFT = "499"
 """Status that counts a request whose client left before the answer; nginx uses the same."""
 
@@ -92,6 +94,7 @@ class Metrics:
         engine_hangs: Callable[[], int] = lambda: 0,
         loads: Callable[[], Iterable[Load]] = tuple,
         aliases: Iterable[MetricAlias] = (),
+        insights: Mapping[str, Insight] = _NONE,
     ) -> None:
         """`running` returns the number of running requests, `events_per_s` the events per second of their streams."""
         self._connections = connections
@@ -102,6 +105,7 @@ class Metrics:
         self._engine_hangs = engine_hangs
         self._loads = loads
         self._aliases = tuple(dict.fromkeys(aliases))
+        self._insights = insights
         self._models: dict[str, TokenCounts] = {}
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._durations: dict[str, Histogram] = {}
@@ -179,6 +183,7 @@ class Metrics:
         words, hangs = "Times the engine was killed because it did not answer any more", self._engine_hangs()
         yield CounterMetricFamily("appliance_engine_hangs", words, value=hangs)
         yield from self._of_models()
+        yield from self._of_insights()
         loads = tuple(self._loads())
         each: tuple[tuple[str, str, dict[str, float | None]], ...] = (
             ("requests_waiting", "Requests without a slot of the engine", {load.model: load.waiting for load in loads}),
@@ -191,6 +196,22 @@ class Metrics:
                 if value is not None:
                     gauge.add_metric([model], value)
             yield gauge
+
+    def _of_insights(self) -> Iterable[Metric]:
+        """Yield energy and losses, by model. What is unknown is left out."""
+        # imported here, with the first scrape and not at the start
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        words = "Energy of the devices that compute, since the first reading"
+        joules = CounterMetricFamily("appliance_joules", words, labels=["model_name"])
+        losses = GaugeMetricFamily("appliance_loss", "1 for each silent loss", labels=["model_name", "kind"])
+        for model, insight in self._insights.items():
+            if (value := insight.joules()) is not None:
+                joules.add_metric([model], value)
+            for kind in dict.fromkeys(insight.losses()):
+                losses.add_metric([model, kind], 1.0)
+        yield joules
+        yield losses
 
     def _of_models(self) -> Iterable[Metric]:
         """Yield tokens and times of finished inference requests, by model."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.console.report import Report
 from appliance.errors import ConfigError
 from appliance.probe.machine.network import why_unreachable
+from appliance.serve.gateway.insight import SlotInsight
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -102,6 +103,7 @@ def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
         aliases=engine.metric_aliases,
         slots=lambda: slot.plan.parallel if slot.plan else 0,
         kv_use=(path, partial(_kv_use, slot)) if path else None,
+        insight=SlotInsight(slot),
     )
 
 
