@@ -53,7 +53,9 @@ class Meter:
         *,
         root: Path = Path("/"),
         child: Sequence[str] = CHILD,
+        first_s: float = FIRST_S,
     ) -> None:
+        self._first_s = first_s
         self._gpus = tuple(gpus)
         self._environment = reaching(environment, hardware.gpus.driver_dir, hardware.volume.path)
         self._argv = tuple(child)
@@ -130,7 +132,7 @@ class Meter:
         try:
             if self._child is None:
                 self._child = Dialog(self._argv, environment=self._environment)
-            told = read(GpuMoments, load(self._child.ask("", timeout_s=FIRST_S if is_first else LATER_S)))
+            told = read(GpuMoments, load(self._child.ask("", timeout_s=self._first_s if is_first else LATER_S)))
         except RunTimeout:
             self.problem = "NVML did not answer in time: the driver hangs"
         except (OSError, ValueError) as error:

@@ -31,6 +31,22 @@ def row(**fields: object) -> FinishedRequest:
     return FinishedRequest(**{**told, **fields})  # type: ignore[arg-type]
 
 
+class Known:
+    """A machine that is known."""
+
+    def watts(self) -> float | None:
+        return 30.0
+
+    def joules(self) -> float | None:
+        return 5.0
+
+    def losses(self) -> tuple[str, ...]:
+        return ("pcie_narrow", "pcie_narrow", "gpu_gone")
+
+    async def refresh(self) -> None:
+        return
+
+
 def scraped(*rows: FinishedRequest) -> dict[str, dict[tuple[str, ...], float]]:
     """Return the values of all samples by name and by the values of their labels, in the order of the labels' names."""
     metrics = Metrics(
@@ -41,6 +57,7 @@ def scraped(*rows: FinishedRequest) -> dict[str, dict[tuple[str, ...], float]]:
         engine_restarts=lambda: 3,
         loads=lambda: [Load(model="small", waiting=1, running=2, kv_use=0.5)],
         aliases=METRIC_ALIASES,
+        insights={"small": Known()},
     )
     metrics.answered("/v1/messages", "POST", "200", 2.0)
     metrics.began_answer("/v1/messages", 0.7)
@@ -67,6 +84,12 @@ def test_tokens_and_times_are_counted_once_a_request() -> None:
     assert (buckets["0.5", "small"], buckets["1.0", "small"], buckets["+Inf", "small"]) == (0.0, 2.0, 2.0)
     assert found["appliance_time_to_first_token_seconds_sum"] == {("small",): 1.4}
     assert found["appliance_time_per_output_token_seconds_bucket"]["0.05", "small"] == 2.0
+
+
+def test_losses_of_one_kind_are_one_series() -> None:
+    found = scraped()
+    assert found["appliance_loss"] == {("pcie_narrow", "small"): 1.0, ("gpu_gone", "small"): 1.0}
+    assert found["appliance_joules_total"] == {("small",): 5.0}
 
 
 def test_what_an_engine_did_not_tell_is_not_counted() -> None:
