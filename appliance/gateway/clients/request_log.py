@@ -85,6 +85,8 @@ class Exchange:
         now = time.monotonic()
         response = self.response
         usage = parse_usage(response.edges) if response else Usage()
+        if self.ending == "client_left" and usage.ending:
+            self.ending, self.status = None, 0  # it left with the last event: the answer was whole by then
         status = self.status or (response.status if response else 0)
         first = response.first_content if response and response.is_stream else None
         ttft_s = None if first is None else first - self.began

@@ -64,10 +64,14 @@ class Response(asyncio.Protocol):
         self._last_pieces: deque[bytes] = deque(maxlen=LAST_PIECES)
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
+        self.pass_on: Callable[[bytes], bool] | None = None
+        """Takes a piece of the body as soon as it comes, while the reader of `chunks` waits for it. False leaves the
+        piece to the reader."""
+        self._reader_waits = False
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._is_paused = False
-        self._has_head = False
+        self._has_head = self._has_begun = False
         self._is_whole = False
         self._broken: BrokenError | None = None
         self._moved = asyncio.Event()  # set when data came or the connection ended
@@ -110,7 +114,7 @@ class Response(asyncio.Protocol):
         """End the answer: its reader gets a HungError after the data that has come so far."""
         self._break(HungError(why))
         self._writable.set()
-        self._moved.set()
+        self._wake()
 
     async def read(self) -> bytes:
         """Return the whole body. Raises BrokenError."""
@@ -147,6 +151,7 @@ class Response(asyncio.Protocol):
         while not self._has_head:
             self._raise_if_broken()
             await self._until_moved()
+        self._has_begun = True
 
     def close(self) -> None:
         self._connected().abort()
@@ -172,7 +177,8 @@ class Response(asyncio.Protocol):
         if self._buffered > BUFFER_BYTES and not self._is_paused:
             self._is_paused = True
             self._connected().pause_reading()
-        self._moved.set()
+        if self._chunks or self._is_whole or self._broken is not None or not self._has_begun:
+            self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         is_framed = self.content_length is not None or self.header(b"transfer-encoding") is not None
@@ -181,7 +187,7 @@ class Response(asyncio.Protocol):
         if not self._is_whole:
             self._break(BrokenError("the connection ended"))
         self._writable.set()
-        self._moved.set()
+        self._wake()
 
     # Called by httptools.
 
@@ -199,8 +205,11 @@ class Response(asyncio.Protocol):
             self._is_whole = True  # Content-Length counts a body that is not sent
 
     def on_body(self, body: bytes) -> None:
-        self._chunks.append(body)
-        self._buffered += len(body)
+        if not (self._reader_waits and self.pass_on is not None and self.pass_on(body)):
+            # From here to the reader's next wait all pieces are the reader's, so that they stay in order.
+            self._reader_waits = False
+            self._chunks.append(body)
+            self._buffered += len(body)
         if self.first_content is not None:
             self._last_pieces.append(body)
         elif self._first_piece:
@@ -226,7 +235,12 @@ class Response(asyncio.Protocol):
 
     async def _until_moved(self) -> None:
         self._moved.clear()
+        self._reader_waits = self._has_begun
         await self._moved.wait()
+
+    def _wake(self) -> None:
+        self._reader_waits = False
+        self._moved.set()
 
     def _break(self, error: BrokenError) -> None:
         self._broken = self._broken or error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from appliance.console.progress import Progress
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway.clients import request_queue
+from appliance.gateway.clients.connections import WRITE_NOW
 from appliance.gateway.clients.request_log import EXCHANGE, KEY_NAME, Exchange, RequestLog
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
@@ -53,8 +54,10 @@ class ClientLeft(Exception):  # noqa: N818 - not an error: no client is left to 
 class ResponseWriter:
     """Writes a response and remembers what was sent, which decides how an error can still be reported."""
 
-    def __init__(self, send: Send, dialect: Dialect) -> None:
+    def __init__(self, send: Send, dialect: Dialect, write_now: Callable[[bytes], bool] | None = None) -> None:
+        """`write_now` writes a piece without a task's turn, if the server can."""
         self._send = send
+        self._write_now = write_now
         self._dialect = dialect
         self._last_chunk = b"\n\n"
         self.is_started = self.is_whole = False
@@ -92,6 +95,13 @@ class ResponseWriter:
     async def write(self, chunk: bytes) -> None:
         self._last_chunk = chunk
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    def write_now(self, chunk: bytes) -> bool:
+        """Write a later piece at once; False if nothing was written, and `write` has to."""
+        if self._write_now is None or not self._write_now(chunk):
+            return False
+        self._last_chunk = chunk
+        return True
 
     async def finish(self, chunk: bytes = b"") -> None:
         self.is_whole = True  # even if the client leaves while the last piece is sent
@@ -147,7 +157,7 @@ class EngineEndpoint:
             self._requests.add(exchange.finished())
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = ResponseWriter(send, self._route.dialect)
+        reply = ResponseWriter(send, self._route.dialect, scope.get(WRITE_NOW))
         exchange: Exchange | None = scope.get(EXCHANGE)
         try:
             with self._traffic.admitted() as must_end:
@@ -291,7 +301,15 @@ async def _relay_events(
     """Pass a stream on up to the first error. What an engine sends after an error looks like a proper end, and is
     dropped."""
     watch = events.ErrorWatch()
+
+    def pass_on(piece: bytes) -> bool:
+        if not (watch.passes(piece) and reply.write_now(piece)):
+            return False
+        rate.add(piece)
+        return True
+
     async for chunk in response.chunks():
+        response.pass_on = pass_on  # from the second piece on: the first goes through everything that notes it
         rate.add(chunk)
         passed, error = watch.feed(chunk)
         if passed:

@@ -49,6 +49,12 @@ class ErrorWatch:
         self._held = data[begin.start() :]
         return Found(data[: begin.start()], None)
 
+    def passes(self, chunk: bytes) -> bool:
+        """True if `feed` would pass the chunk whole and hold nothing back: it has whole events, and none is an error.
+        Quick, and changes nothing."""
+        may_be_error = b'data: {"error":' in chunk or b"event: error" in chunk
+        return not may_be_error and chunk.endswith(b"\n\n") and not self._held
+
     def rest(self) -> bytes:
         """Return the held bytes at the end of the stream."""
         return self._held
