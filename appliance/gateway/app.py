@@ -144,6 +144,7 @@ def _engine_routes(
                 tell_every_s=tell_every_s,
                 model=partial(_name_of, backend),
                 requests=requests,
+                insight=backend.insight,
             )
             if backend.elsewhere is not None:
                 endpoint = _elsewhere(backend.elsewhere)

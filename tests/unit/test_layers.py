@@ -100,7 +100,8 @@ FLOORS = {
     "model": set(),
     "engine": {"model"},
     "background": {"model", "engine"},
-    "gateway": {"model"},
+    "receipts": {"model"},
+    "gateway": {"model", "receipts"},
     "open": {"model", "gateway"},
     "hosts": {"model", "engine", "gateway"},
 }
@@ -150,6 +151,7 @@ WITHOUT_IO = (
     "appliance/start/checks",
     "appliance/serve/background/idle_policy",
     "appliance/serve/gateway/documents",
+    "appliance/serve/receipts/",
     "appliance/profile/pick",
     "appliance/profile/drift",
     "appliance/profile/from_tuning",

@@ -1,13 +1,25 @@
-"""What the appliance knows of the machine beside its engine, as the gateway's metrics and pages ask for it."""
+"""What the appliance knows of the machine beside its engine: for metrics, pages and receipts of answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from appliance.gateway.clients.request_log import Watched
+from appliance.gateway.clients.traffic import Traffic
+
 
 class Insight(Protocol):
     """Answers from memory and at once, but for `refresh`. None is unknown."""
+
+    @property
+    def receipts(self) -> str:
+        """Which answers have a receipt: `asked`, `always` or `off`."""
+        ...
+
+    def watch(self, body: bytes, traffic: Traffic) -> Watched | None:
+        """Watch an inference request whose body has come; None if nothing serves."""
+        ...
 
     def watts(self) -> float | None:
         """Return the mean power over the last seconds."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from appliance.probe.load.meter import Reading
 from appliance.serve.gateway.documents import losses_of
 from appliance.serve.gateway.slot import ModelSlot
+from appliance.serve.receipts.watch import RequestWatch, Watcher
+
+if TYPE_CHECKING:
+    from appliance.gateway.clients.traffic import Traffic  # for the name only
 
 FRESH_S = 1.0
 WAIT_S = 0.2  # a hung driver must not delay a page
@@ -18,6 +23,19 @@ class SlotInsight:
     def __init__(self, slot: ModelSlot) -> None:
         self._slot = slot
         self._reading: asyncio.Task[Reading] | None = None
+        self._watcher: Watcher | None = None
+
+    @property
+    def receipts(self) -> str:
+        return self._slot.settings.receipts
+
+    def watch(self, body: bytes, traffic: Traffic) -> RequestWatch | None:
+        served = self._slot.served
+        if served is None:
+            return None
+        if self._watcher is None or self._watcher.served is not served:
+            self._watcher = Watcher(served)
+        return RequestWatch(self._watcher, body, traffic)
 
     def watts(self) -> float | None:
         served = self._slot.served

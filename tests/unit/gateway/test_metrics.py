@@ -13,6 +13,7 @@ from appliance.console.progress import Phase, Progress
 from appliance.engines.metric_aliases import METRIC_ALIASES
 from appliance.gateway.clients.connections import Counts
 from appliance.gateway.clients.request_log import FinishedRequest
+from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.load import Load
 from appliance.gateway.routes.metrics import Metrics
 
@@ -33,6 +34,11 @@ def row(**fields: object) -> FinishedRequest:
 
 class Known:
     """A machine that is known."""
+
+    receipts = "off"
+
+    def watch(self, body: bytes, traffic: Traffic) -> None:
+        return None
 
     def watts(self) -> float | None:
         return 30.0
