@@ -126,6 +126,14 @@ def _workload(value: str) -> str:
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # Linux: NAME_MAX, and PATH_MAX less its NUL
 
 
+def _url(value: str) -> str:
+    """Return the address of a server. Raises ValueError if it is none, or if it holds a password."""
+    if not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s@?#]*)?", value):
+        message = "is no address such as http://collector:4318"
+        raise ValueError(message)
+    return value.rstrip("/")
+
+
 def _path(value: str) -> Path:
     """Return the path. Raises ValueError if it is longer than the kernel allows: pathlib would raise ENAMETOOLONG
     later."""
@@ -494,6 +502,14 @@ class Settings:
         "asked",
         "receipts in the usage of answers: if a request asks for one, always, or never",
         "asked|always|off",
+        is_rare=True,
+    )
+    otlp_endpoint: str | None = _setting(
+        _url,
+        None,
+        "collector of OpenTelemetry that gets a trace of each request, over HTTP in JSON; never text",
+        "URL",
+        is_rare=True,
     )
     drain_s: float = _setting(_seconds(0, 3600), 5.0, "time for running streams to finish when stopping", "SECONDS")
     stall_timeout_s: float = _setting(

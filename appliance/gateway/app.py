@@ -24,6 +24,7 @@ from appliance.gateway.clients.connections import BUSY, KNOWN, Counts
 from appliance.gateway.clients.request_log import RequestLog
 from appliance.gateway.clients.request_queue import TELL_EVERY_S
 from appliance.gateway.clients.session import Sessions
+from appliance.gateway.clients.traces import Traces
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.backend import Backend, Document
 from appliance.gateway.face.feed import Feed, feed_endpoint
@@ -72,10 +73,11 @@ def create_app(
     libraries: Path = Path("/opt/appliance/web"),
     accounts: Accounts | None = None,
     usage: Usage | None = None,
+    traces: Traces | None = None,
 ) -> App:
-    """Return the application. `keys` None turns authentication off; `accounts` are further keys, and `usage` counts
-    what is used with each. With several backends, a request goes to the one that it names as `model`. Raises
-    ConfigError if two backends have one name.
+    """Return the application. `keys` None turns authentication off; `accounts` are further keys, `usage` counts what
+    is used with each, and `traces` sends a span of each request. With several backends, a request goes to the one that
+    it names as `model`. Raises ConfigError if two backends have one name.
 
     For the pages, `recent` returns the log's latest lines, `doctor` looks at the machine, and `libraries` is the folder
     of the image with the scripts that others wrote.
@@ -112,6 +114,8 @@ def create_app(
         **{path: (("POST",), endpoint) for path, endpoint in login_routes(keys, sessions, reading).items()},
         path_of("events"): (("GET",), feed_endpoint(lambda scope: of_model(feeds, model_asked(scope)))),
     }
+    if traces:
+        requests.listen(traces.note)
     if usage:
         requests.listen(usage.note)
         routes[path_of("usage")] = (("GET",), UsageEndpoint(usage))

@@ -164,7 +164,10 @@ class EngineEndpoint:
         if self._requests is None:
             await self._answer(scope, receive, send)
             return
-        exchange = Exchange(model=self._model(), route=scope["path"], key=scope.get(KEY_NAME, ""))
+        parent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
+        exchange = Exchange(
+            model=self._model(), route=scope["path"], key=scope.get(KEY_NAME, ""), parent=parent.decode("latin-1")
+        )
         scope[EXCHANGE] = exchange
         try:
             await self._answer(scope, receive, send)

@@ -48,9 +48,11 @@ async def open_gateway(
     from appliance.gateway.accounts.usage_store import UsageStore
     from appliance.gateway.app import create_app
     from appliance.gateway.clients.auth import Keys
+    from appliance.gateway.clients.traces import Traces
     from appliance.gateway.server import Gateway
 
     usage = Usage(UsageStore(settings.usage_path))
+    traces = Traces(settings.otlp_endpoint) if settings.otlp_endpoint else None
     app = create_app(
         [_backend(slot, part) for slot in slots],
         keys=Keys(frozenset({key})) if key else None,
@@ -59,6 +61,7 @@ async def open_gateway(
         libraries=settings.facts_dir / "web",
         accounts=Accounts(settings.named_keys_path) if key else None,
         usage=usage,
+        traces=traces,
     )
     gateway = await Gateway.open(app, settings.host, settings.port)
     for slot, backend in zip(slots, gateway.backends, strict=True):
@@ -76,6 +79,8 @@ async def open_gateway(
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.shield(gateway.drain(settings.drain_s))
         usage.close()
+        if traces:
+            traces.close()
 
 
 def _write_address(settings: Settings, port: int) -> None:
