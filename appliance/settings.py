@@ -489,6 +489,12 @@ class Settings:
         "SECONDS",
     )
     budget_s: float = _setting(_seconds(5, 86400), 120.0, "time limit for measuring", "SECONDS")
+    receipts: str = _setting(
+        _one_of("asked", "always", "off"),
+        "asked",
+        "receipts in the usage of answers: if a request asks for one, always, or never",
+        "asked|always|off",
+    )
     drain_s: float = _setting(_seconds(0, 3600), 5.0, "time for running streams to finish when stopping", "SECONDS")
     stall_timeout_s: float = _setting(
         _seconds(1, 86400),

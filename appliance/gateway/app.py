@@ -94,7 +94,10 @@ def create_app(
         engine_restarts=_engine_restarts(backends),
         engine_hangs=lambda: sum(backend.upstream.hangs for backend in backends),
         loads=lambda: (load for backend in backends if (load := backend.load())),
+        aliases=(alias for backend in backends for alias in backend.aliases),
+        insights={backend.name: backend.insight for backend in backends if backend.insight},
     )
+    requests.listen(metrics.finished)
     lists = list_routes(backends, reading)
     documents = document_routes(metrics, backends)
     sessions = Sessions(keys.first) if keys else None
@@ -162,6 +165,7 @@ def _engine_routes(
                 tell_every_s=tell_every_s,
                 model=partial(_name_of, backend),
                 requests=requests,
+                insight=backend.insight,
             )
             if backend.elsewhere is not None:
                 endpoint = _elsewhere(backend.elsewhere)

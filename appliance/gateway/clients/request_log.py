@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -57,6 +57,18 @@ class Answer(Protocol):
     def edges(self) -> bytes: ...
 
 
+class Watched(Protocol):
+    """One request from its arrival on. Reads only where it begins and where it ends."""
+
+    async def receipt(self, row: FinishedRequest) -> Mapping[str, Any]:
+        """Return what made the answer, for a client. `row` is the request so far."""
+        ...
+
+    def end(self, row: FinishedRequest) -> tuple[str, ...]:
+        """Return what slowed the request down; empty if it was not slow, or if nothing is known. Call it once."""
+        ...
+
+
 class Exchange:
     """One request while it runs. The engine's answer is noted by the code that asks for it."""
 
@@ -71,6 +83,7 @@ class Exchange:
         self.response: Answer | None = None
         self.ending: str | None = None  # set if it failed
         self.status = 0
+        self.watched: Watched | None = None
 
     def fail(self, status: int, *, is_stopped: bool = False) -> None:
         """Note that the request ended with an error: `status`, whatever was sent before."""
@@ -81,7 +94,7 @@ class Exchange:
         self.ending, self.status = "client_left", status
 
     def finished(self) -> FinishedRequest:
-        """Return the row for the log. Call it once, at the request's end."""
+        """Return the row for the log, as of now."""
         now = time.monotonic()
         response = self.response
         usage = parse_usage(response.edges) if response else Usage()

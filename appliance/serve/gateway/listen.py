@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.console.report import Report
 from appliance.errors import ConfigError
 from appliance.probe.machine.network import why_unreachable
+from appliance.serve.gateway.insight import SlotInsight
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -110,9 +111,10 @@ def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
         elsewhere=part.elsewhere if part else None,
         listed=slot.listed,
         engine_restarts=lambda: slot.restarts,
-        gauges=engine.load_gauges,
+        aliases=engine.metric_aliases,
         slots=lambda: slot.plan.parallel if slot.plan else 0,
         kv_use=(path, partial(_kv_use, slot)) if path else None,
+        insight=SlotInsight(slot),
     )
 
 

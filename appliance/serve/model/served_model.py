@@ -17,7 +17,9 @@ from appliance.engines.engine import Host, Inputs, Node, Space
 from appliance.model import plain_name
 from appliance.plan import Allocated, KvCheck, MemoryPeak, Plan
 from appliance.probe import Hardware
+from appliance.probe.load.meter import EnergyUse, Meter
 from appliance.profile import Key, Profile, ProfileStore
+from appliance.profile.losses import Loss
 from appliance.serve.model.demand import PATIENCE_S, EngineDemand
 from appliance.serve.model.engine_host import EngineHost
 from appliance.serve.model.engine_log import EngineLogs
@@ -92,6 +94,11 @@ class ServedModel:
         self.allocated: Allocated | None = None  # by the engine that serves
         self.gpu_memory: MemoryPeak | None = None  # that engine was seen to hold; None: not looked at, or unknown
         self.slow_beside: str | None = None  # what slows that engine down; None: nothing does
+        self.gpus_at_first = usable_gpus(self.inputs.image, self.hardware)
+        self.losses: tuple[Loss, ...] = ()  # that were seen while it serves
+        gpus = () if self.settings.devices == "none" else self.gpus_at_first
+        self.meter = Meter(self.hardware, environment, gpus)
+        self.energy_use = EnergyUse()
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     @property
