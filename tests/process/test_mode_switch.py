@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 
+from appliance.console.progress import Phase
 from appliance.errors import FatalError
 from appliance.plan import Plan
 from appliance.profile import Profile
@@ -274,6 +275,10 @@ async def no_room(_start: StartInputs, _plan: Plan) -> str:
     return NO_ROOM
 
 
+async def room(_start: StartInputs, _plan: Plan) -> str:
+    return ""
+
+
 async def alone(front: Front, mode: str) -> None:
     served = front.served
     assert served.upstream is not None
@@ -329,6 +334,22 @@ async def test_without_room_and_with_an_engine_that_never_comes_back(home: Home)
         with pytest.raises(FatalError):
             await alone(front, "context")
         assert front.served.settings.mode == "balanced"
+        assert await chat(front) == 503
+
+
+async def test_a_program_that_cannot_be_started(home: Home) -> None:
+    async with front_of(home, stall_timeout_s=60, patience_s=60, **FEW) as front:
+        served, program = front.served, home.folder / "engine/llama-server"
+        assert served.upstream is not None
+        before = served.host.plan
+        program.rename(home.folder / "away")
+        await ModeSwitch(served, served.upstream, "context", room).run()
+        assert str(program) in served.modes.failure
+        assert (served.settings.mode, served.host.plan) == ("balanced", before)
+        assert await chat(front) == 200
+        with pytest.raises(FatalError):
+            await alone(front, "context")  # the earlier plan needs the same program
+        assert front.served.report.progress.phase is Phase.FAILED
         assert await chat(front) == 503
 
 

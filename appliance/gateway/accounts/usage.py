@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
@@ -43,10 +44,9 @@ class Usage:
         self._store = store
         self._write_every_s = write_every_s
         self._again_s = again_s
-        self._lock = threading.Lock()  # of the rows
-        self._file_lock = threading.Lock()  # held while rows move to the file, so that a reader sees each of them once
+        self._new: deque[FinishedRequest] = deque()  # the only thing that a request touches
         self._waiting: dict[_Group, Used] = {}
-        self._writing: dict[_Group, Used] = {}
+        self._lock = threading.Lock()  # of `_waiting` and the file together, so that a reader sees each request once
         self._has_some = threading.Event()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -54,10 +54,9 @@ class Usage:
 
     def note(self, row: FinishedRequest) -> None:
         """Count a request that ended."""
-        used = used_by(row)
-        with self._lock:
-            _add(self._waiting, used)
-        self._has_some.set()
+        self._new.append(row)
+        if not self._has_some.is_set():
+            self._has_some.set()
         if self._thread is None:
             self._start()
 
@@ -66,16 +65,15 @@ class Usage:
 
         May wait for the disk.
         """
-        with self._file_lock:
+        with self._lock:
             problem = self.problem
             kept: tuple[Used, ...] = ()
             try:
                 kept = self._store.read(days)
             except VolumeError as error:
                 problem = error.message
-            with self._lock:
-                fresh = (*self._waiting.values(), *self._writing.values())
-        return (*kept, *(row for row in fresh if row.day >= first_day(days))), problem
+            self._collect()
+            return (*kept, *(used for used in self._waiting.values() if used.day >= first_day(days))), problem
 
     def close(self) -> None:
         """Write the rest. Waits for END_S at most."""
@@ -100,36 +98,32 @@ class Usage:
         while not self._is_over.is_set():
             self._has_some.wait()
             self._is_over.wait(self._again_s if self.problem else self._write_every_s)
-            with self._file_lock:
-                self._write()
+            with self._lock:
+                self._has_some.clear()
+                self._collect()
+                if self._waiting:
+                    self._write()
+
+    def _collect(self) -> None:
+        while self._new:
+            used = used_by(self._new.popleft())
+            group = used.day, used.key, used.model
+            self._waiting[group] = self._waiting[group] + used if group in self._waiting else used
 
     def _write(self) -> None:
-        with self._lock:
-            self._has_some.clear()
-            self._writing, self._waiting = self._waiting, {}
-        if not self._writing:
-            return
         try:
-            self._store.add(self._writing.values(), busy_s=END_S / 2 if self._is_over.is_set() else 2 * END_S)
+            self._store.add(self._waiting.values(), busy_s=END_S / 2 if self._is_over.is_set() else 2 * END_S)
         except (VolumeError, MemoryError, ImportError) as error:
-            self._keep(error)
-        else:
-            with self._lock:
-                self._writing = {}
-            if self.problem:
-                _log.warning("the use of the keys is written again")
-            self.problem = ""
-
-    def _keep(self, error: Exception) -> None:
-        with self._lock:
-            for used in self._writing.values():
-                _add(self._waiting, used)
-            self._writing = {}
-        self._has_some.set()
-        problem = error.message if isinstance(error, VolumeError) else str(error)
-        if not self.problem:
-            _log.warning("the use of the keys stays in memory until the volume takes it: %s", problem)
-        self.problem = problem
+            self._has_some.set()
+            problem = error.message if isinstance(error, VolumeError) else str(error)
+            if not self.problem:
+                _log.warning("the use of the keys stays in memory until the volume takes it: %s", problem)
+            self.problem = problem
+            return
+        self._waiting = {}
+        if self.problem:
+            _log.warning("the use of the keys is written again")
+        self.problem = ""
 
 
 def used_by(row: FinishedRequest) -> Used:
@@ -147,11 +141,6 @@ def used_by(row: FinishedRequest) -> Used:
         tokens_out=row.tokens_out or 0,
         seconds=row.seconds,
     )
-
-
-def _add(rows: dict[_Group, Used], used: Used) -> None:
-    group = used.day, used.key, used.model
-    rows[group] = rows[group] + used if group in rows else used
 
 
 class UsageEndpoint:

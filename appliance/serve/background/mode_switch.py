@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.console.progress import Phase
@@ -14,13 +15,13 @@ from appliance.serve.model.mode_state import ModePlan
 from appliance.serve.model.served_model import ServedModel
 from appliance.settings import MODES
 from appliance.start.inputs import StartInputs
+from appliance.system.lack import outlast
 from appliance.tune.figures.speeds import predicted_speeds
 from appliance.tune.figures.workload import parse_mix
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
     from appliance.gateway.engine.upstream_pool import UpstreamPool
-    from appliance.supervisor import Crash
 
 MODES_EVERY_S = 1.0
 
@@ -106,12 +107,20 @@ class ModeSwitch:
             self._take_mode()
         else:
             why = f"its engine did not load: {why}; the plan before it serves again"
-            self._report.phase(Phase.HELD, f"the earlier plan is being loaded, about {self._host.load_s:.0f} s")
-            crash = await self._host.load(before)
-            if crash is not None:
-                raise self._failed(crash)
+            await self._bring_back(before)
         self._report.phase(Phase.READY)
         return why
+
+    async def _bring_back(self, plan: Plan) -> None:
+        """Load the plan that was stopped. Raises the engine's error if it does not come back."""
+        self._report.phase(Phase.HELD, f"the earlier plan is being loaded, about {self._host.load_s:.0f} s")
+        try:
+            crash = await outlast(partial(self._host.load, plan), "loading the earlier plan")
+            if crash is not None:
+                raise self._served.start.engine.as_error(crash)
+        except FatalError as error:
+            self._report.phase(Phase.FAILED, error.message)
+            raise
 
     async def _why_not_loaded(self, plan: Plan) -> str:
         try:
@@ -119,10 +128,6 @@ class ModeSwitch:
         except FatalError as error:
             return error.message
         return crash.describe() if crash else ""
-
-    def _failed(self, crash: Crash) -> FatalError:
-        self._report.phase(Phase.FAILED, crash.describe())
-        return self._served.start.engine.as_error(crash)
 
 
 async def keep_modes(served: ServedModel, backend: Backend) -> None:
