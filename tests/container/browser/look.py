@@ -114,7 +114,7 @@ def first_start(looker: Looker) -> dict[str, Any]:
         looker.examine(page, "login")
         page.fill("#key", "wrong")
         page.click("button[type=submit]")
-        page.wait_for_function("document.querySelector('[role=alert]').textContent.length > 0")
+        until(page, "document.querySelector('[role=alert]').textContent.length > 0")
         refused = page.inner_text("[role=alert]")
         page.fill("#key", looker.key)
         page.click("button[type=submit]")
@@ -151,7 +151,7 @@ def chat(looker: Looker) -> dict[str, Any]:
         seen["edited"] = page.inner_text("article.question p")
         page.fill(".composer textarea", "Count from one to five hundred, in words.")
         page.keyboard.press("Enter")
-        page.wait_for_function("document.querySelectorAll('article.answer')[1]?.innerText.length > 20")
+        until(page, "document.querySelectorAll('article.answer')[1]?.innerText.length > 20")
         page.click(".composer button[type=button]")
         settled(page)
         seen["stopped"] = page.locator(".composer button[type=submit]").count()
@@ -175,9 +175,19 @@ def chat(looker: Looker) -> dict[str, Any]:
     return seen
 
 
+def until(page: Page, condition: str) -> None:
+    """Wait until the expression is true. Playwright's own wait would run text as code in the page, which it forbids."""
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while not page.evaluate(condition):
+        if time.monotonic() > deadline:
+            message = f"not within {WAIT_MS} ms: {condition}"
+            raise TimeoutError(message)
+        page.wait_for_timeout(50)
+
+
 def send(page: Page, text: str) -> None:
     page.wait_for_selector(".composer button[type=submit]")
-    page.wait_for_function("!document.querySelector('main .banner')")  # the model serves
+    until(page, "!document.querySelector('main .banner')")  # the model serves
     page.fill(".composer textarea", text)
     page.keyboard.press("Enter")
     page.wait_for_selector("article.answer")
@@ -208,11 +218,12 @@ def dashboard(looker: Looker) -> dict[str, Any]:
         seen["bottom_of_curve"] = page.evaluate("document.querySelector('#curve').getBoundingClientRect().bottom")
         looker.examine(page, "dashboard")
         looker.picture(page, "dashboard-laptop")
-    for name, options in {
+    ways: dict[str, dict[str, Any]] = {
         "dashboard-dark": {"color_scheme": "dark"},
         "dashboard-phone": {"viewport": PHONE},
         "dashboard-chinese": {"locale": "zh-CN"},
-    }.items():
+    }
+    for name, options in ways.items():
         with looker.page(**options) as page:
             page.goto(f"{looker.address}/")
             page.wait_for_selector("#requests tbody tr")
