@@ -46,7 +46,7 @@ def seen(browser: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     """Return what one look at a first start saw: the dashboard is open from its first seconds."""
     folder = Path(PICTURES) if PICTURES else tmp_path_factory.mktemp("pictures")
     folder.chmod(0o777)
-    env = {"APPLIANCE_TUNE": "first", "APPLIANCE_BUDGET_S": "15"}
+    env = {"APPLIANCE_TUNE": "first", "APPLIANCE_BUDGET_S": "60" if PICTURES else "15"}
     with volume() as name, started(name, env=env) as stage:
         wait_for(lambda: "listening" in stage.names(), 60, stage.logs)
         yield {**look(browser, stage, folder), "pictures": folder}

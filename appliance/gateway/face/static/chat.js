@@ -41,7 +41,7 @@ function Answer({ message, isLast, isBusy, onAgain }) {
     ${problem && html`<p class="problem error" role="alert">${clean(problem)}</p>`}
     <footer>
       ${message.seconds != null &&
-      html`<small>${t("figures", count(tokens), speed(message.speed), seconds(message.seconds))}${
+      html`<small>${tokens == null ? seconds(message.seconds) : t("figures", count(tokens), speed(message.speed), seconds(message.seconds))}${
         usage?.prompt_tokens_details?.cached_tokens ? ` · ${t("fromCache", count(usage.prompt_tokens_details.cached_tokens))}` : ""
       }</small>`}
       ${text && navigator.clipboard && html`<button type="button" class="plain" onClick=${() => navigator.clipboard.writeText(text)}>${t("copy")}</button>`}

@@ -9,6 +9,7 @@ import { watch } from "./stream.js";
 import { language, switchLanguage, t } from "./strings.js";
 
 const LATEST = 100;
+const FAILED = new Set(["error", "stopped"]);
 const BUSY = new Set(["starting", "fetching", "loading", "tuning", "restarting", "held"]);
 
 /** Returns the state after an event. */
@@ -177,12 +178,12 @@ function Requests({ state }) {
           <thead><tr>${columns.map((name) => html`<th scope="col">${t(name)}</th>`)}</tr></thead>
           <tbody>
             ${rows.map(
-              (row) => html`<tr key=${row.id} class=${row.status >= 400 ? "failed" : ""}>
+              (row) => html`<tr key=${row.id} class=${FAILED.has(row.ending) ? "failed" : ""}>
                 <td><time>${clock(row.time)}</time></td><td>${clean(row.model)}</td><td>${clean(row.route)}</td>
                 <td class="number">${count(row.tokens_in)}</td><td class="number">${count(row.tokens_cached)}</td>
                 <td class="number">${count(row.tokens_out)}</td><td class="number">${seconds(row.waited_s)}</td>
                 <td class="number">${seconds(row.ttft_s)}</td><td class="number">${speed(row.tokens_per_s)}</td>
-                <td>${word("end", row.ending)}${row.status >= 400 ? ` (${row.status})` : ""}</td>
+                <td>${word("end", row.ending)}${FAILED.has(row.ending) ? ` (${row.status})` : ""}</td>
                 <td>${(row.slowed_by ?? []).map(clean).join(", ")}</td>
               </tr>`,
             )}

@@ -44,7 +44,7 @@ const WORDS = {
   predicted: ["predicted", "预测"],
   measured: ["measured", "实测"],
   notMeasured: ["not measured yet", "尚未测量"],
-  noPlan: ["No plan yet: the model is not here.", "尚无配置：模型还未就绪。"],
+  noPlan: ["No plan yet.", "尚无配置。"],
   decode: ["decode", "解码"],
   prefill: ["prefill", "预填充"],
   curve: ["Speed over context", "速度与上下文长度"],
