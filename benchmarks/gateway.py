@@ -2,8 +2,8 @@
 
 The same streams of a fake engine with a set pace pass in turn directly, through our gateway, through vllm-router and
 through nginx (those that are installed), in interleaved rounds of one run; medians count. CPU is that of the gateway's
-threads (/proc/PID/task/TID/schedstat), so the fake engine and the client do not count. Times added are against the direct way of
-the same round.
+threads (/proc/PID/task/TID/schedstat), so the fake engine and the client do not count. Times added are against the
+direct way of the same round.
 
     apt-get install nginx-light; pip install vllm-router==0.1.17   # in any environment
     python3 -m benchmarks.gateway [--rounds 10] [--router PATH] [--json]

@@ -20,6 +20,7 @@ from images.matrix.matrix import LOCKS, Cell, Toolkit, ToolkitForm
 TEMPLATES = Path("images/templates")
 LAUNCHER = Path("images/rootfs/appliance")
 FIXED_ADDRESSES = Path("images/builder/fixed-addresses.c")  # for nvcc; the file tells why
+WEB_LIBRARIES = Path("images/builder/web_libraries.py")
 KERNEL_CHECKS = (Path("images/builder/kernel-check.cpp"), Path("images/builder/tile_config.py"))
 PACKAGE = Path("appliance")
 BUILD_ID_MARK = "@BUILD_ID@"
@@ -84,7 +85,8 @@ def inputs(cell: Cell) -> tuple[Path, ...]:
         patches.append(cell.toolkit.glibc_patch)
     is_nvcc_run = cell.toolkit is not None and cell.engine.is_compiled
     builder = ((FIXED_ADDRESSES,) if is_nvcc_run else ()) + (KERNEL_CHECKS if cell.engine.is_compiled else ())
-    return (PACKAGE, LAUNCHER, *builder, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
+    web = (WEB_LIBRARIES, LOCKS / "web.json")
+    return (PACKAGE, LAUNCHER, *web, *builder, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
 
 
 def fill(cell: Cell, template: str, own: Mapping[str, str] = MappingProxyType({})) -> str:

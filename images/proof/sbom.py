@@ -37,7 +37,7 @@ from images.errors import BuildError, VerificationError
 from images.layers.tree import Entry, Tree, read_tree
 from images.matrix.matrix import LOCKS, Cell, Engine, Toolkit
 from images.matrix.render import OWN_LICENSE
-from images.pins import debian
+from images.pins import debian, web_lock
 
 SPDX_VERSION = "SPDX-2.3"
 CREATED_LABEL = "org.opencontainers.image.created"
@@ -59,6 +59,7 @@ FILE_LIST = re.compile(r"^var/lib/dpkg/info/([^/:]+)(?::[a-z0-9-]+)?\.md5sums$")
 COPYRIGHT = re.compile(r"^usr/share/doc/([^/]+)/copyright$")
 OS_RELEASE = "usr/lib/os-release"
 SOURCE_FIELD = re.compile(r"^([a-z0-9][a-z0-9+.-]+)(?: \((\S+)\))?$")  # of dpkg: the version where it is another
+WEB_FOLDER = "opt/appliance/web/"
 OWN_CODE = "opt/appliance/lib/appliance/"
 KEPT = re.compile("|".join((STATUS.pattern, METADATA.pattern, COPYRIGHT.pattern, f"^{re.escape(OS_RELEASE)}$")))
 
@@ -80,10 +81,11 @@ WHEEL_OF_LIBRARY = {
     "libnvrtc-builtins": "nvidia-cuda-nvrtc",
 }
 
-Kind = Literal["deb", "pypi", "cuda", "engine", "appliance", "source", "compiler"]
+Kind = Literal["deb", "pypi", "npm", "cuda", "engine", "appliance", "source", "compiler"]
 PURPOSES: dict[Kind, PackagePurpose] = {
     "deb": PackagePurpose.LIBRARY,
     "pypi": PackagePurpose.LIBRARY,
+    "npm": PackagePurpose.LIBRARY,
     "cuda": PackagePurpose.LIBRARY,
     "engine": PackagePurpose.APPLICATION,
     "appliance": PackagePurpose.APPLICATION,
@@ -94,6 +96,7 @@ PURPOSES: dict[Kind, PackagePurpose] = {
 RELATIONS: dict[Kind, RelationshipType] = {
     "deb": RelationshipType.CONTAINED_BY,
     "pypi": RelationshipType.CONTAINED_BY,
+    "npm": RelationshipType.CONTAINED_BY,
     "cuda": RelationshipType.CONTAINED_BY,
     "engine": RelationshipType.CONTAINED_BY,
     "appliance": RelationshipType.CONTAINED_BY,
@@ -166,6 +169,7 @@ def write(root: Path, cell: Cell, engine: docker.Engine, *, image: str, out: Pat
     other = build.other_toolkit(cell, found.labels)
     components = [
         *contents(tree, hashes),
+        *page_libraries(tree, web_lock.libraries(root)),
         appliance(tree, found),
         *cuda_libraries(tree, cell, locks, hashes, other=other),
         *made_from(cell, dockerfile, locks, tree, hashes, other=other),
@@ -220,6 +224,23 @@ def _hashed(wheel: Component, record: Entry | None, known: Mapping[str, frozense
     admitted = f"one of the {len(locked)} files that the lock admits" if locked else "in no lock of this tree"
     listed = f"; SHA-256 of its RECORD: {record.sha256}" if record and record.sha256 else ""
     return replace(wheel, comment=f"{admitted}{listed}")
+
+
+def page_libraries(tree: Tree, locked: Iterable[web_lock.WebLibrary]) -> Iterator[Component]:
+    """Yields the libraries of the pages whose files are in the image."""
+    for library in locked:
+        files = [file for file in library.files if f"{WEB_FOLDER}{file.name}" in tree.files]
+        if files:
+            listed = ", ".join(f"{file.name} SHA-256 {tree.files[WEB_FOLDER + file.name].sha256}" for file in files)
+            scope, _, name = library.name.rpartition("/")
+            yield Component(
+                kind="npm",
+                name=library.name,
+                version=library.version,
+                purl=PackageURL("npm", scope or None, name, library.version).to_string(),
+                license=library.license,
+                comment=f"from {library.url}, {library.integrity}: {listed}",
+            )
 
 
 def appliance(tree: Tree, image: docker.Image) -> Component:

@@ -39,7 +39,7 @@ from images.layers.tree import Entry, Extraction, Tree, parse_certificates, read
 from images.matrix import compat, render
 from images.matrix.engines import EngineFiles
 from images.matrix.matrix import Cell, Platform
-from images.pins import debian
+from images.pins import debian, web_lock
 from images.proof import configured, cpu_kernels, cublas_jit, environment, gate, libraries, licenses, wheel_gaps
 from images.recipes import recipe
 
@@ -72,6 +72,7 @@ SECRET_NAME = re.compile(r"(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL)"
 UNCHECKED_HASH = b"\x01\x00\x00\x00"  # flags of PEP 552: by hash, never compared with the source
 SETUID_BITS = 0o6000
 STATUS = "var/lib/dpkg/status"
+WEB_FOLDER = "opt/appliance/web/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class ImageSnapshot:
     asked: str = ""  # packages that the runtime stage asks for: a part of that lock
     build_id: str = ""  # build id that this tree gives the image, with its base and packages
     revision: build.Judged | None = None  # verdict on the label; None: the image is of another tree
+    web: tuple[web_lock.WebLibrary, ...] = ()  # libraries of the pages, by this tree's lock
     recipe: recipe.RecipeRow | None = None  # recipe of this tree that the image's label names
     environment: Mapping[str, str] = field(default_factory=dict)  # variables of base and Dockerfile
     configured: Mapping[str, object] = field(default_factory=dict)  # configuration for `docker run`, by the Dockerfile
@@ -172,6 +174,7 @@ def gather(
         asked=debian.asked(dockerfile).get("runtime", ""),
         build_id=build_id,
         revision=build.query_revision(root, cell, found.labels.get(REVISION_LABEL), lock=lock) if is_of_tree else None,
+        web=web_lock.libraries(root),
         recipe=_recipe_of(root, found.labels),
         configured=configured.given(dockerfile),
         environment=environment.given(
@@ -384,6 +387,21 @@ def check_licenses(snapshot: ImageSnapshot) -> Check:
     silent = f"; none is to be had of {', '.join(found.silent)}" if found.silent else ""
     detail = "; ".join(wrong) or f"engine and {found.wheels} wheels{silent}"
     return Check(name="license texts", ok=bool(found.wheels) and not wrong, detail=detail)
+
+
+def check_web(snapshot: ImageSnapshot) -> Check:
+    """Checks the libraries of the pages: exactly the files of the lock, each with its hash, and their license texts."""
+    locked = {f"{WEB_FOLDER}{file.name}": file.sha256 for library in snapshot.web for file in library.files}
+    found = {path: each for path, each in snapshot.tree.files.items() if path.startswith(WEB_FOLDER)}
+    texts = [f"{licenses.FOLDER}{library.folder}/LICENSE" for library in snapshot.web]
+    wrong = [
+        *_difference("missing", [path for path in (*locked, *texts) if path not in snapshot.tree.files]),
+        *_difference("in no lock", [path for path in found if path not in locked]),
+        *_difference("changed", [path for path, each in found.items() if locked.get(path, each.sha256) != each.sha256]),
+    ]
+    return Check(
+        name="page libraries", ok=bool(locked) and not wrong, detail="; ".join(wrong) or f"{len(locked)} files"
+    )
 
 
 def check_gpu_environment(snapshot: ImageSnapshot) -> Check:
@@ -637,6 +655,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_no_driver,
     check_tools,
     check_licenses,
+    check_web,
     check_gpu_environment,
     check_environment,
     check_no_leftovers,

@@ -39,9 +39,11 @@ class FinishedRequest:
     ending: str  # stop, length, tool_calls, client_left, error, or stopped with the appliance
     status: int
     slowed_by: tuple[str, ...] = ()
+    parent: str = ""  # the client's `traceparent`
 
     def document(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the row as pages see it."""
+        return {name: value for name, value in asdict(self).items() if name != "parent"}
 
 
 class Answer(Protocol):
@@ -72,11 +74,12 @@ class Watched(Protocol):
 class Exchange:
     """One request while it runs. The engine's answer is noted by the code that asks for it."""
 
-    def __init__(self, *, model: str, route: str, key: str) -> None:
+    def __init__(self, *, model: str, route: str, key: str, parent: str = "") -> None:
         self.id = secrets.token_hex(8)
         self.model = model
         self.route = route
         self.key = key
+        self.parent = parent
         self.time = time.time()
         self.began = time.monotonic()
         self.held_s = 0.0  # time in which it waited for an engine that was away on purpose
@@ -116,6 +119,7 @@ class Exchange:
             model=self.model,
             route=self.route,
             key=self.key,
+            parent=self.parent,
             stream=bool(response and response.is_stream),
             tokens_in=usage.tokens_in,
             tokens_cached=usage.tokens_cached,

@@ -164,7 +164,10 @@ class EngineEndpoint:
         if self._requests is None:
             await self._answer(scope, receive, send)
             return
-        exchange = Exchange(model=self._model(), route=scope["path"], key=scope.get(KEY_NAME, ""))
+        parent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
+        exchange = Exchange(
+            model=self._model(), route=scope["path"], key=scope.get(KEY_NAME, ""), parent=parent.decode("latin-1")
+        )
         scope[EXCHANGE] = exchange
         try:
             await self._answer(scope, receive, send)
@@ -214,16 +217,21 @@ class EngineEndpoint:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
             raise api_error.not_ready(progress)  # the state may have changed while the body came
-        if progress.is_held:
-            is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
-            tell = reply.comment if is_stream else None
-            began = time.monotonic()
-            await request_queue.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
-            if EXCHANGE in scope:
-                scope[EXCHANGE].held_s += time.monotonic() - began
+        await self._until_back(scope, body, reply)
         if (name := self._engines_name()) is not None:
             body = with_model(body, content_type_of(scope), name)
         await self._forward(scope, body, reply)
+
+    async def _until_back(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+        """Wait while the engine is away on purpose."""
+        if not self._progress().is_held:
+            return
+        is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
+        tell = reply.comment if is_stream else None
+        began = time.monotonic()
+        await request_queue.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
+        if EXCHANGE in scope:
+            scope[EXCHANGE].held_s += time.monotonic() - began
 
     def _receipt(self, scope: Scope) -> MakeReceipt | None:
         """Return what makes the receipt of this request, or None if the client gets none."""
@@ -249,6 +257,7 @@ class EngineEndpoint:
     async def _ask_alone(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         async with self._engine.one_by_one:
             for _ in range(ATTEMPTS_ALONE):
+                await self._until_back(scope, body, reply)
                 was_free, before = self._engine.is_free, self._engine.sent
                 try:
                     return await self._ask(scope, body, reply)

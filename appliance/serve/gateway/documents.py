@@ -16,6 +16,7 @@ from appliance.plan import as_document, head_of, summary
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Profile, losses, speeds_of, speeds_told
 from appliance.profile.losses import Loss
+from appliance.serve.gateway.modes import modes_document, switch_document
 from appliance.serve.model.needs import begin_again, needs_measuring
 from appliance.serve.model.served_model import ServedModel
 
@@ -65,6 +66,8 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "context": plan.context if plan else None,
         "chosen": summary(plan) if plan else None,
         "mode": served.settings.mode,
+        "modes": modes_document(served),
+        "mode_switch": switch_document(served),
         **speeds_told(plan, profile),
         "tuning": tuning_state(served),
         "allocated": asdict(served.allocated) if served.allocated else None,

@@ -24,6 +24,7 @@ from appliance.serve.model.demand import PATIENCE_S, EngineDemand
 from appliance.serve.model.engine_host import EngineHost
 from appliance.serve.model.engine_log import EngineLogs
 from appliance.serve.model.memory_kills import MemoryKills
+from appliance.serve.model.mode_state import ModeState
 from appliance.serve.model.tuning_state import TuningState
 from appliance.serve.model.unkept import Unkept
 from appliance.settings import Settings
@@ -84,6 +85,7 @@ class ServedModel:
         self.upstream: UpstreamPool | None = None  # of the gateway, once there is one
         self.unkept = Unkept(store, report)
         self.tuning = TuningState()
+        self.modes = ModeState(start.settings)
         self.profile: Profile | None = None  # the plan is from it
         self.measured_here: Profile | None = None  # the last one that this process measured
         self.session: TuningSession | None = None  # the last one
@@ -140,7 +142,10 @@ class ServedModel:
         self.space = self._space_with(())
 
     def set_start(self, start: StartInputs) -> None:
-        """Plan with other kernels or other memory from here on. Other kernels have a profile of their own."""
+        """Plan with other kernels, with other memory or for another mode from here on.
+
+        Other kernels have a profile of their own.
+        """
         has_other_key = start.key != self.start.key
         self._begin_with(start)
         if has_other_key:

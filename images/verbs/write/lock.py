@@ -13,7 +13,7 @@ from images.console import ROOT, say
 from images.errors import UsageError, VerificationError, near_miss
 from images.matrix import matrix, render
 from images.matrix.matrix import LOCKS, Cell, Matrix
-from images.pins import bases, debian, lock
+from images.pins import bases, debian, lock, web_lock
 from images.verbs import flags
 from images.verbs.checkout import platform_of, rendered
 from images.verbs.plan import archives_of
@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "of --debian: the locks of this platform, from its index of the archive; without it this machine's"
     parser.add_argument("--platform", choices=matrix.PLATFORMS, help=about)
     flags.add_mirror(parser, of="with --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
+    about = "instead: ask npm for the libraries of the pages and write images/locks/web.json; with --upgrade the newest"
+    parser.add_argument("--web", action="store_true", help=about)
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
     one.add_argument("--bases", action="store_true", help=about)
 
@@ -42,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
         flag = "--upgrade" if options.upgrade else "--bases"
         message = f"--check writes nothing, and {flag} is there to write"
         raise UsageError(message, hint="lock --check, or lock --check --debian")
+    if options.web:
+        return _lock_web(options)
     if options.bases:
         return _lock_bases(options)
     if options.debian:
@@ -83,6 +87,20 @@ def _say_locks(options: argparse.Namespace, faults: Sequence[str], asked: Sequen
         more = f" and {len(faults) - 1} more" * (len(faults) > 1)
         message = f"locks are not what the archives have: {faults[0]}{more}"
         raise VerificationError(message, hint="who added it? git log -p says; `lock` writes the file anew")
+    return 0
+
+
+def _lock_web(options: argparse.Namespace) -> int:
+    """Writes the lock of the pages' libraries."""
+    if options.names or options.check or options.debian or options.bases:
+        message = "lock --web writes one lock, and goes with --upgrade only"
+        raise UsageError(message, hint="python -m images lock --web [--upgrade]")
+    known = web_lock.libraries(ROOT)
+    if options.dry_run:
+        say(options, [each.name for each in known], [f"{each.name}: {each.version}" for each in known])
+        return 0
+    lines = web_lock.lock(ROOT, ca_bundle=build.check_ca_bundle(options.ca_bundle), upgrade=options.upgrade)
+    say(options, lines, lines)
     return 0
 
 

@@ -13,7 +13,7 @@ from images.console import EVERYTHING, ROOT, say
 from images.errors import VerificationError
 from images.matrix import drift, render
 from images.matrix.matrix import LOCKS, Matrix
-from images.pins import debian, lock_sums
+from images.pins import debian, lock_sums, web_lock
 from images.pins.lock_closure import closure_faults
 from images.proof import cell_facts, wheel_gaps
 from images.recipes import inventory, recipe
@@ -90,6 +90,7 @@ def _unnamed(loaded: Matrix) -> list[str]:
             *(f"{name}.{end}" for name in loaded.locks for end in ("in", "txt", "overrides")),
             *debian_locks,
             lock_sums.SUMS.name,
+            web_lock.WEB.name,
         },
         wheel_gaps.FOLDER: {wheel_gaps.path_for(cell, sm).name for cell in wheels for sm in cell.sms},
     }

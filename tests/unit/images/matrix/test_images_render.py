@@ -144,7 +144,7 @@ def test_a_cell_of_two_chips_is_compiled_for_both() -> None:
 def test_a_cell_from_wheels_has_no_stage_that_compiles(project: Path, wheel_cell: Cell) -> None:
     given = set() if wheel_cell.target.cuda else {render.GIVEN_WHEELS}
     stages = set(_stages(_rendered(project, wheel_cell)["Dockerfile"]))
-    assert stages == {"base", "engine", "wheels", "python", "runtime"} | given
+    assert stages == {"base", "engine", "wheels", "web", "python", "runtime"} | given
 
 
 def test_a_cell_from_wheels_installs_its_lock_and_can_compile_at_run_time(project: Path, wheel_cell: Cell) -> None:

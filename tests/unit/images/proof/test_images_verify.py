@@ -19,6 +19,7 @@ from images.layers.tree import Entry, Tree
 from images.matrix import matrix, render
 from images.matrix.matrix import Cell
 from images.pins import debian
+from images.pins.web_lock import WebFile, WebLibrary
 from images.proof import configured, cpu_kernels, environment, gate, libraries, licenses, verify
 from images.proof.verify import Check, ImageSnapshot
 from images.recipes import recipe
@@ -29,6 +30,15 @@ APACHE = "usr/share/common-licenses/Apache-2.0"
 CODE = b"\xa7\r\r\n\x01\x00\x00\x00" + b"h" * 8
 TIMED_CODE = b"\xa7\r\r\n\x00\x00\x00\x00" + b"t" * 8
 CERTIFICATE = b"MIIBcompany"
+UPLOT = WebLibrary(
+    name="uplot",
+    version="1.6.32",
+    license="MIT",
+    url="https://registry.npmjs.org/uplot/-/uplot-1.6.32.tgz",
+    integrity="sha512-x",
+    license_file="LICENSE",
+    files=(WebFile(path="dist/uPlot.min.css", name="uPlot.min.css", sha256="0" * 64),),
+)
 HEALTH = {
     "Test": ["CMD", "appliance", "health"],
     "Interval": 30 * 10**9,  # nanoseconds, as the engine tells them
@@ -57,6 +67,7 @@ def sound(cell: Cell) -> ImageSnapshot:
         environment=_environment(cell),
         configured=configured.given(_dockerfile(cell)),
         cpu_kernels=_executed("ok"),
+        web=(UPLOT,),
     )
 
 
@@ -436,6 +447,11 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_kernels, _kernel(ptx=("90",)), "mul_mat has only PTX of compute_90"),
     (verify.check_kernels, lambda e: replace(_cuda(e), kernels=(gate.judge([], 90),)), "no kernel in any of 0 files"),
     (verify.check_kernels, lambda e: replace(_cuda(e), kernels=()), "no kernel was judged"),
+    (verify.check_web, _without("opt/appliance/web/uPlot.min.css"), "missing: opt/appliance/web/uPlot.min.css"),
+    (verify.check_web, _without("opt/appliance/licenses/uplot/LICENSE"), "missing: opt/appliance/licenses/uplot/LIC"),
+    (verify.check_web, _file("opt/appliance/web/x.js"), "in no lock: opt/appliance/web/x.js"),
+    (verify.check_web, _file("opt/appliance/web/uPlot.min.css", sha256="1" * 64), "changed: opt/appliance/web/uPlot"),
+    (verify.check_web, lambda sound: replace(sound, web=()), "in no lock"),
     (verify.check_jit, _compiling("SM 90: failed to open libnvrtc-builtins", code=1), "failed to open libnvrtc-b"),
     (verify.check_jit, _compiling("SM 90", without="libnvrtc-builtins.so.13.0"), "missing: libnvrtc-builtins.so.13.0"),
     (verify.check_jit, lambda e: replace(_compiling()(e), jit=None), "it was not tried"),
@@ -680,6 +696,8 @@ def _tree(cell: Cell) -> Tree:
         _entry(f"{LIBRARY}/__pycache__/__init__.cpython-311.pyc", content=CODE),
         _entry("opt/llama/llama-server", machine=62, mode=0o755),
         *(_entry(path) for path in licenses.components()["llama.cpp"].paths),
+        _entry("opt/appliance/web/uPlot.min.css"),
+        _entry(f"{licenses.FOLDER}uplot/LICENSE"),
         _entry(f"{WHEEL}/METADATA"),
         _entry(f"{WHEEL}/licenses/LICENSE"),
         _entry("opt/appliance/lib/nvidia_ml_py-13.615.71.dist-info/METADATA"),
