@@ -118,9 +118,10 @@ class Client:
 def main() -> int:
     options = _parse()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="rc", dir="/tmp") as folder:
-        on_cpu = _Lazy(lambda: _home(Path(folder) / "cpu"))
-        on_gpu = _Lazy(lambda: _gpu_home(Path(folder) / "gpu"))
+    with tempfile.TemporaryDirectory(prefix="rc", dir="/tmp") as made:
+        folder = options.folder or Path(made)
+        on_cpu = _Lazy(folder / "cpu", _home)
+        on_gpu = _Lazy(folder / "gpu", _gpu_home)
         for name in options.cause or CAUSES:
             row = Row(cause=name)
             rows.append(CAUSES[name]((on_gpu if name in ON_GPU else on_cpu).get(), row, options.tries))
@@ -136,6 +137,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=40, help="answers of each row [40]")
     parser.add_argument("--cause", action="append", choices=[*CAUSES], help="only this one; may be repeated")
+    parser.add_argument("--folder", type=Path, help="keeps the measured profiles for another run; short, below /tmp")
     parser.add_argument("--json", action="store_true", help="for scripts")
     options = parser.parse_args()
     if options.tries < 1:
@@ -146,15 +148,19 @@ def _parse() -> argparse.Namespace:
 class _Lazy:
     """A home that is made when it is first needed: measuring takes half a minute."""
 
-    def __init__(self, make: Callable[[], Home]) -> None:
+    def __init__(self, folder: Path, make: Callable[[Path], Home]) -> None:
+        self._folder = folder
         self._make = make
-        self._home: Home | None = None
 
     def get(self) -> Home:
-        if self._home is None:
-            self._home = self._make()
-            _measure(self._home)
-        return self._home
+        if any((self._folder / "data/profiles").glob("*.json")):
+            home = Home(self._folder)
+            if (self._folder / "machine").exists():
+                home.variables = _variables(self._folder)
+            return home
+        home = self._make(self._folder)
+        _measure(home)
+        return home
 
 
 def _home(folder: Path) -> Home:
@@ -189,10 +195,14 @@ def _gpu_home(folder: Path) -> Home:
     (folder / "facts/image_facts.json").write_text(dump_facts(image))
     (folder / "facts/engine_facts.json").write_text(dump_facts(facts))
     (folder / "nvml").mkdir()
-    library = build_library(folder / "nvml")
-    home.variables = {"LD_LIBRARY_PATH": str(library.parent), "FAKE_NVML_MACHINE": str(folder / "machine")}
+    build_library(folder / "nvml")
+    home.variables = _variables(folder)
     _set_clock(home, CLOCK_MHZ, utilization=0)
     return home
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    return {"LD_LIBRARY_PATH": str(folder / "nvml"), "FAKE_NVML_MACHINE": str(folder / "machine")}
 
 
 def _set_clock(home: Home, mhz: int, *, utilization: int, **more: int) -> None:
