@@ -8,8 +8,7 @@ says. So the clock's row tests the reading and the decision, not a GPU.
 
 A cause counts as named if it is in `slowed_by`; "alone" counts those in which nothing else is. A try in which the
 answer was not slower than 1.5 times the profile counts as not named. Undisturbed answers count only if programs outside
-of the benchmark took less than a tenth of a core in the second before and half a core during the answer; others are
-repeated, and the table says how many.
+of the benchmark took less than half a core during the answer; others are repeated, and the table says how many.
 
     python3 -m benchmarks.receipts [--tries 40] [--cause NAME ...] [--json]
 """
@@ -32,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from appliance.image_facts import dump_facts
 from appliance.probe.load.conditions import conditions
 from appliance.probe.load.counters import query_load
 from appliance.probe.load.load import LoadSample
+from appliance.profile import ProfileStore
 from tests.builders import IMAGE
 from tests.fakes.machines import build_library, describe
 from tests.process.stages.boot import Home, Serving, eventually
@@ -55,9 +56,11 @@ LONG_PROMPT = "Here is a list of places, each with a number. " + " ".join(
 )
 OTHER_PROMPT = "Count things. " + " ".join(f"There are {number} birds and {number * 3} fish." for number in range(80))
 QUIET_CORES, LOUD_CORES = 0.1, 0.5
+PATIENCE = 15  # seconds to wait for a quiet one
 BURN = "while True: pass"
 MACHINE = "laptop-5060"
 CLOCK_MHZ, CAPPED_MHZ = 2000, 700
+NO_ROOM_MIB = 64  # free on the GPU, as if the engine that serves held the rest
 TURN_S = 0.05  # of stopping and continuing
 # Takes from the engine's command line what needs a GPU, and lists one.
 WRAPPER = """#!{python}
@@ -116,12 +119,13 @@ class Client:
 def main() -> int:
     options = _parse()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="rc", dir="/tmp") as folder:
-        on_cpu = _Lazy(lambda: _home(Path(folder) / "cpu"))
-        on_gpu = _Lazy(lambda: _gpu_home(Path(folder) / "gpu"))
+    with tempfile.TemporaryDirectory(prefix="rc", dir="/tmp") as made:
+        folder = options.folder or Path(made)
+        on_cpu = _Lazy(folder / "cpu", _home)
+        on_gpu = _Lazy(folder / "gpu", _gpu_home)
         for name in options.cause or CAUSES:
             row = Row(cause=name)
-            rows.append(CAUSES[name]((on_gpu if name == "gpu_clock" else on_cpu).get(), row, options.tries))
+            rows.append(CAUSES[name]((on_gpu if name in ON_GPU else on_cpu).get(), row, options.tries))
             print(f"  {_in_words(row)}", file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"cpus": len(os.sched_getaffinity(0)), "rows": [asdict(row) for row in rows]}, indent=1))
@@ -134,6 +138,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=40, help="answers of each row [40]")
     parser.add_argument("--cause", action="append", choices=[*CAUSES], help="only this one; may be repeated")
+    parser.add_argument("--folder", type=Path, help="keeps the measured profiles for another run; short, below /tmp")
     parser.add_argument("--json", action="store_true", help="for scripts")
     options = parser.parse_args()
     if options.tries < 1:
@@ -144,15 +149,19 @@ def _parse() -> argparse.Namespace:
 class _Lazy:
     """A home that is made when it is first needed: measuring takes half a minute."""
 
-    def __init__(self, make: Callable[[], Home]) -> None:
+    def __init__(self, folder: Path, make: Callable[[Path], Home]) -> None:
+        self._folder = folder
         self._make = make
-        self._home: Home | None = None
 
     def get(self) -> Home:
-        if self._home is None:
-            self._home = self._make()
-            _measure(self._home)
-        return self._home
+        if any((self._folder / "data/profiles").glob("*.json")):
+            home = Home(self._folder)
+            if (self._folder / "machine").exists():
+                home.variables = _variables(self._folder)
+            return home
+        home = self._make(self._folder)
+        _measure(home)
+        return home
 
 
 def _home(folder: Path) -> Home:
@@ -187,15 +196,19 @@ def _gpu_home(folder: Path) -> Home:
     (folder / "facts/image_facts.json").write_text(dump_facts(image))
     (folder / "facts/engine_facts.json").write_text(dump_facts(facts))
     (folder / "nvml").mkdir()
-    library = build_library(folder / "nvml")
-    home.variables = {"LD_LIBRARY_PATH": str(library.parent), "FAKE_NVML_MACHINE": str(folder / "machine")}
-    _set_clock(home, CLOCK_MHZ)
+    build_library(folder / "nvml")
+    home.variables = _variables(folder)
+    _set_clock(home, CLOCK_MHZ, utilization=0)
     return home
 
 
-def _set_clock(home: Home, mhz: int) -> None:
+def _variables(folder: Path) -> dict[str, str]:
+    return {"LD_LIBRARY_PATH": str(folder / "nvml"), "FAKE_NVML_MACHINE": str(folder / "machine")}
+
+
+def _set_clock(home: Home, mhz: int, *, utilization: int, **more: int) -> None:
     reasons = 0 if mhz == CLOCK_MHZ else 0x4
-    knobs = {"sm_clock_mhz": CLOCK_MHZ, "sm_clock_now": mhz, "reasons": reasons, "utilization": 90}
+    knobs = {"sm_clock_mhz": CLOCK_MHZ, "sm_clock_now": mhz, "reasons": reasons, "utilization": utilization, **more}
     text = describe(MACHINE, reread=1, **{f"gpu__0__{name}": value for name, value in knobs.items()})
     path = home.folder / "machine"
     path.with_suffix(".new").write_text(text)
@@ -203,17 +216,22 @@ def _set_clock(home: Home, mhz: int) -> None:
 
 
 def _measure(home: Home) -> None:
-    """Measure until a profile is there that other programs did not disturb, at most five times."""
-    for _ in range(5):
+    """Measure until no other program disturbed the profile; of three disturbed ones take the fastest."""
+    found: list[dict[str, Any]] = []
+    for _ in range(3):
         _until_quiet(os.getpid())
-        done = home.command("tune", budget_s="60", ctx_size="4096", parallel="1")
+        done = home.command("tune", budget_s="20", ctx_size="4096", parallel="1")
         if done.returncode:
             sys.exit(done.stderr)
         (path,) = home.profiles.glob("*.json")
-        if json.loads(path.read_text())["disturbance"] is None:
+        found.append(json.loads(path.read_text()))
+        if found[-1]["disturbance"] is None:
             return
         path.unlink()
-    sys.exit("other programs disturbed five measurements: try again on a machine at rest")
+    best = min(found, key=lambda profile: profile["job_s"])
+    print(f"  a profile is taken although {best['disturbance']}", file=sys.stderr)
+    path.write_text(json.dumps(best))
+    home.calm()
 
 
 @contextmanager
@@ -239,10 +257,9 @@ def undisturbed(home: Home, row: Row, tries: int) -> Row:
     with _serving(home) as client:
         own = client.serving.process.pid
         while row.tries < tries:
-            _until_quiet(own)
             before = query_load(own_pid=own)
             receipt = client.ask(streams=bool(row.tries % 2))
-            if _foreign_cores(before, query_load(own_pid=own)) > LOUD_CORES:
+            if row.repeated < 20 * tries and _foreign_cores(before, query_load(own_pid=own)) > LOUD_CORES:
                 row.repeated += 1
                 continue
             row.tries += 1
@@ -280,36 +297,33 @@ def cold_cache(home: Home, row: Row, tries: int) -> Row:
 
 
 def restart(home: Home, row: Row, tries: int) -> Row:
-    with _serving(home) as client:
-        serving = client.serving
-        for number in range(tries):
+    for number in range(tries):
+        with _serving(home) as client:  # a new one each time: an engine that dies again and again is given up
+            serving = client.serving
             client.ask(LONG_PROMPT, tokens=20)
             (pid,) = serving.engine_pids()
             os.kill(pid, signal.SIGKILL)
-            eventually(lambda count=number + 1: _is_back(serving, count), what=lambda: serving.text)
+            eventually(partial(_is_back, serving), what=lambda: serving.text)  # noqa: B023 - called in the loop
             _count(row, client.ask(LONG_PROMPT, tokens=20, streams=bool(number % 2)))
     return row
 
 
-def _is_back(serving: Serving, restarts: int) -> bool:
+def _is_back(serving: Serving) -> bool:
     status = serving.document("status")
-    return status["engine_restarts"] >= restarts and status["phase"] == "ready"
+    return status["engine_restarts"] > 0 and status["phase"] == "ready"
 
 
 def tuning(home: Home, row: Row, tries: int) -> Row:
-    """The profile is for another mode, which needs contexts that fit only in place of the engine that serves."""
-    kept = {path: path.read_bytes() for path in home.profiles.iterdir() if path.is_file()}
-    while row.tries < tries:
-        for path in home.profiles.iterdir():
-            path.unlink()
-        for path, content in kept.items():
-            path.write_bytes(content)
-        before = row.tries
-        with _serving(home, tune="idle", mode="context", budget_s="600") as client:
-            while row.tries < tries and _begins_to_measure(client.serving):
-                _count(row, client.ask(tokens=40, streams=bool(row.tries % 2)))
-        if row.tries == before:
-            sys.exit("nothing was measured: the profile has all that the mode 'context' wants")
+    """The profile is marked as stale, and the described GPU has no room for a second engine: the machine is measured in
+    place of the engine that serves, and a request waits until that is back."""
+    store = ProfileStore(home.profiles, lambda _: None)
+    with _serving(home, tune="idle", budget_s="600") as client:
+        _set_clock(home, CLOCK_MHZ, utilization=0, memory_free=NO_ROOM_MIB * 2**20)
+        for number in range(tries):
+            while not _begins_to_measure(client.serving):
+                store.mark_stale(store.all()[0], "planted")
+            _count(row, client.ask(tokens=16, streams=bool(number % 2)))
+    _set_clock(home, CLOCK_MHZ, utilization=0)
     return row
 
 
@@ -335,11 +349,12 @@ def gpu_clock(home: Home, row: Row, tries: int) -> Row:
     with _serving(home) as client:
         (pid,) = client.serving.engine_pids()
         for number in range(tries):
-            _set_clock(home, CAPPED_MHZ)
+            _set_clock(home, CAPPED_MHZ, utilization=90)
             with _throttled(pid, CAPPED_MHZ / CLOCK_MHZ):
                 _count(row, client.ask(streams=bool(number % 2)))
-            _set_clock(home, CLOCK_MHZ)
+            _set_clock(home, CLOCK_MHZ, utilization=90)
             client.ask(tokens=5)
+        _set_clock(home, CLOCK_MHZ, utilization=0)
     return row
 
 
@@ -352,6 +367,7 @@ CAUSES: dict[str, Callable[[Home, Row, int], Row]] = {
     "restart": restart,
     "tuning": tuning,
 }
+ON_GPU = ("gpu_clock", "tuning")
 
 
 @contextmanager
@@ -388,8 +404,8 @@ def _throttled(pid: int, share: float) -> Iterator[None]:
 
 
 def _until_quiet(own: int) -> None:
-    """Wait until programs outside of `own` rest for a second."""
-    while True:
+    """Wait until programs outside of `own` rest for a second, at most `PATIENCE` seconds."""
+    for _ in range(PATIENCE):
         before = query_load(own_pid=own)
         time.sleep(1)
         if _foreign_cores(before, query_load(own_pid=own)) < QUIET_CORES:

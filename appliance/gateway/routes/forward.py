@@ -152,7 +152,7 @@ class EngineEndpoint:
         self._route = route
         self._model = model
         self._requests = requests if route.needs_model else None
-        self._insight = insight if route.needs_model else None
+        self._insight = insight if route.can_stream else None  # only such routes generate tokens
         self._errors = errors or EngineErrors()
         self._engines_name = engines_name  # the engine's name of the model, if it refuses every other name
         self._engine = engine
@@ -235,7 +235,7 @@ class EngineEndpoint:
 
     def _receipt(self, scope: Scope) -> MakeReceipt | None:
         """Return what makes the receipt of this request, or None if the client gets none."""
-        if self._insight is None or not self._route.can_stream or EXCHANGE not in scope:
+        if self._insight is None or EXCHANGE not in scope:
             return None
         exchange: Exchange = scope[EXCHANGE]
         watched, wanted = exchange.watched, self._insight.receipts

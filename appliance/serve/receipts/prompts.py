@@ -40,7 +40,7 @@ class Prompts:
 
     def find(self, hashes: list[bytes], length: int) -> tuple[float, Engine | None]:
         """Return the share of the body that had been read before, 0 to 1, and the engine that read it last."""
-        for mark, each in reversed(list(zip((*MARKS, length), hashes, strict=False))):
+        for mark, each in reversed(list(zip(MARKS, hashes, strict=False))):
             if (engine := self._read.get(each)) is not None:
                 return min(1.0, mark / length), engine
         return 0.0, None
