@@ -22,6 +22,7 @@ from appliance.system.open_files import Spare, raise_limit
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from appliance.host.docker.http import Gateway
     from appliance.image_facts import Recipe
     from appliance.model import Format
     from appliance.preview.preview import Preview
@@ -36,9 +37,11 @@ EPILOG = (
 )
 
 
-VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "key", "health", "version", "engine-facts")
-# Verbs that a container cannot use; `version` is a verb of both.
+VERBS = ("serve", "plan", "tune", "probe", "doctor", "profiles", "models", "mode", "key", "keys", "usage", "health",
+         "version", "engine-facts")  # fmt: skip
+# Verbs that a container cannot use; `version` and those of SHARED_VERBS are verbs of both.
 HOST_VERBS = tuple(name for name in host.VERBS if name not in VERBS)
+SHARED_VERBS = ("mode", "usage")  # outside an image they are meant for a container on this machine
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,12 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in HOST_VERBS:
         return _on_the_host(words)
     try:
+        if words and words[0] in SHARED_VERBS and not _is_in_image():
+            return _on_the_host(words)
         return _run(words)
     except FatalError as error:
         _show(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _is_in_image() -> bool:
+    return (load_settings({}, process_environment()).facts_dir / "image_facts.json").exists()
 
 
 def _run(argv: list[str]) -> int:
@@ -133,7 +142,10 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         ("doctor", _doctor, "check everything that a start depends on, and say what to do"),
         ("profiles", _profiles, "list, show, compare, export, import, pin or forget profiles, the results of tuning"),
         ("models", _models, "list, fetch, update, add, remove, verify or import models on the volume"),
+        ("mode", _mode, "show the modes of the running appliance, or switch to one of them"),
         ("key", _key, "print the API key"),
+        ("keys", _keys, "list, add, rotate or remove named API keys with limits"),
+        ("usage", _usage, "show what was used with each key: requests, tokens, time"),
         ("health", _health, "ask the running appliance if it is ready; exit code 0 if so"),
         ("version", _version, "print versions"),
         (
@@ -243,6 +255,27 @@ def _add_models(verb: argparse.ArgumentParser) -> None:
     _add_json(verb)
 
 
+def _add_mode(verb: argparse.ArgumentParser) -> None:
+    from appliance.host.shared.mode import add_arguments
+
+    add_arguments(verb)
+    _add_json(verb)
+
+
+def _add_keys(verb: argparse.ArgumentParser) -> None:
+    from appliance.gateway.accounts.verbs import add_arguments
+
+    add_arguments(verb)
+    _add_json(verb)
+
+
+def _add_usage(verb: argparse.ArgumentParser) -> None:
+    from appliance.host.shared.usage import add_arguments
+
+    add_arguments(verb)
+    _add_json(verb)
+
+
 def _add_engine_facts(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--bin", metavar="PATH", required=True, help="the engine's server binary")
     verb.add_argument("--out", metavar="PATH", required=True, help="file to write")
@@ -271,6 +304,13 @@ _OTHER_FLAGS = (
         "--measure",
         "--bundle",
         "--kernels",
+        "--requests-per-minute",
+        "--tokens-per-minute",
+        "--streams",
+        "--until",
+        "--admin",
+        "--days",
+        "--by",
     ),
 )
 _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -281,6 +321,9 @@ _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "doctor": _add_doctor,
     "profiles": _add_profiles,
     "models": _add_models,
+    "mode": _add_mode,
+    "keys": _add_keys,
+    "usage": _add_usage,
     "version": _add_json,
     "engine-facts": _add_engine_facts,
 }
@@ -561,6 +604,23 @@ def _served_by_image(settings: Settings) -> tuple[Format, Recipe | None]:
     return load_engine(image).model_format, load_recipe(settings, image)
 
 
+def _mode(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+    from appliance.host.shared.mode import show_modes
+
+    return show_modes(_running(settings), options)
+
+
+def _running(settings: Settings) -> Gateway:
+    """Return the running appliance of this container."""
+    from appliance.address import reachable, read_address
+    from appliance.host.docker.http import Gateway
+    from appliance.volume import read_key
+
+    # A flag of `serve` may have changed the port, and this verb does not see that flag.
+    host, port = read_address(settings.address_path) or (reachable(settings.host), settings.port)
+    return Gateway(host=host, port=port, key=read_key(settings.key_path))
+
+
 def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
     from appliance.volume import open_volume, read_key, read_or_make_key
 
@@ -569,6 +629,24 @@ def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> in
         open_volume(settings.data_dir)
         key = read_or_make_key(settings.key_path)
     print(key)
+    return 0
+
+
+def _keys(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+    from appliance.gateway.accounts.verbs import run
+    from appliance.volume import open_volume
+
+    if options.action != "list":
+        open_volume(settings.data_dir)
+    return run(options, settings.named_keys_path)
+
+
+def _usage(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+    from appliance.gateway.accounts.usage_store import UsageStore, usage_document
+    from appliance.host.shared.usage import show_usage
+
+    rows = UsageStore(settings.usage_path).read(options.days)
+    show_usage(usage_document(rows, days=options.days, by=options.by), as_json=options.json)
     return 0
 
 

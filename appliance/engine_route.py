@@ -31,12 +31,17 @@ class EngineRoute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadGauges:
-    """Names of the load gauges in /metrics, for load balancers that expect the names of one kind of server."""
+class MetricAlias:
+    """Second name of one of our metrics in /metrics, for load balancers and boards made for another server.
 
-    waiting: str = "appliance_requests_waiting"
-    running: str = "appliance_requests_running"
-    kv_use: str = "appliance_kv_cache_use"
+    Both names are as Prometheus shows them, with `_total`. `labels` renames labels, `values` replaces values of the
+    renamed labels; series that become equal are added up.
+    """
+
+    name: str
+    ours: str
+    labels: tuple[tuple[str, str], ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

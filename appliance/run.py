@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -141,6 +142,53 @@ class Running:
     def _close_input(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+
+class Dialog:
+    """Child process that answers each line on its standard input with one line. It ends when its input is closed, and
+    so with this process. Not for several threads at once."""
+
+    def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+        """Start the program. Raises OSError if it cannot be started."""
+        self._argv = tuple(argv)
+        self._process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=None if environment is None else dict(environment),
+            start_new_session=True,
+        )
+
+    def ask(self, line: str, *, timeout_s: float) -> str:
+        """Return the answer. Raises RunTimeout after `timeout_s`, and OSError if the child has ended; `close` it
+        then."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise BrokenPipeError
+        stdin.write(line.encode() + b"\n")
+        stdin.flush()
+        answer, deadline_s = bytearray(), time.monotonic() + timeout_s
+        ready = select.poll()  # not `select.select`, which takes no descriptor above 1,023
+        ready.register(stdout, select.POLLIN)
+        while not answer.endswith(b"\n"):
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0 or not ready.poll(1000 * remaining_s):
+                raise RunTimeout(self._argv, timeout_s, "")
+            data = os.read(stdout.fileno(), _CHUNK_BYTES)
+            if not data or len(answer) > OUTPUT_LIMIT_BYTES:
+                message = "the child ended without an answer"
+                raise BrokenPipeError(message)
+            answer += data
+        return answer.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Kill it at once. May be called again."""
+        _kill_group(self._process, wait_s=_END_AT_ONCE_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):  # what was written last has not been read
+                    pipe.close()
 
 
 class _Output:

@@ -126,6 +126,14 @@ def _workload(value: str) -> str:
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # Linux: NAME_MAX, and PATH_MAX less its NUL
 
 
+def _url(value: str) -> str:
+    """Return the address of a server. Raises ValueError if it is none, or if it holds a password."""
+    if not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s@?#]*)?", value):
+        message = "is no address such as http://collector:4318"
+        raise ValueError(message)
+    return value.rstrip("/")
+
+
 def _path(value: str) -> Path:
     """Return the path. Raises ValueError if it is longer than the kernel allows: pathlib would raise ENAMETOOLONG
     later."""
@@ -262,6 +270,7 @@ def _setting(
     return field(default=default, metadata=metadata)
 
 
+MODES = ("balanced", "speed", "context")
 POOLINGS = ("none", "mean", "cls", "last", "rank")
 # Settings that an engine may support or ignore; each engine lists those that it supports.
 ENGINE_SETTINGS = frozenset({
@@ -384,7 +393,7 @@ class Settings:
         _switch, False, "start even if the weights exceed memory, and read them from disk", "on|off"
     )
     mode: str = _setting(
-        _one_of("balanced", "speed", "context"),
+        _one_of(*MODES),
         "balanced",
         "balanced: the largest context that keeps 0.7 of the best speed, or up to 65,536 tokens at "
         "30 tok/s half full; speed: the shortest job; "
@@ -488,6 +497,20 @@ class Settings:
         "SECONDS",
     )
     budget_s: float = _setting(_seconds(5, 86400), 120.0, "time limit for measuring", "SECONDS")
+    receipts: str = _setting(
+        _one_of("asked", "always", "off"),
+        "asked",
+        "receipts in the usage of answers: if a request asks for one, always, or never",
+        "asked|always|off",
+        is_rare=True,
+    )
+    otlp_endpoint: str | None = _setting(
+        _url,
+        None,
+        "collector of OpenTelemetry that gets a trace of each request, over HTTP in JSON; never text",
+        "URL",
+        is_rare=True,
+    )
     drain_s: float = _setting(_seconds(0, 3600), 5.0, "time for running streams to finish when stopping", "SECONDS")
     stall_timeout_s: float = _setting(
         _seconds(1, 86400),
@@ -554,6 +577,14 @@ class Settings:
     @property
     def key_path(self) -> Path:
         return self.data_dir / "secrets" / "api_key"
+
+    @property
+    def usage_path(self) -> Path:
+        return self.data_dir / "usage.sqlite3"
+
+    @property
+    def named_keys_path(self) -> Path:
+        return self.data_dir / "secrets" / "keys.json"
 
 
 @dataclass(frozen=True, kw_only=True)

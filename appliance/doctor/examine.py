@@ -11,6 +11,7 @@ from pathlib import Path
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
+from appliance.doctor.losses import energy_check, running_checks, speed_checks
 from appliance.doctor.other_work import other_work_check, query_work
 from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, settings_checks, volume_check
 from appliance.engines.engine import Devices, Engine, Inputs, Install, KernelResult
@@ -18,12 +19,13 @@ from appliance.errors import FatalError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.plan import Kernels, Plan, RuledOut
-from appliance.preview.preview import preview_of
+from appliance.preview.preview import Preview, preview_of
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.bandwidth.speeds import why_unreadable
 from appliance.probe.gpu.smi import cross_check
 from appliance.selection.select import load_model
 from appliance.settings import Settings
+from appliance.start.checks import usable_gpus
 from appliance.start.image import ImageContents, load_engine, load_facts, load_recipe
 from appliance.start.inputs import StartInputs, inputs_of, key_of
 from appliance.start.machine import UsableMachine, install_of
@@ -90,10 +92,10 @@ class Subject:
         machine = UsableMachine(hardware=self.hardware, install=self.install, kernels=kernels, warnings=())
         return inputs_of(self._contents, machine, model)
 
-    def plan(self, model: Model) -> Plan:
+    def preview(self, model: Model) -> Preview:
         """Return the plan that a start would serve, from a profile or predicted."""
         inputs = self.inputs(model)
-        return preview_of(StartInputs(engine=self.engine, install=self.install, inputs=inputs, key=key_of(inputs))).plan
+        return preview_of(StartInputs(engine=self.engine, install=self.install, inputs=inputs, key=key_of(inputs)))
 
 
 def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool = False) -> Findings:
@@ -115,7 +117,7 @@ def _examine(settings: Settings, environment: Mapping[str, str], *, with_kernels
         checks += [failed("image", error), *_machine_checks(settings, hardware, None, None), port]
         return Findings(checks=tuple(checks), hardware=hardware, image=None, engine=None, plan=None)
     checks.append(passed("image", f"{image.cell}, build {image.build_id}"))
-    best = None
+    best: Preview | None = None
     try:
         subject = _subject(settings, environment, image, facts, load_engine(image), hardware)
     except FatalError as error:
@@ -124,13 +126,18 @@ def _examine(settings: Settings, environment: Mapping[str, str], *, with_kernels
         checks += _machine_checks(settings, hardware, image, subject)
         checks += settings_checks(settings, subject.engine)
         checks.append(engine_check(subject.engine, subject.install, image, hardware.gpus, subject.variant))
-        for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.plan):
+        for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.preview):
             checks += [check, port] if check.name == "model" else [check]
             best = found or best
-        checks += _engine_notes(subject, best)
+        checks += _engine_notes(subject, best.plan if best else None)
+        checks += speed_checks(settings, best)
+        checks.append(energy_check(hardware, environment, usable_gpus(image, hardware)))
+        checks += running_checks(settings)
         if with_kernels:
             checks += _kernel_checks(subject)
-    return Findings(checks=tuple(checks), hardware=hardware, image=image, engine=facts, plan=best)
+    return Findings(
+        checks=tuple(checks), hardware=hardware, image=image, engine=facts, plan=best.plan if best else None
+    )
 
 
 def _subject(

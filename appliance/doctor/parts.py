@@ -16,7 +16,8 @@ from appliance.engines.engine import Engine, Install
 from appliance.errors import ConfigError, EngineLibraryError, FatalError, ModelAwayError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models
-from appliance.plan import Plan, explain_memory
+from appliance.plan import explain_memory
+from appliance.preview.preview import Preview
 from appliance.probe import GpuProbe, Hardware
 from appliance.probe.machine.network import why_unreachable
 from appliance.settings import Settings
@@ -140,10 +141,14 @@ def _shown_engine(image: ImageFacts, found: EngineFacts) -> str:
 
 
 def model_checks(
-    settings: Settings, image: ImageFacts, engine: Engine, load: Callable[[], Model], plan: Callable[[Model], Plan]
-) -> Iterator[tuple[Check, Plan | None]]:
-    """Check that there is a model, that it can be read, and that it fits; yield each check with the plan if there is
-    one. `load` and `plan` are a start's functions."""
+    settings: Settings,
+    image: ImageFacts,
+    engine: Engine,
+    load: Callable[[], Model],
+    preview: Callable[[Model], Preview],
+) -> Iterator[tuple[Check, Preview | None]]:
+    """Check that there is a model, that it can be read, and that it fits; yield each check with the preview of a start
+    if there is one. `load` and `preview` are a start's functions."""
     try:
         if not settings.model and not image.recipe and not _has_models(settings, engine):
             if told := _why_none(settings):
@@ -162,11 +167,11 @@ def model_checks(
         return
     yield passed("model", _shown(model)), None
     try:
-        first = plan(model)
+        first = preview(model)
     except FatalError as error:
         yield failed("model fits", error), None
         return
-    yield passed("model fits", f"{first.context:,} tokens; {explain_memory(first)}"), first
+    yield passed("model fits", f"{first.plan.context:,} tokens; {explain_memory(first.plan)}"), first
 
 
 def _has_models(settings: Settings, engine: Engine) -> bool:

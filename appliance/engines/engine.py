@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance import engines
 from appliance.command import Command, Readiness
-from appliance.engine_route import EngineRoute, ErrorRule, LoadGauges
+from appliance.engine_route import EngineRoute, ErrorRule, MetricAlias
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import (
@@ -412,9 +412,9 @@ class Engine(Protocol):
         return frozenset()
 
     @property
-    def load_gauges(self) -> LoadGauges:
-        """Names of the metrics that report the engine's load."""
-        return LoadGauges()
+    def metric_aliases(self) -> tuple[MetricAlias, ...]:
+        """Second names of metrics, which boards and balancers made for this engine look for."""
+        return ()
 
     @property
     def kv_use_path(self) -> str | None:

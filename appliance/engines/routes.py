@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appliance.engine_route import Dialect, EngineRoute, LoadGauges
+from appliance.engine_route import Dialect, EngineRoute
 
 BARE = ("",)  # for clients whose base URL lacks /v1
-# Default metric names of the endpoint picker of the Gateway API's inference extension.
-LOAD_GAUGES = LoadGauges(
-    waiting="vllm:num_requests_waiting", running="vllm:num_requests_running", kv_use="vllm:kv_cache_usage_perc"
-)
 
 
 def post(

@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError
+from appliance.gateway.accounts.accounts import Accounts
+from appliance.gateway.accounts.door import NamedDoor
+from appliance.gateway.accounts.usage import Usage, UsageEndpoint
 from appliance.gateway.clients.auth import Keys, RequireKey, is_open
 from appliance.gateway.clients.connections import BUSY, KNOWN, Counts
 from appliance.gateway.clients.request_log import RequestLog
 from appliance.gateway.clients.request_queue import TELL_EVERY_S
 from appliance.gateway.clients.session import Sessions
+from appliance.gateway.clients.traces import Traces
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.backend import Backend, Document
 from appliance.gateway.face.feed import Feed, feed_endpoint
@@ -29,7 +33,7 @@ from appliance.gateway.routes.by_model import ByModel, overall_progress
 from appliance.gateway.routes.documents import document_routes, model_asked, of_model, path_of
 from appliance.gateway.routes.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.routes.metrics import Measured, Metrics
-from appliance.gateway.routes.models import Endpoint, ForSomeModels, list_routes
+from appliance.gateway.routes.models import LIST_PATHS, Endpoint, ForSomeModels, list_routes
 from appliance.gateway.wire.api_error import ApiError, dialect_of, internal_error, lacking, too_busy
 from appliance.gateway.wire.http_answers import CheckHttp
 from appliance.system.lack import is_lack, tell
@@ -67,9 +71,13 @@ def create_app(
     recent: Callable[[], list[dict[str, Any]]] = list,
     doctor: Document | None = None,
     libraries: Path = Path("/opt/appliance/web"),
+    accounts: Accounts | None = None,
+    usage: Usage | None = None,
+    traces: Traces | None = None,
 ) -> App:
-    """Return the application. `keys` None turns authentication off. With several backends, a request goes to the one
-    that it names as `model`. Raises ConfigError if two backends have one name.
+    """Return the application. `keys` None turns authentication off; `accounts` are further keys, `usage` counts what
+    is used with each, and `traces` sends a span of each request. With several backends, a request goes to the one that
+    it names as `model`. Raises ConfigError if two backends have one name.
 
     For the pages, `recent` returns the log's latest lines, `doctor` looks at the machine, and `libraries` is the folder
     of the image with the scripts that others wrote.
@@ -88,7 +96,10 @@ def create_app(
         engine_restarts=_engine_restarts(backends),
         engine_hangs=lambda: sum(backend.upstream.hangs for backend in backends),
         loads=lambda: (load for backend in backends if (load := backend.load())),
+        aliases=(alias for backend in backends for alias in backend.aliases),
+        insights={backend.name: backend.insight for backend in backends if backend.insight},
     )
+    requests.listen(metrics.finished)
     lists = list_routes(backends, reading)
     documents = document_routes(metrics, backends)
     sessions = Sessions(keys.first) if keys else None
@@ -103,12 +114,29 @@ def create_app(
         **{path: (("POST",), endpoint) for path, endpoint in login_routes(keys, sessions, reading).items()},
         path_of("events"): (("GET",), feed_endpoint(lambda scope: of_model(feeds, model_asked(scope)))),
     }
+    if traces:
+        requests.listen(traces.note)
+    if usage:
+        requests.listen(usage.note)
+        routes[path_of("usage")] = (("GET",), UsageEndpoint(usage))
     rest = _Rest(backends)
     door: ASGIApp = _Door(routes, {**{f"{route.path}/": route.one for route in lists}, **files}, rest)
     if keys is not None:
-        door = RequireKey(door, keys, sessions)
+        door = RequireKey(door, keys, sessions, _named_door(door, accounts, backends, requests) if accounts else None)
     door = CheckHttp(door)
     return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics, connections, requests)
+
+
+def _named_door(app: ASGIApp, accounts: Accounts, backends: Sequence[Backend], requests: RequestLog) -> NamedDoor:
+    requests.listen(accounts.note)
+    routes = [route for backend in backends for route in backend.routes]
+    return NamedDoor(
+        app,
+        accounts,
+        work=frozenset(route.path for route in routes if route.needs_model),
+        free=frozenset({*LIST_PATHS, *(route.path for route in routes if not route.needs_model)}),
+        below=tuple(f"{path}/" for path in LIST_PATHS),
+    )
 
 
 def _refuse_same_names(backends: Sequence[Backend]) -> None:
@@ -141,6 +169,7 @@ def _engine_routes(
                 tell_every_s=tell_every_s,
                 model=partial(_name_of, backend),
                 requests=requests,
+                insight=backend.insight,
             )
             if backend.elsewhere is not None:
                 endpoint = _elsewhere(backend.elsewhere)

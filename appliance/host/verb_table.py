@@ -45,6 +45,16 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "stop an appliance; its volume stays",
             "outside the container `docker stop NAME` stops it",
         ),
+        "mode": Verb(
+            "appliance.host.verbs.mode",
+            "show the modes of an appliance, or switch to one of them",
+            "inside the container use it in the same way",
+        ),
+        "usage": Verb(
+            "appliance.host.verbs.usage",
+            "show what was used with each key: requests, tokens, time",
+            "inside the container use it in the same way",
+        ),
         "bench": Verb(
             "appliance.host.bench",
             "measure prefill, decode and latency of an appliance or any OpenAI endpoint",

@@ -63,6 +63,12 @@ class ProfileStore:
         pinned = self._in_order(profile for profile in found if self._is_pin_for(profile, key))
         return next(iter((*pinned, *(profile for profile in found if profile.key == key))), None)
 
+    def of_other_builds(self, key: Key) -> tuple[Profile, ...]:
+        """Return the readable profiles whose key differs from `key` in the build only, newest first. Changes
+        nothing."""
+        found = [profile for id_ in self._files.ids() if (profile := self._reader.peek(id_))]
+        return tuple(self._in_order(profile for profile in found if _differs_in_build(profile.key, key)))
+
     def pinned(self, key: Key) -> Profile | None:
         """Return the newest pinned profile for the key's model, machine and settings; the build may differ."""
         found = [self._reader.read(id_, is_ours=False) for id_ in self._marks.pinned_ids()]
@@ -235,10 +241,8 @@ class ProfileStore:
 
     def _is_pin_for(self, profile: Profile, key: Key) -> bool:
         """True if the profile is pinned and its key differs from `key` in the build at most."""
-        theirs, ours = dict(profile.key.parts), dict(key.parts)
-        theirs.pop("build", None)
-        ours.pop("build", None)
-        return theirs == ours and self.is_pinned(profile.key.id)
+        is_alike = profile.key == key or _differs_in_build(profile.key, key)
+        return is_alike and self.is_pinned(profile.key.id)
 
     def _in_order(self, profiles: Iterable[Profile]) -> list[Profile]:
         """Sort by time of saving, newest first."""
@@ -247,6 +251,12 @@ class ProfileStore:
             return self._files.modified_ns(profile.key.id), profile.created, profile.key.id
 
         return sorted(profiles, key=rank, reverse=True)
+
+
+def _differs_in_build(theirs: Key, ours: Key) -> bool:
+    """True if the keys differ in the build and in nothing else."""
+    names = {*theirs.parts, *ours.parts}
+    return {name for name in names if theirs.parts.get(name) != ours.parts.get(name)} == {"build"}
 
 
 def _is(profile: Profile, data: bytes) -> bool:

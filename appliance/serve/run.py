@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.errors import ConfigError, ModelAwayError
+from appliance.serve.background.loss_watch import LossWatch
 from appliance.serve.background.memory_watch import MemoryWatch
 from appliance.serve.background.other_work import OtherWork
 from appliance.serve.background.tasks import BackgroundTasks
@@ -115,6 +116,7 @@ def tasks_of(served: ServedModel, backend: Backend) -> Tasks:
     return {
         "background tasks": partial(BackgroundTasks(served).run, backend),
         "watching memory": partial(MemoryWatch(served).run, backend.traffic),
+        "watching for losses": partial(LossWatch(served).run, backend.traffic),
         "watching other programs": partial(OtherWork(served).run, backend.traffic),
     }
 

@@ -59,6 +59,12 @@ class StartInputs:
         key = Key(parts={**self.key.parts, "cpu_variant": kernels.variant})
         return replace(self, inputs=self.inputs.with_kernels(kernels), key=key)
 
+    def in_mode(self, mode: str) -> StartInputs:
+        """Return the inputs for another mode, under the same key: a profile has the plans of all modes."""
+        settings = self.inputs.settings
+        sources = {**settings.sources, "mode": "switched while serving"}
+        return replace(self, inputs=replace(self.inputs, settings=replace(settings, mode=mode, sources=sources)))
+
     def with_memory_peaks(self, store: ProfileStore) -> StartInputs:
         """Add the GPU memory that engines of earlier starts were seen to hold."""
         peaks = store.peaks(self.key, self.inputs.hardware.gpus.gpus)

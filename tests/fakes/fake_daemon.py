@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlsplit
 
 KEY = "sk-fake"
 WORDS = ("It ", "guides ", "ships.")
@@ -46,6 +46,7 @@ class Container:
     told: list[str] = field(default_factory=list)  # the phases that somebody has been told of
     server: ThreadingHTTPServer | None = None
     key: bytes = (KEY + "\n").encode()
+    mode: str = "balanced"
     log: list[bytes] = field(default_factory=list)
 
 
@@ -110,7 +111,12 @@ class Daemon:
         is_measured = self.knobs.tuning == "measured"
         return {
             "phase": ready.get("phase", "ready"), "message": ready.get("message", "the model is ready"),
-            "version": "0.1.0", "model": "m", "context": 8192, "chosen": "2 threads", "mode": "balanced",
+            "version": "0.1.0", "model": "m", "context": 8192, "chosen": "2 threads", "mode": container.mode,
+            "modes": [{"mode": "balanced", "plan": "2 threads", "context": 8192, "decode_tokens_per_s": 100.0,
+                       "prefill_tokens_per_s": None, "is_measured": True, "is_serving": container.mode == "balanced"},
+                      {"mode": "speed", "plan": None, "context": None, "decode_tokens_per_s": None,
+                       "prefill_tokens_per_s": None, "is_measured": False, "is_serving": False}],
+            "mode_switch": None,
             "speed": "decodes 100 tok/s" if is_measured else None, "predicted_speed": "120 tok/s of decode",
             "speeds": speeds if is_measured else {"measured": None, "predicted": None},
             "tuning": self.knobs.tuning, "engine_restarts": 0,
@@ -179,6 +185,13 @@ class ApplianceHandler(_Quiet):
         if self.path == "/metrics":
             text = "# TYPE a gauge\nappliance_requests_in_flight 1.0\nappliance_stream_events_per_second 42.5\n"
             return self.send(200, text.encode(), "text/plain")
+        if self.path.startswith("/appliance/v1/usage?"):
+            sums = {"requests": 3, "errors": 1, "uncounted": 1, "tokens_in": 1200, "tokens_cached": 0, "tokens_out": 34,
+                    "seconds": 2.5}  # fmt: skip
+            asked = dict(parse_qsl(self.path.partition("?")[2]))
+            rows = [{"key": "ci", **sums}, {"key": "", **sums}]
+            document = {"days": int(asked["days"]), "since": "2026-01-01", "by": asked.get("by"), "rows": rows}
+            return self.say(200, {**document, "total": {**sums, "requests": 6}, "problem": None})
         documents = {"status": self.server.daemon.status(self.server.container), "tuning": {"measurements": [{}]}}
         return self.say(200, documents[self.path.rsplit("/", 1)[-1]])
 
@@ -190,6 +203,11 @@ class ApplianceHandler(_Quiet):
             if self.knobs.tuning == "off":
                 return self.say(409, {"error": {"message": "measuring is off", "code": "tuning_off"}})
             return self.say(200, {"state": self.knobs.tuning})
+        if self.path == "/appliance/v1/mode":
+            if body["mode"] == "context":
+                return self.say(409, {"error": {"message": "plans are being measured", "code": "mode_switching"}})
+            self.server.container.mode = body["mode"]
+            return self.say(202, {"mode": body["mode"], "plan": "2 threads", "state": "switching"})
         if self.knobs.answer == "refused":
             return self.say(503, {"error": {"message": "the model is being loaded", "code": "model_loading"}})
         return self._stream(len(body["messages"]))

@@ -25,6 +25,7 @@ FILES = [
     ("replicas.yaml",),
     ("replicas.yaml", "replicas-gpu.yaml"),
     ("appliance.yaml", "dev.yaml"),
+    ("appliance.yaml", "monitoring.yaml"),
 ]
 REPLICAS = ("appliance-1", "appliance-2")
 

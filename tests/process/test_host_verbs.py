@@ -35,6 +35,40 @@ def test_status_says_what_it_does_now() -> None:
     assert re.fullmatch(r"\d+(\.\d)? s|\d+ min \d+ s", rows["uptime"])
 
 
+def test_mode_shows_the_modes_and_switches() -> None:
+    with on_host() as host:
+        host.serving()
+        shown = host.run("mode")
+        switched = host.run("mode", "speed", "--json", "--name", "one")
+        refused = host.run("mode", "context")
+        unknown = host.run("mode", "sped")
+    assert (shown.code, shown.err) == (0, "")
+    rows = shown.out.splitlines()
+    assert rows[0] == "* balanced  context     8,192, decode 100.0 tok/s, prefill unknown, measured; serves"
+    assert rows[1] == "  speed     no plan of it fits"
+    assert json.loads(switched.out)["mode"] == "speed"
+    assert (refused.code, refused.err.splitlines()[0]) == (43, "error: the appliance refuses: plans are being measured")
+    assert (unknown.code, "'balanced', 'speed', 'context'" in unknown.err) == (2, True)
+
+
+def test_usage_is_a_table_or_json() -> None:
+    with on_host() as host:
+        host.serving()
+        shown = host.run("usage", "--by", "key")
+        as_json = host.run("usage", "one", "--days", "7", "--by", "key", "--json")
+        wrong = host.run("usage", "--days", "401")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.splitlines() == [
+        "key        requests  errors  tokens in  cached  out  seconds",
+        "ci                3       1      1,200       0   34      2.5",
+        "(own key)         3       1      1,200       0   34      2.5",
+        "total             6       1      1,200       0   34      2.5",
+        "1 requests without tokens: the client left, or the engine did not tell them",
+    ]
+    assert json.loads(as_json.out)["days"] == 7
+    assert (wrong.code, "not a number from 1 to 400: 401" in wrong.err) == (2, True)
+
+
 def test_status_as_json_has_every_field() -> None:
     with on_host() as host:
         host.serving()

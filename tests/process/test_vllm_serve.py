@@ -43,7 +43,7 @@ def gauges(serving: Serving) -> dict[str, float]:
     return {
         line.partition("{")[0].removeprefix("vllm:"): float(line.split()[-1])
         for line in lines
-        if line.startswith("vllm:")
+        if line.startswith(("vllm:num_", "vllm:kv_"))
     }
 
 

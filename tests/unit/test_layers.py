@@ -80,7 +80,19 @@ MAY_IMPORT = {
         "gateway",
         "doctor",
     },
-    "doctor": {"volume", "weights", "probe", "model", "settings", "plan", "engines", "start", "selection", "preview"},
+    "doctor": {
+        "volume",
+        "weights",
+        "probe",
+        "model",
+        "settings",
+        "plan",
+        "engines",
+        "profile",
+        "start",
+        "selection",
+        "preview",
+    },
     "host": {"run", "settings"},
 }  # fmt: skip
 # Floors of serve/: each imports itself and what stands here. `run.py` and `supervise.py` are above all of them.
@@ -88,7 +100,8 @@ FLOORS = {
     "model": set(),
     "engine": {"model"},
     "background": {"model", "engine"},
-    "gateway": {"model"},
+    "receipts": {"model"},
+    "gateway": {"model", "receipts"},
     "open": {"model", "gateway"},
     "hosts": {"model", "engine", "gateway"},
 }
@@ -138,6 +151,7 @@ WITHOUT_IO = (
     "appliance/start/checks",
     "appliance/serve/background/idle_policy",
     "appliance/serve/gateway/documents",
+    "appliance/serve/receipts/",
     "appliance/profile/pick",
     "appliance/profile/drift",
     "appliance/profile/from_tuning",
@@ -280,8 +294,8 @@ WORDS = {"llama": r"(?<!o)llama|ggml|CUDA[0-9]|perplexity\.cpp", "vllm": r"vllm"
 PROPER_NAMES = {
     "appliance/engines/vllm/planning/model/chips.yaml": "ExLlama",  # a kernel
     "appliance/engines/vllm/api/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
-    # What a balancer looks for unless it is told otherwise, whatever engine serves.
-    "appliance/engines/routes.py": "vllm:num_requests_waiting|vllm:num_requests_running|vllm:kv_cache_usage_perc",
+    # What boards and balancers look for, whatever engine serves.
+    "appliance/engines/metric_aliases.py": "vllm:|llamacpp:|llama-server|vLLM",
     "appliance/engines/vllm/cells/vllm-cpu.json": "exllama|llama3_json|llama4_json|llama4_pythonic",
     "appliance/engines/vllm/cells/vllm-cu130.json": "exllama|llama3_json|llama4_json|llama4_pythonic",
     "appliance/engines/vllm/planning/model/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
@@ -495,5 +509,6 @@ def test_groups_of_images_import_those_before_them() -> None:
         group = room_of(module)
         if not module.startswith("images.") or group in {*COPIED, *WITHOUT_RULES}:
             continue
-        for other in {room_of(each) for each in imported if each.startswith("images.")} - {group, *WITHOUT_RULES}:
+        others = {room_of(each) for each in imported if each.startswith("images.")}
+        for other in others - {group, *COPIED, *WITHOUT_RULES}:  # what is copied into builds imports nothing of ours
             assert order.index(other) < order.index(group), f"{module} imports {other}"

@@ -33,7 +33,7 @@ from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.process import endings, server
 from appliance.engines.llama.process.devices import query_devices, query_devices_once
 from appliance.engines.llama.process.facts import BINARY, facts_in_cell, query_facts
-from appliance.engines.routes import LOAD_GAUGES
+from appliance.engines.metric_aliases import METRIC_ALIASES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Format
@@ -53,7 +53,7 @@ class Llama(Engine):
     routes: tuple[EngineRoute, ...] = ROUTES
     errors: tuple[ErrorRule, ...] = ERRORS
     dropped_headers = DROPPED_HEADERS
-    load_gauges = LOAD_GAUGES
+    metric_aliases = METRIC_ALIASES
     kv_use_path = SLOTS_PATH
 
     def parse_kv_use(self, answer: bytes, plan: Plan) -> float:

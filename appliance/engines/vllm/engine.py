@@ -12,7 +12,7 @@ from appliance.command import Command
 from appliance.engine_route import EngineRoute, ErrorRule
 from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
 from appliance.engines.gpu_work import gpu_work_of
-from appliance.engines.routes import LOAD_GAUGES
+from appliance.engines.metric_aliases import METRIC_ALIASES
 from appliance.engines.vllm.api.client_errors import ERRORS
 from appliance.engines.vllm.api.routes import METRICS_PATH, ROUTES, parse_kv_use
 from appliance.engines.vllm.cache_config import confirmed, query_cache_config, query_metrics
@@ -45,7 +45,7 @@ class Vllm(Engine):
     launch: type[Launch] = VllmLaunch
     routes: tuple[EngineRoute, ...] = ROUTES
     errors: tuple[ErrorRule, ...] = ERRORS
-    load_gauges = LOAD_GAUGES
+    metric_aliases = METRIC_ALIASES
     checks_model_name = True
     kv_use_path = METRICS_PATH
 

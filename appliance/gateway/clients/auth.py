@@ -20,6 +20,7 @@ ASSETS = "/assets/"
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    ForNamedKeys = ASGIApp
     from appliance.gateway.clients.session import Sessions
 
 
@@ -74,16 +75,25 @@ class RequireKey:
     """ASGI middleware that asks for a key on every path except those of `is_open`, also on unknown paths. A page's
     session serves in its place."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, sessions: Sessions | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, sessions: Sessions | None = None, named: ForNamedKeys | None = None
+    ) -> None:
+        """`named` answers requests whose key is not one of `keys`; it raises ApiError for an unknown one."""
         self._app = app
         self._keys = keys
         self._sessions = sessions
+        self._named = named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or is_open(scope["path"]) or self._is_known(scope):
             await self._app(scope, receive, send)
-        else:
-            await api_error.invalid_key().send(send, api_error.dialect_of(scope["path"]))
+            return
+        try:
+            if self._named is None:
+                raise api_error.invalid_key()
+            await self._named(scope, receive, send)
+        except api_error.ApiError as error:  # raised before anything was sent
+            await error.send(send, api_error.dialect_of(scope["path"]))
 
     def _is_known(self, scope: Scope) -> bool:
         if self._keys.accept(presented_keys(scope["headers"])):

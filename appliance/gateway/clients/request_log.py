@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -39,9 +39,11 @@ class FinishedRequest:
     ending: str  # stop, length, tool_calls, client_left, error, or stopped with the appliance
     status: int
     slowed_by: tuple[str, ...] = ()
+    parent: str = ""  # the client's `traceparent`
 
     def document(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the row as pages see it."""
+        return {name: value for name, value in asdict(self).items() if name != "parent"}
 
 
 class Answer(Protocol):
@@ -57,20 +59,34 @@ class Answer(Protocol):
     def edges(self) -> bytes: ...
 
 
+class Watched(Protocol):
+    """One request from its arrival on. Reads only where it begins and where it ends."""
+
+    async def receipt(self, row: FinishedRequest) -> Mapping[str, Any]:
+        """Return what made the answer, for a client. `row` is the request so far."""
+        ...
+
+    def end(self, row: FinishedRequest) -> tuple[str, ...]:
+        """Return what slowed the request down; empty if it was not slow, or if nothing is known. Call it once."""
+        ...
+
+
 class Exchange:
     """One request while it runs. The engine's answer is noted by the code that asks for it."""
 
-    def __init__(self, *, model: str, route: str, key: str) -> None:
+    def __init__(self, *, model: str, route: str, key: str, parent: str = "") -> None:
         self.id = secrets.token_hex(8)
         self.model = model
         self.route = route
         self.key = key
+        self.parent = parent
         self.time = time.time()
         self.began = time.monotonic()
         self.held_s = 0.0  # time in which it waited for an engine that was away on purpose
         self.response: Answer | None = None
         self.ending: str | None = None  # set if it failed
         self.status = 0
+        self.watched: Watched | None = None
 
     def fail(self, status: int, *, is_stopped: bool = False) -> None:
         """Note that the request ended with an error: `status`, whatever was sent before."""
@@ -81,7 +97,7 @@ class Exchange:
         self.ending, self.status = "client_left", status
 
     def finished(self) -> FinishedRequest:
-        """Return the row for the log. Call it once, at the request's end."""
+        """Return the row for the log, as of now."""
         now = time.monotonic()
         response = self.response
         usage = parse_usage(response.edges) if response else Usage()
@@ -103,6 +119,7 @@ class Exchange:
             model=self.model,
             route=self.route,
             key=self.key,
+            parent=self.parent,
             stream=bool(response and response.is_stream),
             tokens_in=usage.tokens_in,
             tokens_cached=usage.tokens_cached,

@@ -55,6 +55,8 @@ class Traffic:
         self._working = 0
         self._is_working = asyncio.Event()
         self._rests_since = time.monotonic()
+        self._work_s = 0.0
+        self._work_changed = self._rests_since
         self.arrivals = 0
         """Number of inference requests so far."""
         self.pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
@@ -70,6 +72,11 @@ class Traffic:
     def working(self) -> int:
         """Number of running inference requests."""
         return self._working
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all inference requests so far, those that run included: two at once count twice."""
+        return self._work_s + self._working * (time.monotonic() - self._work_changed)
 
     @property
     def idle_s(self) -> float:
@@ -95,15 +102,19 @@ class Traffic:
         if self.arrivals and not self._working:
             self.pauses.append(self.idle_s)
         self.arrivals += 1
-        self._working += 1
+        self._count_work(1)
         self._is_working.set()
         try:
             yield
         finally:
-            self._working -= 1
+            self._count_work(-1)
             if not self._working:
                 self._is_working.clear()
                 self._rests_since = time.monotonic()
+
+    def _count_work(self, more: int) -> None:
+        self._work_s, self._work_changed = self.work_s, time.monotonic()
+        self._working += more
 
     @contextmanager
     def _counted(self) -> Iterator[asyncio.Future[None]]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from appliance.console.progress import Phase, Progress
-from appliance.engine_route import EngineRoute, ErrorRule, LoadGauges
+from appliance.engine_route import EngineRoute, ErrorRule, MetricAlias
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors
+from appliance.gateway.engine.insight import Insight
 from appliance.gateway.engine.load import KvUse, Load, ParseKvUse
 from appliance.gateway.engine.upstream_pool import UpstreamPool
 from appliance.values import dataclass
@@ -55,8 +56,8 @@ class Backend:
     the list; without it the entry has only name and phase. `dropped_headers`, in lower case, are not sent to the
     engine. `slots` returns how many requests the engine works on in parallel; 0 while none serves. `kv_use` is the
     engine's path that reports its KV cache, with the parser of that answer. `errors` replace the engine's own messages.
-    If the engine `checks_model_name`, it is sent the name that it knows. `elsewhere`, if set, refuses every request and
-    tells the client in words which host answers.
+    `aliases` are second names of metrics. If the engine `checks_model_name`, it is sent the name that it knows.
+    `elsewhere`, if set, refuses every request and tells the client in words which host answers.
 
     Every callable is called on the event loop for every request that needs it, so it must answer at once, from memory.
     """
@@ -77,8 +78,9 @@ class Backend:
         dropped_headers: frozenset[bytes] = frozenset(),
         slots: Callable[[], int] | None = None,
         kv_use: tuple[str, ParseKvUse] | None = None,
-        gauges: LoadGauges = LoadGauges(),  # noqa: B008 - frozen
+        aliases: Iterable[MetricAlias] = (),
         elsewhere: str | None = None,
+        insight: Insight | None = None,
     ) -> None:
         self.name = name  # the name in requests, if there are several models
         self.routes = tuple(routes)
@@ -92,8 +94,9 @@ class Backend:
         self.traffic = Traffic()
         self.upstream = UpstreamPool(socket_path, dropped_headers)
         self.elsewhere = elsewhere
+        self.insight = insight
         self._slots = slots
-        self._gauges = gauges
+        self.aliases = tuple(aliases)
         self.kv_use = KvUse(self.upstream, *kv_use) if kv_use else None
 
     def engines_name(self) -> str | None:
@@ -107,4 +110,4 @@ class Backend:
         working = self.traffic.working
         running = min(working, self._slots()) if self.progress().is_ready else 0
         kv_use = self.kv_use.share if self.kv_use and self.progress().is_ready else None
-        return Load(model=self.name, gauges=self._gauges, waiting=working - running, running=running, kv_use=kv_use)
+        return Load(model=self.name, waiting=working - running, running=running, kv_use=kv_use)

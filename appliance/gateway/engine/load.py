@@ -1,7 +1,7 @@
 """The load of a served model, as the model server protocol of the inference gateway expects it in /metrics.
 
 `docs/proposals/003-model-server-protocol` of kubernetes-sigs/gateway-api-inference-extension @84436a9 defines the
-gauges; each engine chooses their names.
+gauges; each engine has their names as aliases of ours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from appliance.engine_route import LoadGauges
 from appliance.gateway.engine import upstream
 from appliance.gateway.engine.upstream_pool import UpstreamPool
 from appliance.values import dataclass
@@ -32,7 +31,6 @@ class Load:
     the engine does not report it."""
 
     model: str
-    gauges: LoadGauges
     waiting: int
     running: int
     kv_use: float | None

@@ -41,6 +41,10 @@ class UpstreamPool:
         """True if the current engine has no request."""
         return self._present.is_free.is_set()
 
+    async def wait_free(self) -> None:
+        """Wait until the current engine has no request. The caller sees to it that no new one comes."""
+        await self._present.is_free.wait()
+
     def switch_to(self, socket_path: Path) -> None:
         """Send requests to this socket from now on; running ones stay where they are."""
         self._past.append(self._present)

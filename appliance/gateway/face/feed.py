@@ -159,6 +159,8 @@ class Feed:
     async def _look_at_load(self) -> None:
         if self._backend.kv_use and self._backend.progress().is_ready:
             await self._backend.kv_use.refresh()
+        if self._backend.insight:
+            await self._backend.insight.refresh()
 
     def _now(self, *, is_over: bool) -> dict[str, Any]:
         backend = self._backend
@@ -181,6 +183,7 @@ class Feed:
             "ttft_p95_s": self._requests.ttft_s(0.95),
             "engine_restarts": backend.engine_restarts() if backend.engine_restarts else None,
             "engine_hangs": backend.upstream.hangs,
+            "watts": backend.insight.watts() if backend.insight else None,
         }
 
     def _set(self, name: str, make: Document) -> None:

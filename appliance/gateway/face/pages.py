@@ -41,10 +41,9 @@ POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-_HEADERS = (
-    (b"content-security-policy", POLICY),
+_OF_PAGES = ((b"content-security-policy", POLICY), (b"referrer-policy", b"no-referrer"))
+_OF_FILES = (
     (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
     (b"vary", b"accept-encoding"),
 )
@@ -120,7 +119,7 @@ def _moved(target: bytes) -> Endpoint:
 
 async def _send(file: _File, scope: Scope, send: Send) -> None:
     asked = {name: value for name, value in scope["headers"] if name in (b"accept-encoding", b"if-none-match")}
-    headers = [*_HEADERS, (b"etag", file.tag)]
+    headers = [*_OF_FILES, *(_OF_PAGES if file.kind == TYPES[".html"] else ()), (b"etag", file.tag)]
     if _is_known(file.tag, asked.get(b"if-none-match", b"")):
         await send({"type": "http.response.start", "status": 304, "headers": headers})
         await send({"type": "http.response.body", "body": b""})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
 
 from appliance.gateway.engine.backend import Backend, Document
+from appliance.gateway.engine.insight import Insight
 from appliance.gateway.routes.forward import ResponseWriter
 from appliance.gateway.routes.models import Endpoint
 from appliance.gateway.wire.api_error import ApiError, unknown_model
@@ -31,7 +32,9 @@ def document_routes(metrics: Metrics, backends: Sequence[Backend]) -> dict[str, 
     actions = {name for backend in backends for name in backend.actions}
     names = {name for backend in backends for name in backend.documents} - actions
     each = {name: documents_of(name, backends) for name in sorted(names)}
-    return {"/metrics": _scrape(metrics, backends), **{path_of(name): _endpoint(found) for name, found in each.items()}}
+    insights = [backend.insight for backend in backends if backend.insight]
+    shown_of = {name: _endpoint(found, insights if name == "status" else ()) for name, found in each.items()}
+    return {"/metrics": _scrape(metrics, backends), **{path_of(name): found for name, found in shown_of.items()}}
 
 
 def documents_of(name: str, backends: Sequence[Backend]) -> dict[str, Document]:
@@ -65,8 +68,10 @@ def model_asked(scope: Scope) -> str | None:
     return asked["model"][-1] if "model" in asked else None
 
 
-def _endpoint(documents: Mapping[str, Document]) -> Endpoint:
+def _endpoint(documents: Mapping[str, Document], insights: Sequence[Insight] = ()) -> Endpoint:
     async def answer(scope: Scope, _receive: Receive, send: Send) -> None:
+        if insights:
+            await asyncio.gather(*(each.refresh() for each in insights))
         await ResponseWriter(send, "openai").document(shown(documents, model_asked(scope)))
 
     return answer
@@ -75,7 +80,8 @@ def _endpoint(documents: Mapping[str, Document]) -> Endpoint:
 def _scrape(metrics: Metrics, backends: Sequence[Backend]) -> Endpoint:
     async def answer(_scope: Scope, _receive: Receive, send: Send) -> None:
         told = (backend.kv_use for backend in backends if backend.kv_use and backend.progress().is_ready)
-        await asyncio.gather(*(each.refresh() for each in told))
+        insights = (backend.insight for backend in backends if backend.insight)
+        await asyncio.gather(*(each.refresh() for each in told), *(each.refresh() for each in insights))
         body = metrics.text()
         headers = [(b"content-type", _TEXT), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.console.progress import Progress
@@ -21,10 +22,11 @@ from appliance.gateway.clients.connections import WRITE_NOW
 from appliance.gateway.clients.request_log import EXCHANGE, KEY_NAME, Exchange, RequestLog
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
+from appliance.gateway.engine.insight import Insight
 from appliance.gateway.engine.upstream import BrokenError, HungError, LackError, Response, UnreachableError
 from appliance.gateway.engine.upstream_pool import UpstreamPool
 from appliance.gateway.routes.metrics import CLIENT_LEFT, FAILED
-from appliance.gateway.wire import api_error, events, headers
+from appliance.gateway.wire import api_error, events, headers, receipts
 from appliance.gateway.wire.api_error import ApiError
 from appliance.gateway.wire.model_name import with_model
 from appliance.race import first_of
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+MakeReceipt = Callable[[], Awaitable[tuple[receipts.Receipt, tuple[int | None, int | None]]]]
+"""Returns the receipt, and the tokens of prompt and answer if the engine told them."""
 
 # Answers of known length up to this size are read completely before they are sent, so that an engine that dies
 # meanwhile causes a 502 and not a truncated body. Longer ones (embeddings of a large batch) pass as they arrive.
@@ -63,8 +67,12 @@ class ResponseWriter:
         self.is_started = self.is_whole = False
         self._is_events = False
 
-    async def start(self, response: Response) -> None:
-        await self._start(response.status, headers.to_client(response.headers), is_events=response.is_stream)
+    async def start(self, response: Response, *, length: int | None = None) -> None:
+        """Send status and headers. `length` is that of the body, if it is known."""
+        head = headers.to_client(response.headers)
+        if length is not None:
+            head = [*((name, value) for name, value in head if name != b"content-length"), _length(length)]
+        await self._start(response.status, head, is_events=response.is_stream)
 
     async def _start(self, status: int, head: headers.RawHeaders, *, is_events: bool) -> None:
         self.is_started, self._is_events = True, is_events
@@ -88,7 +96,7 @@ class ResponseWriter:
     async def document(self, document: dict[str, Any], status: int = 200) -> None:
         """Send an answer of our own as JSON; the server itself omits the body of a reply to HEAD."""
         body = json.dumps(document, separators=(",", ":")).encode()
-        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        head = [(b"content-type", b"application/json"), _length(len(body))]
         await self._start(status, head, is_events=False)
         await self.finish(body)
 
@@ -118,6 +126,10 @@ class ResponseWriter:
             await self.finish(gap + error.event(self._dialect))
 
 
+def _length(count: int) -> tuple[bytes, bytes]:
+    return b"content-length", b"%d" % count
+
+
 class EngineEndpoint:
     """The ASGI application of one route of the engine."""
 
@@ -133,11 +145,14 @@ class EngineEndpoint:
         tell_every_s: float = request_queue.TELL_EVERY_S,
         model: Callable[[], str] = lambda: "",
         requests: RequestLog | None = None,
+        insight: Insight | None = None,
     ) -> None:
-        """`model` returns the name that `requests` shows; requests that need no model are not noted there."""
+        """`model` returns the name that `requests` shows; requests that need no model are not noted there. `insight`
+        makes receipts."""
         self._route = route
         self._model = model
         self._requests = requests if route.needs_model else None
+        self._insight = insight if route.can_stream else None  # only such routes generate tokens
         self._errors = errors or EngineErrors()
         self._engines_name = engines_name  # the engine's name of the model, if it refuses every other name
         self._engine = engine
@@ -149,12 +164,18 @@ class EngineEndpoint:
         if self._requests is None:
             await self._answer(scope, receive, send)
             return
-        exchange = Exchange(model=self._model(), route=scope["path"], key=scope.get(KEY_NAME, ""))
+        parent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
+        exchange = Exchange(
+            model=self._model(), route=scope["path"], key=scope.get(KEY_NAME, ""), parent=parent.decode("latin-1")
+        )
         scope[EXCHANGE] = exchange
         try:
             await self._answer(scope, receive, send)
         finally:
-            self._requests.add(exchange.finished())
+            row = exchange.finished()
+            if exchange.watched is not None and (slowed_by := exchange.watched.end(row)):
+                row = replace(row, slowed_by=slowed_by)
+            self._requests.add(row)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = ResponseWriter(send, self._route.dialect, scope.get(WRITE_NOW))
@@ -188,22 +209,44 @@ class EngineEndpoint:
         body = await unless_over(reading, must_end=must_end)
         if self._route.fault is not None and (why := self._route.fault(body)) is not None:
             raise ApiError(400, "invalid_request", why)
+        if self._insight is not None and self._insight.receipts != "off" and EXCHANGE in scope:
+            scope[EXCHANGE].watched = self._insight.watch(body, self._traffic)
         await unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
     async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
             raise api_error.not_ready(progress)  # the state may have changed while the body came
-        if progress.is_held:
-            is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
-            tell = reply.comment if is_stream else None
-            began = time.monotonic()
-            await request_queue.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
-            if EXCHANGE in scope:
-                scope[EXCHANGE].held_s += time.monotonic() - began
+        await self._until_back(scope, body, reply)
         if (name := self._engines_name()) is not None:
             body = with_model(body, content_type_of(scope), name)
         await self._forward(scope, body, reply)
+
+    async def _until_back(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+        """Wait while the engine is away on purpose."""
+        if not self._progress().is_held:
+            return
+        is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
+        tell = reply.comment if is_stream else None
+        began = time.monotonic()
+        await request_queue.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
+        if EXCHANGE in scope:
+            scope[EXCHANGE].held_s += time.monotonic() - began
+
+    def _receipt(self, scope: Scope) -> MakeReceipt | None:
+        """Return what makes the receipt of this request, or None if the client gets none."""
+        if self._insight is None or EXCHANGE not in scope:
+            return None
+        exchange: Exchange = scope[EXCHANGE]
+        watched, wanted = exchange.watched, self._insight.receipts
+        if watched is None or not (wanted == "always" or (wanted == "asked" and receipts.is_asked(scope["headers"]))):
+            return None
+
+        async def make() -> tuple[receipts.Receipt, tuple[int | None, int | None]]:
+            row = exchange.finished()
+            return await watched.receipt(row), (row.tokens_in, row.tokens_out)
+
+        return make
 
     async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         try:
@@ -214,6 +257,7 @@ class EngineEndpoint:
     async def _ask_alone(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         async with self._engine.one_by_one:
             for _ in range(ATTEMPTS_ALONE):
+                await self._until_back(scope, body, reply)
                 was_free, before = self._engine.is_free, self._engine.sent
                 try:
                     return await self._ask(scope, body, reply)
@@ -229,7 +273,8 @@ class EngineEndpoint:
             async with asked as response:
                 if EXCHANGE in scope:
                     scope[EXCHANGE].response = response
-                if not await relay(response, reply, self._traffic.rate, self._errors, self._route.crowded):
+                receipt = self._receipt(scope)
+                if not await relay(response, reply, self._traffic.rate, self._errors, self._route.crowded, receipt):
                     scope[FAILED] = "502"
                     if EXCHANGE in scope:
                         scope[EXCHANGE].fail(502)
@@ -245,14 +290,19 @@ class EngineEndpoint:
 
 
 async def relay(
-    response: Response, reply: ResponseWriter, rate: Rate, errors: EngineErrors, crowded: bytes = b""
+    response: Response,
+    reply: ResponseWriter,
+    rate: Rate,
+    errors: EngineErrors,
+    crowded: bytes = b"",
+    receipt: MakeReceipt | None = None,
 ) -> bool:
     """Pass the engine's answer on as it arrives. `write` waits while the client is slow, and nothing more is read
     meanwhile.
 
     Returns False for a stream that ended with an error in the client's dialect, else True. Raises ApiError for an error
     that must be written in another form or that a rule of `errors` matches, and CrowdedError for an error that contains
-    `crowded`.
+    `crowded`. `receipt`, if the client gets one, is called at the answer's end.
     """
     if response.status >= 400 and response.method != "HEAD":
         await _relay_error(response, reply, errors, crowded)
@@ -263,13 +313,15 @@ async def relay(
     length = None if reply.is_started else response.content_length
     if response.method != "HEAD" and length is not None and length <= WHOLE_REPLY_BYTES:
         body = await response.read()
-        await reply.start(response)
+        if receipt is not None:
+            body = receipts.in_document(body, (await receipt())[0])
+        await reply.start(response, length=None if receipt is None else len(body))
         await reply.finish(body)
         return True
     if not reply.is_started:
         await reply.start(response)
     if response.is_stream:
-        return await _relay_events(response, reply, rate, errors, crowded)
+        return await _relay_events(response, reply, rate, errors, crowded, receipt)
     async for chunk in response.chunks():
         await reply.write(chunk)
     await reply.finish()
@@ -296,11 +348,17 @@ async def _read_unless_crowded(response: Response, crowded: bytes) -> bytes:
 
 
 async def _relay_events(
-    response: Response, reply: ResponseWriter, rate: Rate, errors: EngineErrors, crowded: bytes
+    response: Response,
+    reply: ResponseWriter,
+    rate: Rate,
+    errors: EngineErrors,
+    crowded: bytes,
+    receipt: MakeReceipt | None,
 ) -> bool:
     """Pass a stream on up to the first error. What an engine sends after an error looks like a proper end, and is
     dropped."""
     watch = events.ErrorWatch()
+    filled = None if receipt is None else receipts.ReceiptEvents()
 
     def pass_on(piece: bytes) -> bool:
         if not (watch.passes(piece) and reply.write_now(piece)):
@@ -309,9 +367,16 @@ async def _relay_events(
         return True
 
     async for chunk in response.chunks():
-        response.pass_on = pass_on  # from the second piece on: the first goes through everything that notes it
+        if filled is None:
+            response.pass_on = pass_on  # from the second piece on: the first goes through everything that notes it
         rate.add(chunk)
         passed, error = watch.feed(chunk)
+        if filled is not None and receipt is not None:
+            passed = filled.feed(passed)
+            if filled.is_at_end:
+                passed += filled.end(*await receipt())
+            if error is not None:
+                passed += filled.rest()
         if passed:
             await reply.write(passed)
         if error is not None and crowded and crowded in error:
@@ -323,7 +388,8 @@ async def _relay_events(
             return False
         if error is not None:
             raise api_error.of_engine(502, events.data_of(error))
-    await reply.finish(watch.rest())
+    rest = watch.rest()
+    await reply.finish(rest if filled is None else filled.feed(rest) + filled.rest())
     return True
 
 

@@ -9,43 +9,77 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from appliance.console.progress import Phase, Progress
+from appliance.engine_route import MetricAlias
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from appliance.gateway.clients.connections import Counts
+    from appliance.gateway.clients.request_log import FinishedRequest
+    from appliance.gateway.engine.insight import Insight
     from appliance.gateway.engine.load import Load
 
 # from a cached prompt on a GPU to a long prefill on a CPU
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+# of one token: from a small model on a GPU to a large one whose weights are read from a disk
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 FAILED = "appliance.failed"
 """Key in the scope of a request whose answer began with 200 and failed later: the status to count it under."""
+_NONE: Mapping[str, Insight] = {}
 CLIENT_LEFT = "499"
 """Status that counts a request whose client left before the answer; nginx uses the same."""
 
 
 class Histogram:
-    """Counts of durations in seconds, by `BUCKETS_S` and one bucket above them all."""
+    """Counts of durations in seconds, by upper `bounds` and one bucket above them all."""
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(BUCKETS_S) + 1)
+    def __init__(self, bounds: tuple[float, ...] = BUCKETS_S) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self._counts[bisect_left(self._bounds, seconds)] += 1
         self.sum_s += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return (upper bound, number of values not above it) for each bucket."""
-        bounds = [*map(str, BUCKETS_S), "+Inf"]
+        bounds = [*map(str, self._bounds), "+Inf"]
         return [(bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
+
+
+class TokenCounts:
+    """Counts of the finished requests of one model. A figure that a request's engine did not tell is not counted."""
+
+    def __init__(self) -> None:
+        self.endings: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter(prompt=0, cached=0, computed=0, generated=0)
+        self.durations = {
+            "time_to_first_token": Histogram(),
+            "time_per_output_token": Histogram(TOKEN_BUCKETS_S),
+            "request": Histogram(),
+            "request_wait": Histogram(),
+        }
+
+    def add(self, row: FinishedRequest) -> None:
+        self.endings[row.ending] += 1
+        if row.tokens_in is not None:
+            cached = row.tokens_cached or 0
+            self.tokens.update(prompt=row.tokens_in, cached=cached, computed=max(0, row.tokens_in - cached))
+        self.tokens["generated"] += row.tokens_out or 0
+        self.durations["request"].observe(row.seconds)
+        self.durations["request_wait"].observe(row.waited_s)
+        if row.ttft_s is not None:
+            self.durations["time_to_first_token"].observe(row.ttft_s)
+        if row.tokens_per_s:
+            self.durations["time_per_output_token"].observe(1 / row.tokens_per_s)
 
 
 class Metrics:
@@ -59,6 +93,8 @@ class Metrics:
         engine_restarts: Callable[[], int] | None,
         engine_hangs: Callable[[], int] = lambda: 0,
         loads: Callable[[], Iterable[Load]] = tuple,
+        aliases: Iterable[MetricAlias] = (),
+        insights: Mapping[str, Insight] = _NONE,
     ) -> None:
         """`running` returns the number of running requests, `events_per_s` the events per second of their streams."""
         self._connections = connections
@@ -68,6 +104,9 @@ class Metrics:
         self._engine_restarts = engine_restarts
         self._engine_hangs = engine_hangs
         self._loads = loads
+        self._aliases = tuple(dict.fromkeys(aliases))
+        self._insights = insights
+        self._models: dict[str, TokenCounts] = {}
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._durations: dict[str, Histogram] = {}
         self._first_bytes: dict[str, Histogram] = {}
@@ -79,6 +118,10 @@ class Metrics:
     def began_answer(self, route: str, seconds: float) -> None:
         self._first_bytes.setdefault(route, Histogram()).observe(seconds)
 
+    def finished(self, row: FinishedRequest) -> None:
+        """Count an inference request that ended."""
+        self._models.setdefault(row.model, TokenCounts()).add(row)
+
     def text(self) -> bytes:
         # Imported here, so that the first token after a start does not wait for it. A separate registry, so that two
         # applications can live in one process.
@@ -89,7 +132,16 @@ class Metrics:
         return generate_latest(registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all metrics; Prometheus' registry calls this at a scrape."""
+        """Yield all metrics, then those that have a second name; Prometheus' registry calls this at a scrape."""
+        own: dict[str, Metric] = {}
+        for metric in self._own():
+            own[metric.name] = metric
+            yield metric
+        for alias in self._aliases:
+            if (found := own.get(alias.ours.removesuffix("_total"))) is not None:
+                yield _renamed(found, alias)
+
+    def _own(self) -> Iterable[Metric]:
         # imported here, with the first scrape and not at the start
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -130,26 +182,94 @@ class Metrics:
             yield CounterMetricFamily("appliance_engine_restarts", "Times the engine was restarted", value=restarts)
         words, hangs = "Times the engine was killed because it did not answer any more", self._engine_hangs()
         yield CounterMetricFamily("appliance_engine_hangs", words, value=hangs)
-        for name, words, values in _gauges_of(tuple(self._loads())):
-            gauge = GaugeMetricFamily(name, words, labels=["model_name"])
+        yield from self._of_models()
+        yield from self._of_insights()
+        loads = tuple(self._loads())
+        each: tuple[tuple[str, str, dict[str, float | None]], ...] = (
+            ("requests_waiting", "Requests without a slot of the engine", {load.model: load.waiting for load in loads}),
+            ("requests_running", "Requests that the engine works on", {load.model: load.running for load in loads}),
+            ("kv_cache_use", "Share of the KV cache in use, 0 to 1", {load.model: load.kv_use for load in loads}),
+        )
+        for name, words, values in each:
+            gauge = GaugeMetricFamily(f"appliance_{name}", words, labels=["model_name"])
             for model, value in values.items():
-                gauge.add_metric([model], value)
+                if value is not None:
+                    gauge.add_metric([model], value)
             yield gauge
 
+    def _of_insights(self) -> Iterable[Metric]:
+        """Yield energy and losses, by model. What is unknown is left out."""
+        # imported here, with the first scrape and not at the start
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-def _gauges_of(loads: Iterable[Load]) -> Iterable[tuple[str, str, dict[str, float]]]:
-    """Return (name, help text, value by model) of each load gauge. A value that is None is left out."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for load in loads:
-        each: tuple[tuple[str, str, float | None], ...] = (
-            (load.gauges.waiting, "Requests without a slot of the engine", load.waiting),
-            (load.gauges.running, "Requests that the engine works on", load.running),
-            (load.gauges.kv_use, "Share of the KV cache that running requests take, 0 to 1", load.kv_use),
+        words = "Energy of the devices that compute, since the first reading"
+        joules = CounterMetricFamily("appliance_joules", words, labels=["model_name"])
+        losses = GaugeMetricFamily("appliance_loss", "1 for each silent loss", labels=["model_name", "kind"])
+        for model, insight in self._insights.items():
+            if (value := insight.joules()) is not None:
+                joules.add_metric([model], value)
+            for kind in dict.fromkeys(insight.losses()):
+                losses.add_metric([model, kind], 1.0)
+        yield joules
+        yield losses
+
+    def _of_models(self) -> Iterable[Metric]:
+        """Yield tokens and times of finished inference requests, by model."""
+        # imported here, with the first scrape and not at the start
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        for key, name, words in _TOKENS:
+            counter = CounterMetricFamily(f"appliance_{name}_tokens{key}", words, labels=["model_name"])
+            for model, counts in self._models.items():
+                counter.add_metric([model], counts.tokens[key.removeprefix("_") or name])
+            yield counter
+        for name, words in _TIMES:
+            family = HistogramMetricFamily(f"appliance_{name}_seconds", words, labels=["model_name"])
+            for model, counts in self._models.items():
+                histogram = counts.durations[name]
+                family.add_metric([model], buckets=histogram.buckets(), sum_value=histogram.sum_s)
+            yield family
+        words = "Inference requests that ended, by ending"
+        endings = CounterMetricFamily("appliance_requests_finished", words, labels=["model_name", "ending"])
+        for model, counts in self._models.items():
+            for ending, count in counts.endings.items():
+                endings.add_metric([model, ending], count)
+        yield endings
+
+
+_TOKENS = (
+    ("", "prompt", "Tokens of prompts, with those from the cache"),
+    ("_cached", "prompt", "Tokens of prompts that were in the KV cache"),
+    ("_computed", "prompt", "Tokens of prompts that were read, without those from the cache"),
+    ("", "generated", "Tokens of answers"),
+)
+_TIMES = (
+    ("time_to_first_token", "From an inference request's arrival to its first token"),
+    ("time_per_output_token", "Mean time of one token of decode, for each request"),
+    ("request", "From an inference request's arrival to the end of its answer"),
+    ("request_wait", "Time that an inference request waited before the engine began with it"),
+)
+
+
+def _renamed(metric: Metric, alias: MetricAlias) -> Metric:
+    """Return the metric under its second name; series that become equal are added up."""
+    # imported here, with the first scrape and not at the start
+    from prometheus_client.core import Metric as AnyMetric
+
+    ours, name = alias.ours.removesuffix("_total"), alias.name.removesuffix("_total")
+    labels, values = dict(alias.labels), dict(alias.values)
+    renamed = AnyMetric(name, f"{metric.documentation}; {alias.ours}", metric.type)
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for sample in metric.samples:
+        told = tuple(
+            (labels.get(label, label), values.get(value, value) if label in labels else value)
+            for label, value in sample.labels.items()
         )
-        for name, words, value in each:
-            if value is not None:
-                found.setdefault((name, words), {})[load.model] = value
-    return ((*key, values) for key, values in found.items())
+        key = name + sample.name.removeprefix(ours), told
+        sums[key] = sums.get(key, 0.0) + sample.value
+    for (full, told), value in sums.items():
+        renamed.add_sample(full, dict(told), value)
+    return renamed
 
 
 class Measured:

@@ -30,6 +30,7 @@ _PARAMETERS = (
 )  # fmt: skip
 
 
+LIST_PATHS = ("/v1/models", "/models", "/api/v0/models")
 Endpoint = Callable[["Scope", "Receive", "Send"], Awaitable[None]]
 Entry = Callable[[ListedModel], Mapping[str, Any]]
 
@@ -256,5 +257,5 @@ def list_routes(backends: Sequence[Backend], reading: Traffic) -> tuple[ListRout
             all=ModelList(backends, reading, dialect),
             one=OneModel(backends, reading, dialect, f"{path}/"),
         )
-        for path, dialect in (("/v1/models", entry), ("/models", entry), ("/api/v0/models", lm_studio_entry))
+        for path, dialect in zip(LIST_PATHS, (entry, entry, lm_studio_entry), strict=True)
     )

@@ -30,6 +30,7 @@ NOT_FOR_ENGINE = HOP_BY_HOP | {
     b"expect",  # answered by this gateway
     b"origin",  # the engine repeats it in its CORS headers
     b"referer",
+    b"x-appliance-receipt",  # for this gateway
     b"accept-encoding",  # replaced by `identity`: an error event cannot be inserted into a compressed stream
 }
 

@@ -62,12 +62,13 @@ def query_loads() -> Iterator[GpuLoad]:
         if handle is None:
             yield GpuLoad(index=index)
             continue
-        whole = _clocks(index, handle)
+        whole = clocks_of(index, handle)
         for device in slices_of(handle) if is_cut(handle) else (handle,):
             yield _with_use(whole, device)
 
 
-def _clocks(index: int, handle: Any) -> GpuLoad:  # noqa: ANN401 - NVML's opaque pointer
+def clocks_of(index: int, handle: Any) -> GpuLoad:  # noqa: ANN401 - NVML's opaque pointer
+    """Return the clocks of a whole GPU and the reasons for them, without its use."""
     reasons = fact(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
     if reasons is None:  # its name before driver 535
         reasons = fact(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)

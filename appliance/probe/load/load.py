@@ -30,6 +30,35 @@ class GpuLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuMoment:
+    """One whole GPU at one moment, as the child `gpu_meter.py` reads it. `joules` are those since the driver was
+    loaded."""
+
+    index: int
+    uuid: str | None = None
+    joules: float | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    reasons: int | None = None  # NVML's bits for the reasons of not clocking higher
+    utilization: int | None = None  # per cent
+
+    @property
+    def clock_share(self) -> float | None:
+        """The clock relative to the highest; None if unknown."""
+        if self.sm_clock_mhz is None or not self.sm_clock_max_mhz:
+            return None
+        return min(1.0, self.sm_clock_mhz / self.sm_clock_max_mhz)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuMoments:
+    """One answer of that child. `problem` says why nothing is known."""
+
+    gpus: tuple[GpuMoment, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GpuLoads:
     """The child's samples, oldest first.
 

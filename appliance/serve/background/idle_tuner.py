@@ -55,7 +55,7 @@ class IdleTuner(Generic[P]):
 
     `need_s()` is the time for one load and one depth, `gained()` the number of results that this sitting has kept.
     `what_else_works()` looks at the machine while our engine rests, and returns "" if it is quiet. `until_crowded()`
-    returns when other programs take a large part of the CPUs.
+    returns when other programs take a large part of the CPUs. Once `gives_way` is set no further step begins.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class IdleTuner(Generic[P]):
         gained: Callable[[], int] = lambda: 0,
         what_else_works: Callable[[], Awaitable[str]] = _nothing_else,
         until_crowded: Callable[[], Awaitable[str]] = _never,
+        gives_way: asyncio.Event | None = None,
     ) -> None:
         self._host = host
         self._traffic = traffic
@@ -90,6 +91,7 @@ class IdleTuner(Generic[P]):
         self._gained = gained
         self._what_else_works = what_else_works
         self._until_crowded = until_crowded
+        self._gives_way = gives_way or asyncio.Event()
         self._wasted = 0  # sittings in a row that were interrupted before anything was kept
         self._busy_looks = 0
         self._not_before = 0.0
@@ -118,8 +120,8 @@ class IdleTuner(Generic[P]):
     def _settle_s(self) -> float:
         return 0.0 if self._is_hurried else self._patient_settle_s
 
-    async def run(self) -> None:
-        """Tune until the best plan serves or none could be found.
+    async def run(self) -> bool:
+        """Tune until the best plan serves or none could be found. Returns False if it ended before, to give way.
 
         Raises FatalError if the engine that was stopped for measuring does not come back.
         """
@@ -136,8 +138,10 @@ class IdleTuner(Generic[P]):
             # reach an engine that is about to be stopped.
             why = await self._why_no_room(self._best)
             step = decide(self._state(has_room=not why), idle_s=self._idle_s, settle_s=self._settle_s)
+            if self._gives_way.is_set():
+                return False
             if step.action is Action.END:
-                return
+                return True
             self._tuning.is_busy = step.action not in (Action.WAIT, Action.LOOK)
             if step.action is not Action.WAIT:
                 await steps[step.action]()
@@ -149,10 +153,11 @@ class IdleTuner(Generic[P]):
 
     async def _until_traffic_changes(self, timeout_s: float) -> None:
         if self._traffic.running:
-            await self._traffic.until_idle(timeout_s)
+            await first_of(self._traffic.until_idle(timeout_s), self._gives_way.wait())
             return
         hurrying = () if self._is_hurried else (self._tuning.wanted_now.wait(),)
-        await first_of(self._traffic.until_arrival(), *hurrying, timeout_s=timeout_s)
+        changes = (self._traffic.until_arrival(), self._gives_way.wait())
+        await first_of(*changes, *hurrying, timeout_s=timeout_s)
 
     def _state(self, *, has_room: bool) -> IdleState:
         traffic = self._traffic

@@ -12,8 +12,10 @@ from appliance.plan import Plan
 from appliance.probe import probe
 from appliance.profile import Profile, wants_more
 from appliance.race import first_of
+from appliance.serve.background.mode_switch import ModeSwitch, keep_modes
 from appliance.serve.model.needs import is_due, needs_measuring
 from appliance.serve.model.served_model import ServedModel
+from appliance.start.inputs import StartInputs
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
@@ -31,29 +33,39 @@ class BackgroundTasks:
         self._needs_bandwidths = served.settings.tune != "off" and served.hardware.speeds is None
         self._bandwidths: Bandwidths | None = None
         self._alone = asyncio.Lock()  # held by a probe, and while bandwidths are measured: they would slow each other
-        self._more: tuple[Profile, bool] | None = None  # a profile, and True if the mode wants more than it has
+        # a profile and a mode, and True if the mode wants more than the profile has
+        self._more: tuple[Profile, str, bool] | None = None
 
     async def run(self, backend: Backend) -> None:
         """Work beside serving. Never returns. Raises FatalError if an engine does not come back."""
-        for ended in await first_of(self._run(backend), self._served.unkept.write()):
+        served = self._served
+        for ended in await first_of(self._run(backend), served.unkept.write(), keep_modes(served, backend)):
             if not ended.cancelled():
                 ended.result()  # neither ends but by an error
 
     async def _run(self, backend: Backend) -> None:
         served = self._served
-        await first_of(self._know_machine(backend), served.tuning.wanted_now.wait())
+        await self._unless_hurried(self._know_machine(backend))
         while True:
+            if served.modes.wanted is not None:
+                await ModeSwitch(served, backend.upstream, served.modes.wanted, self._why_not_beside).run()
             if served.settings.tune == "idle" and (needs_measuring(served) or await self._wants_more(served.profile)):
                 await self._tune(backend)
-            await self._know_machine(backend)
+            await self._unless_switched(self._know_machine(backend))
             await self._unless_hurried(self._look_at_machine(backend))
             if served.settings.tune != "idle" or not needs_measuring(served):
                 served.tuning.wanted_now.clear()
                 await self._unless_hurried(self._know_machine_at_last(backend))
 
     async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, and end it as soon as a client waits for measuring."""
-        working, _ = await first_of(work, self._served.tuning.wanted_now.wait())
+        """Do the work, and end it as soon as a client waits for measuring, or for another mode."""
+        working, *_ = await first_of(self._unless_switched(work), self._served.tuning.wanted_now.wait())
+        if not working.cancelled():
+            working.result()
+
+    async def _unless_switched(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, and end it as soon as a client asks for another mode."""
+        working, _ = await first_of(work, self._served.modes.is_wanted.wait())
         if not working.cancelled():
             working.result()
 
@@ -86,11 +98,11 @@ class BackgroundTasks:
         if profile is None or mode == profile.mode or served.store.is_pinned(profile.key.id):
             return False
         # Kept: the question makes every plan there is, and is asked again for the same profile.
-        if self._more is None or self._more[0] != profile:
+        if self._more is None or self._more[:2] != (profile, mode):
             space = served.start.space(profile.kv_checks)
             found = await asyncio.to_thread(wants_more, profile, mode, space, budget_s=budget_s)
-            self._more = profile, found
-        return self._more[1]
+            self._more = profile, mode, found
+        return self._more[2]
 
     async def _tune(self, backend: Backend) -> None:
         # here: a start from a profile that holds never needs it
@@ -112,13 +124,16 @@ class BackgroundTasks:
             gained=self._gained,
             what_else_works=served.what_crowds,
             until_crowded=served.until_crowded,
+            gives_way=served.modes.is_wanted,
         )
         tuning.is_busy = False
         before, variants = served.profile, served.inputs.kernels.variants
         try:
-            await tuner.run()
+            is_over = await tuner.run()
         finally:
             tuning.is_busy = None  # after a lack as well, which begins all of this anew
+        if not is_over:
+            return
         tuning.why_not_best = tuner.why_given_up
         tuning.wanted_now.clear()
         # Other kernels have to be measured anew.
@@ -175,11 +190,11 @@ class BackgroundTasks:
                 return await plan_without(served, served.inputs.kernels.variant, error)
             return served.profile.plan
 
-    async def _space_now(self) -> Space:
+    async def _space_now(self, start: StartInputs | None = None) -> Space:
         """Return the plans for the memory that is free beside the engine that serves."""
         served = self._served
         hardware = await asyncio.to_thread(probe, served.settings.data_dir, served.environment)
-        return served.start.on(hardware).space()
+        return (start or served.start).on(hardware).space()
 
     async def _why_no_room(self, plan: Plan | None) -> str:
         """Say why free memory holds no second engine beside the one that serves; "" if it does."""
@@ -190,8 +205,12 @@ class BackgroundTasks:
         if plan is None and served.profile is not None and not is_due(served, served.profile):
             mode = served.settings.mode
             return f"mode '{mode}' may want a context that fits only in place of the engine that serves"
+        return await self._why_not_beside(served.start, wanted)
+
+    async def _why_not_beside(self, start: StartInputs, plan: Plan) -> str:
+        """Say why free memory holds no second engine with this plan; "" if it does."""
         try:
-            found = (await self._space_now()).now(wanted)
+            found = (await self._space_now(start)).now(plan)
         except FatalError as error:  # a device that is gone: no reason to end serving
             return error.message
         return found if isinstance(found, str) else ""

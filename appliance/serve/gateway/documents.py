@@ -14,7 +14,9 @@ from appliance.errors import VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import as_document, head_of, summary
 from appliance.probe import as_document as hardware_document
-from appliance.profile import Profile, speeds_of, speeds_told
+from appliance.profile import Profile, losses, speeds_of, speeds_told
+from appliance.profile.losses import Loss
+from appliance.serve.gateway.modes import modes_document, switch_document
 from appliance.serve.model.needs import begin_again, needs_measuring
 from appliance.serve.model.served_model import ServedModel
 
@@ -64,17 +66,46 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "context": plan.context if plan else None,
         "chosen": summary(plan) if plan else None,
         "mode": served.settings.mode,
+        "modes": modes_document(served),
+        "mode_switch": switch_document(served),
         **speeds_told(plan, profile),
         "tuning": tuning_state(served),
         "allocated": asdict(served.allocated) if served.allocated else None,
         "memory_prediction_error": profile.prediction_error if profile else None,
         "slow_beside": served.slow_beside,
+        "losses": [asdict(loss) for loss in losses_of(served)],
+        "watts": served.meter.watts,
+        "energy": _energy(served),
         "gpu_memory": _gpu_memory(served),
         "measured_since_start": profile is not None and profile is served.measured_here,
         "profile_holds": str(drift) if drift else None,
         "standing": _profile_status(served, profile),
         "engine_restarts": served.host.restarts,
         "engine_hangs": served.upstream.hangs if served.upstream else 0,
+    }
+
+
+def losses_of(served: ServedModel) -> tuple[Loss, ...]:
+    """Return the speed that this machine could have and does not, as far as it is known now."""
+    plan, drift = served.host.plan, served.tuning.drift
+    found = [*losses.of_machine(served.gpus_at_first), *(losses.of_speed(plan, served.profile) if plan else ())]
+    if served.slow_beside:
+        hint = "stop the others or give the engine CPUs of its own (docker run --cpuset-cpus)"
+        found.append(Loss(kind="other_programs", what=served.slow_beside, hint=hint))
+    if drift is not None and drift == "stale":
+        what = "the engine is slower than its profile, twice in a row"
+        found.append(Loss(kind="slower_than_profile", what=what, hint="`appliance tune` measures again"))
+    return (*found, *served.losses)
+
+
+def _energy(served: ServedModel) -> dict[str, Any]:
+    """Return joules since the first reading, and for 1,000 tokens of answers; null is unknown, and `why_unknown` says
+    why."""
+    last, use = served.meter.last, served.energy_use
+    return {
+        "joules": None if last is None or last.joules is None else round(last.joules, 1),
+        "wh_per_1000_tokens": None if (wh := use.wh_per_1000_tokens) is None else round(wh, 4),
+        "why_unknown": served.meter.why_unknown or None,
     }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.console.report import Report
 from appliance.errors import ConfigError
 from appliance.probe.machine.network import why_unreachable
+from appliance.serve.gateway.insight import SlotInsight
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -42,16 +43,25 @@ async def open_gateway(
     """
     key = _key(settings, report)
     # here: at the top uvicorn would delay the engine's start
+    from appliance.gateway.accounts.accounts import Accounts
+    from appliance.gateway.accounts.usage import Usage
+    from appliance.gateway.accounts.usage_store import UsageStore
     from appliance.gateway.app import create_app
     from appliance.gateway.clients.auth import Keys
+    from appliance.gateway.clients.traces import Traces
     from appliance.gateway.server import Gateway
 
+    usage = Usage(UsageStore(settings.usage_path))
+    traces = Traces(settings.otlp_endpoint) if settings.otlp_endpoint else None
     app = create_app(
         [_backend(slot, part) for slot in slots],
         keys=Keys(frozenset({key})) if key else None,
         recent=lambda: list(report.recent),
         doctor=partial(_findings, slots[0]),
         libraries=settings.facts_dir / "web",
+        accounts=Accounts(settings.named_keys_path) if key else None,
+        usage=usage,
+        traces=traces,
     )
     gateway = await Gateway.open(app, settings.host, settings.port)
     for slot, backend in zip(slots, gateway.backends, strict=True):
@@ -68,6 +78,9 @@ async def open_gateway(
         address.unlink(missing_ok=True)
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.shield(gateway.drain(settings.drain_s))
+        usage.close()
+        if traces:
+            traces.close()
 
 
 def _write_address(settings: Settings, port: int) -> None:
@@ -95,13 +108,18 @@ def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
         dropped_headers=engine.dropped_headers,
         progress=lambda: slot.report.progress,
         documents={**slot.documents(), **(part.documents if part else {})},
-        actions={"tuning": lambda _body: slot.measure_now(), **(part.actions if part else {})},
+        actions={
+            "tuning": lambda _body: slot.measure_now(),
+            "mode": slot.switch_mode,
+            **(part.actions if part else {}),
+        },
         elsewhere=part.elsewhere if part else None,
         listed=slot.listed,
         engine_restarts=lambda: slot.restarts,
-        gauges=engine.load_gauges,
+        aliases=engine.metric_aliases,
         slots=lambda: slot.plan.parallel if slot.plan else 0,
         kv_use=(path, partial(_kv_use, slot)) if path else None,
+        insight=SlotInsight(slot),
     )
 
 

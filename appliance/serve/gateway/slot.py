@@ -13,6 +13,7 @@ from appliance.console.report import Report
 from appliance.plan import Plan
 from appliance.probe import as_document as hardware_document
 from appliance.serve.gateway.documents import documents_of, listed_of, measure_now, status_of_image
+from appliance.serve.gateway.modes import switch_mode
 from appliance.serve.gateway.pending import Pending
 from appliance.serve.model.served_model import ServedModel, socket_paths
 from appliance.settings import Settings
@@ -136,6 +137,14 @@ class ModelSlot:
 
         raise not_ready(self.report.progress)
 
+    def switch_mode(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Begin to switch to the mode that the body names. Raises ApiError if that is not possible now."""
+        if self.served:
+            return switch_mode(self.served, body)
+        from appliance.gateway.wire.api_error import not_ready  # here: no start needs it
+
+        raise not_ready(self.report.progress)
+
     def _document(self, name: str) -> dict[str, Any]:
         if self.served:
             return documents_of(self.served)[name]()
@@ -151,5 +160,7 @@ class ModelSlot:
             "model": self.name,
             "context": None,
             "mode": self.settings.mode,
+            "modes": [],
+            "mode_switch": None,
             "fetch": dict(progress.facts),
         }

@@ -62,6 +62,7 @@ async def stop_engine(slot: ModelSlot) -> None:
         return
     try:
         slot.served.guard.give_up()
+        slot.served.meter.stop()
     finally:
         await slot.served.host.stop()
 

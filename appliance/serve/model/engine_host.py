@@ -149,10 +149,11 @@ class EngineHost(Generic[P]):
         self._set_present(_Present(plan, present.socket_path, present.supervisor))
         return None
 
-    async def swap(self, plan: P, upstream: Upstream) -> Crash | None:
+    async def swap(self, plan: P, upstream: Upstream, *, on_switch: Callable[[], None] = lambda: None) -> Crash | None:
         """Load another engine in parallel, send new requests to it, and stop the old one after its last request.
 
-        Returns a Crash if the new engine did not become ready; nothing has changed then.
+        Returns a Crash if the new engine did not become ready; nothing has changed then. `on_switch` is called when new
+        requests go to it, which may be long before the last request of the old one ends.
         """
         old = self._in_place()
         socket_path = next(path for path in self._sockets if path != old.socket_path)
@@ -166,6 +167,7 @@ class EngineHost(Generic[P]):
             self._past_restarts += old.supervisor.restarts
             self._others.append(old.supervisor)
             self._set_present(_Present(plan, socket_path, supervisor))
+            on_switch()
         finally:
             if self._in_place().supervisor is not supervisor:
                 await supervisor.stop(grace_s=0.0)  # it has no requests, and a stop may be waiting for it

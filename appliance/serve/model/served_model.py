@@ -17,11 +17,14 @@ from appliance.engines.engine import Host, Inputs, Node, Space
 from appliance.model import plain_name
 from appliance.plan import Allocated, KvCheck, MemoryPeak, Plan
 from appliance.probe import Hardware
+from appliance.probe.load.meter import EnergyUse, Meter
 from appliance.profile import Key, Profile, ProfileStore
+from appliance.profile.losses import Loss
 from appliance.serve.model.demand import PATIENCE_S, EngineDemand
 from appliance.serve.model.engine_host import EngineHost
 from appliance.serve.model.engine_log import EngineLogs
 from appliance.serve.model.memory_kills import MemoryKills
+from appliance.serve.model.mode_state import ModeState
 from appliance.serve.model.tuning_state import TuningState
 from appliance.serve.model.unkept import Unkept
 from appliance.settings import Settings
@@ -82,6 +85,7 @@ class ServedModel:
         self.upstream: UpstreamPool | None = None  # of the gateway, once there is one
         self.unkept = Unkept(store, report)
         self.tuning = TuningState()
+        self.modes = ModeState(start.settings)
         self.profile: Profile | None = None  # the plan is from it
         self.measured_here: Profile | None = None  # the last one that this process measured
         self.session: TuningSession | None = None  # the last one
@@ -90,6 +94,11 @@ class ServedModel:
         self.allocated: Allocated | None = None  # by the engine that serves
         self.gpu_memory: MemoryPeak | None = None  # that engine was seen to hold; None: not looked at, or unknown
         self.slow_beside: str | None = None  # what slows that engine down; None: nothing does
+        self.gpus_at_first = usable_gpus(self.inputs.image, self.hardware)
+        self.losses: tuple[Loss, ...] = ()  # that were seen while it serves
+        gpus = () if self.settings.devices == "none" else self.gpus_at_first
+        self.meter = Meter(self.hardware, environment, gpus)
+        self.energy_use = EnergyUse()
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     @property
@@ -133,7 +142,10 @@ class ServedModel:
         self.space = self._space_with(())
 
     def set_start(self, start: StartInputs) -> None:
-        """Plan with other kernels or other memory from here on. Other kernels have a profile of their own."""
+        """Plan with other kernels, with other memory or for another mode from here on.
+
+        Other kernels have a profile of their own.
+        """
         has_other_key = start.key != self.start.key
         self._begin_with(start)
         if has_other_key:

@@ -107,16 +107,21 @@ static int device_unsigned(const char *call, Device device, const char *name, un
     return code;
 }
 
-/* One file and one process: a description is read once. */
-int nvmlInitWithFlags(unsigned flags) {
+/* One file and one process: a description is read once, unless it has a line reread=1: then at each count of GPUs. */
+static int read_machine(void) {
     const char *path = getenv("FAKE_NVML_MACHINE");
     FILE *file = path ? fopen(path, "r") : NULL;
-    (void)flags;
     if (!file) return UNKNOWN;
-    machine = calloc(1, 1 << 20);
-    if (!fread(machine, 1, (1 << 20) - 1, file)) machine[0] = 0;
+    char *read = calloc(1, 1 << 20);
+    if (!fread(read, 1, (1 << 20) - 1, file)) read[0] = 0;
     fclose(file);
-    return told("nvmlInitWithFlags", 0);
+    free(machine);
+    machine = read;
+    return SUCCESS;
+}
+int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    return read_machine() ? UNKNOWN : told("nvmlInitWithFlags", 0);
 }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void) { return told("nvmlShutdown", 0); }
@@ -141,6 +146,7 @@ int nvmlSystemGetProcessName(unsigned pid, char *out, unsigned size) {
 }
 int nvmlDeviceGetCount_v2(unsigned *out) {
     unsigned long long value = 0;
+    if (find("reread") && read_machine()) return UNKNOWN;
     int code = told("nvmlDeviceGetCount_v2", 0);
     if (!code) code = number("gpus", &value);
     *out = (unsigned)value;
@@ -196,6 +202,20 @@ int nvmlDeviceGetCurrentClocksEventReasons(Device d, unsigned long long *out) {
 }
 int nvmlDeviceGetCurrentClocksThrottleReasons(Device d, unsigned long long *out) {
     return device_number("nvmlDeviceGetCurrentClocksThrottleReasons", d, "reasons", out);
+}
+
+/* gpu.0.energy_mj=1000,5000: each call is told the next of them, and the last from then on. */
+int nvmlDeviceGetTotalEnergyConsumption(Device d, unsigned long long *out) {
+    static unsigned calls[MIG_STRIDE * MIG_STRIDE];
+    char key[WORD], list[WORD];
+    int code = told("nvmlDeviceGetTotalEnergyConsumption", d);
+    key_of(key, d, "energy_mj");
+    if (!code) code = text(key, list, WORD);
+    if (code) return code;
+    char *value = list;
+    for (unsigned each = calls[d % (MIG_STRIDE * MIG_STRIDE)]++; each && strchr(value, ','); each--) value = strchr(value, ',') + 1;
+    *out = strtoull(value, NULL, 10);
+    return SUCCESS;
 }
 
 /* gpu.0.utilization=90,40,0: each call is told the next of them, and the last from then on. */

@@ -48,9 +48,9 @@ class Front:
 
 
 @asynccontextmanager
-async def front_of(home: Home, *, stall_timeout_s: float, patience_s: float) -> AsyncIterator[Front]:
+async def front_of(home: Home, *, stall_timeout_s: float, patience_s: float, **settings: str) -> AsyncIterator[Front]:
     with short_folder() as runtime_dir:
-        more = {"port": str(free_port()), "drain_s": "0.1", "stall_timeout_s": str(stall_timeout_s)}
+        more = {"port": str(free_port()), "drain_s": "0.1", "stall_timeout_s": str(stall_timeout_s), **settings}
         environment = home.environment(runtime_dir, **more)
         report = Report("json", StringIO())
         slot = open_slot(load_settings({}, environment), environment, report)

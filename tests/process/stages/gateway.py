@@ -27,7 +27,7 @@ from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute, ErrorRule
 from appliance.engines.llama.api.client_errors import ERRORS
 from appliance.engines.llama.api.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
-from appliance.engines.routes import LOAD_GAUGES
+from appliance.engines.metric_aliases import METRIC_ALIASES
 from appliance.gateway.app import create_app
 from appliance.gateway.clients.auth import Keys
 from appliance.gateway.clients.connections import Limits
@@ -241,7 +241,7 @@ def _gateway(
         documents=documents,
         listed=lambda: stage.listed or ListedModel(id="small", phase=stage.progress.phase),
         engine_restarts=lambda: 3,
-        gauges=LOAD_GAUGES,
+        aliases=METRIC_ALIASES,
         slots=None if slots is None else lambda: slots,
         kv_use=(SLOTS_PATH, lambda answer: parse_kv_use(answer, 8192)),
     )

@@ -202,7 +202,7 @@ async def idle_stage(
 
 
 @asynccontextmanager
-async def running(tuner: IdleTuner[FakePlan]) -> AsyncIterator[asyncio.Task[None]]:
+async def running(tuner: IdleTuner[FakePlan]) -> AsyncIterator[asyncio.Task[bool]]:
     """Run the tuner beside the block. Its error, if any, is raised at the end of the block."""
     task = asyncio.create_task(tuner.run())
     try:

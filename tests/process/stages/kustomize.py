@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 Resource = dict[str, Any]
-KNOWN = {"apiVersion", "kind", "resources", "components", "images", "replicas", "patches"}
+KNOWN = {"apiVersion", "kind", "resources", "components", "configMapGenerator", "images", "replicas", "patches"}
 LISTS_BY = {"containers": "name", "volumes": "name", "volumeMounts": "mountPath", "env": "name"}
 SCALED = ("Deployment", "StatefulSet")
 
@@ -26,6 +26,7 @@ def build(folder: Path, *components: Path) -> list[Resource]:
     found = [each for name in told.get("resources", ()) for each in _resources(folder / name)]
     for component in (*(folder / name for name in told.get("components", ())), *components):
         found += build(component)
+    found += [_config_map(folder, each) for each in told.get("configMapGenerator", ())]
     for patch in told.get("patches", ()):
         found = _patched(found, patch, folder)
     for image in told.get("images", ()):
@@ -54,6 +55,19 @@ def pod_specs(resource: Resource) -> Iterable[tuple[dict[str, str], dict[str, An
 
 def _resources(path: Path) -> list[Resource]:
     return build(path) if path.is_dir() else [each for each in yaml.safe_load_all(path.read_text()) if each]
+
+
+def _config_map(folder: Path, told: dict[str, Any]) -> Resource:
+    options = told["options"]
+    assert told.keys() == {"name", "namespace", "files", "options"}
+    assert options.keys() == {"disableNameSuffixHash", "labels"}
+    files = (each.split("=") for each in told["files"])
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": told["name"], "namespace": told["namespace"], "labels": options["labels"]},
+        "data": {name: (folder / path).read_text() for name, path in files},
+    }
 
 
 def _one(found: list[Resource], is_it: Any) -> Resource:

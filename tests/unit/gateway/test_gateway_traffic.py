@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from io import StringIO
 from typing import Any
 
@@ -109,3 +110,18 @@ async def arrives(traffic: Traffic) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def test_two_requests_at_once_work_twice_as_long() -> None:
+    traffic = Traffic()
+    with traffic.admitted(), traffic.admitted():
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        ran_s = time.monotonic() - began
+        assert traffic.work_s >= 2 * ran_s
+    worked_s = traffic.work_s
+    await asyncio.sleep(0.01)
+    assert traffic.work_s == worked_s
+    with traffic.admitted(is_work=False):
+        await asyncio.sleep(0.01)
+        assert traffic.work_s == worked_s

@@ -1,6 +1,7 @@
 // One answer of the model: asked for as a stream, and shown as Markdown.
 
 import { marked } from "./marked.esm.js";
+import { t } from "./strings.js";
 
 // What an answer may become in the page: text and its structure. Nothing that loads, runs or looks like the page's own.
 const ALLOWED = {
@@ -22,6 +23,7 @@ marked.use({
 /** Returns a piece of a page made from Markdown that nobody trusts. */
 export function fromMarkdown(text) {
   const made = DOMPurify.sanitize(marked.parse(text), { ...ALLOWED, RETURN_DOM_FRAGMENT: true });
+  for (const block of made.querySelectorAll("pre")) block.tabIndex = 0; // a long line scrolls, also by keys
   for (const link of made.querySelectorAll("a")) {
     link.rel = "noopener noreferrer nofollow";
     link.target = "_blank";
@@ -65,6 +67,7 @@ export async function ask(request, signal, onAnswer) {
   const began = performance.now();
   let first = null;
   let timings = null;
+  let isWhole = false;
   const tell = (more) => {
     answer = { ...answer, ...more };
     onAnswer(answer);
@@ -82,7 +85,10 @@ export async function ask(request, signal, onAnswer) {
       return tell({ problem: body?.error?.message ?? `${response.status} ${response.statusText}`, status: response.status });
     }
     for await (const data of eventsOf(response.body)) {
-      if (data === "[DONE]") break;
+      if (data === "[DONE]") {
+        isWhole = true;
+        break;
+      }
       const event = JSON.parse(data);
       if (event.error) tell({ problem: event.error.message });
       timings = event.timings ?? timings;
@@ -96,6 +102,7 @@ export async function ask(request, signal, onAnswer) {
         usage: event.usage ?? answer.usage,
       });
     }
+    if (!isWhole && !answer.problem) tell({ problem: t("cutOff") });
   } catch (error) {
     if (error.name !== "AbortError") tell({ problem: String(error.message ?? error) });
   }

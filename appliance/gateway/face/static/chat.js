@@ -13,7 +13,18 @@ const SERVES = new Set(["ready", "held"]);
 
 function Markdown({ text }) {
   const place = useRef(null);
-  useEffect(() => place.current.replaceChildren(fromMarkdown(clean(text))), [text]);
+  const latest = useRef(text);
+  const timer = useRef(0);
+  const show = () => {
+    timer.current = 0;
+    place.current?.replaceChildren(fromMarkdown(clean(latest.current)));
+  };
+  useEffect(() => {
+    latest.current = text;
+    // At most ten times a second: a fast model sends more pieces than anybody reads.
+    timer.current ||= setTimeout(show, place.current.firstChild ? 100 : 0);
+  }, [text]);
+  useEffect(() => () => clearTimeout(timer.current), []);
   return html`<div class="markdown" ref=${place}></div>`;
 }
 
@@ -30,7 +41,7 @@ function Answer({ message, isLast, isBusy, onAgain }) {
     ${problem && html`<p class="problem error" role="alert">${clean(problem)}</p>`}
     <footer>
       ${message.seconds != null &&
-      html`<small>${t("figures", count(tokens), speed(message.speed), seconds(message.seconds))}${
+      html`<small>${tokens == null ? seconds(message.seconds) : t("figures", count(tokens), speed(message.speed), seconds(message.seconds))}${
         usage?.prompt_tokens_details?.cached_tokens ? ` · ${t("fromCache", count(usage.prompt_tokens_details.cached_tokens))}` : ""
       }</small>`}
       ${text && navigator.clipboard && html`<button type="button" class="plain" onClick=${() => navigator.clipboard.writeText(text)}>${t("copy")}</button>`}

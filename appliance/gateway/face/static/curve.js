@@ -8,19 +8,23 @@ import { t } from "./strings.js";
 const HEIGHT = 172;
 
 /** Returns the measured plans, the chosen one first: {key, isChosen, points: [{depth, decode, prefill}]}. */
-export function curvesOf(profile, chosen) {
-  const measurements = profile?.measurements ?? [];
-  const curves = measurements
-    .filter((one) => one.points?.length)
-    .map((one) => ({
-      key: one.key,
-      isChosen: one.key === chosen,
-      points: one.points.map((at) => ({
-        depth: at.depth,
-        decode: at.decode_ms ? 1000 / at.decode_ms : null,
-        prefill: at.prefill_ms ? 1000 / at.prefill_ms : null,
-      })),
-    }));
+export function curvesOf(profile, tuning, chosen) {
+  const found = new Map();
+  for (const { key, points } of [...(profile?.measurements ?? []), ...(tuning?.measurements ?? [])]) {
+    const depths = found.get(key) ?? new Map();
+    for (const { depth, decode_ms, prefill_ms } of points ?? []) {
+      // A plan may be measured twice. Other work only slows a measurement, so the faster one counts, as in the plan.
+      const before = depths.get(depth);
+      const faster = (ms, known) => Math.max(ms > 0 ? 1000 / ms : 0, known ?? 0) || null;
+      depths.set(depth, { depth, decode: faster(decode_ms, before?.decode), prefill: faster(prefill_ms, before?.prefill) });
+    }
+    if (depths.size) found.set(key, depths);
+  }
+  const curves = [...found].map(([key, depths]) => ({
+    key,
+    isChosen: key === chosen,
+    points: [...depths.values()].sort((a, b) => a.depth - b.depth),
+  }));
   return curves.sort((a, b) => Number(b.isChosen) - Number(a.isChosen));
 }
 
@@ -82,8 +86,8 @@ function Plot({ curves, what, predicted }) {
   </figure>`;
 }
 
-export function Curve({ profile, chosen, predicted }) {
-  const curves = curvesOf(profile, chosen);
+export function Curve({ profile, tuning, chosen, predicted }) {
+  const curves = curvesOf(profile, tuning, chosen);
   if (!curves.length) return html`<p class="muted">${t("noCurve")}</p>`;
   return html`
     <${Plot} curves=${curves} what="decode" predicted=${predicted} />

@@ -9,6 +9,7 @@ import { watch } from "./stream.js";
 import { language, switchLanguage, t } from "./strings.js";
 
 const LATEST = 100;
+const FAILED = new Set(["error", "stopped"]);
 const BUSY = new Set(["starting", "fetching", "loading", "tuning", "restarting", "held"]);
 
 /** Returns the state after an event. */
@@ -32,9 +33,16 @@ function Figure({ label, value, detail }) {
 /** Returns how far the phase is, 0 to 1; null if that is unknown. */
 function doneOf(now) {
   const facts = now.facts ?? {};
-  if (facts.total_bytes) return facts.done_bytes / facts.total_bytes;
+  if (facts.bytes_total) return facts.bytes_done / facts.bytes_total;
   if (facts.seconds_left != null) return now.elapsed_s / Math.max(0.1, now.elapsed_s + facts.seconds_left);
   return null;
+}
+
+/** Returns how much is fetched and how fast; empty in other phases. */
+function fetched(facts) {
+  if (!facts?.bytes_total) return "";
+  const rate = facts.bytes_per_s ? `, ${(facts.bytes_per_s / 1e6).toFixed(1)} MB/s` : "";
+  return ` · ${(facts.bytes_done / 1e9).toFixed(2)} / ${(facts.bytes_total / 1e9).toFixed(2)} GB${rate}`;
 }
 
 function Phase({ now, tuning }) {
@@ -45,7 +53,7 @@ function Phase({ now, tuning }) {
   const words = isMeasuring ? tuning.message : now.message;
   return html`<div class="phase">
     <p role="status"><strong class=${`pill ${now.phase}`}>${word("phase", now.phase)}</strong> ${clean(words)}${" "}
-      <small>${t("since", seconds(now.elapsed_s))}${left != null ? ` · ${t("left", seconds(left))}` : ""}</small></p>
+      <small>${t("since", seconds(now.elapsed_s))}${left != null ? ` · ${t("left", seconds(left))}` : ""}${fetched(now.facts)}</small></p>
     ${isBusy && html`<progress aria-label=${clean(words)} value=${done ?? undefined} max="1"></progress>`}
   </div>`;
 }
@@ -74,6 +82,7 @@ function Now({ state }) {
       <${Figure} label=${t("waiting")} value=${count(now.requests_waiting)} detail="" />
       <${Figure} label=${t("kvUse")} value=${share(now.kv_use)} detail=${plan?.context ? t("kvOf", count(plan.context)) : ""} />
     </dl>
+    ${state.status?.slow_beside && html`<p class="problem">${clean(state.status.slow_beside)}</p>`}
     <${LastProblem} log=${log} now=${now} />
   </${View}>`;
 }
@@ -130,6 +139,8 @@ function Modes({ status }) {
   const [problem, setProblem] = useState("");
   const modes = status?.modes ?? [];
   if (modes.length < 2) return null;
+  const isBusy = status.mode_switch?.state === "switching";
+  const failure = status.mode_switch?.state === "failed" ? status.mode_switch.message : "";
   const choose = async (mode) => {
     setProblem(t("switching"));
     const { status: code, body } = await post("/appliance/v1/mode", { mode });
@@ -137,22 +148,22 @@ function Modes({ status }) {
   };
   return html`<fieldset class="modes"><legend>${t("modes")}</legend>
     ${modes.map(
-      (one) => html`<label><input type="radio" name="mode" checked=${one.mode === status.mode}
+      (one) => html`<label class="mode"><input type="radio" name="mode" checked=${one.mode === status.mode} disabled=${isBusy}
           onChange=${() => choose(one.mode)} /> ${clean(one.mode)}${" "}
         <small>${speed(one.decode_tokens_per_s)} ${t("decode")}, ${speed(one.prefill_tokens_per_s)} ${t("prefill")}${
           one.context ? `, ${count(one.context)} ${t("context")}` : ""
         }</small></label>`,
     )}
-    <p role="status">${clean(problem)}</p>
+    <p role="status">${isBusy ? t("switching") : clean(problem || failure)}</p>
   </fieldset>`;
 }
 
 function CurveView({ state }) {
-  const { profile, plan, status } = state;
+  const { profile, plan, status, tuning } = state;
   const at = status?.speeds?.predicted?.at?.[0];
   const predicted = at && { depth: at.depth, decode: at.decode_tokens_per_s, prefill: at.prefill_tokens_per_s };
   return html`<${View} id="curve" title=${t("curve")}>
-    <${Curve} profile=${profile} chosen=${plan?.key} predicted=${predicted} />
+    <${Curve} profile=${profile} tuning=${tuning} chosen=${plan?.key} predicted=${predicted} />
     <${Modes} status=${status} />
   </${View}>`;
 }
@@ -167,12 +178,12 @@ function Requests({ state }) {
           <thead><tr>${columns.map((name) => html`<th scope="col">${t(name)}</th>`)}</tr></thead>
           <tbody>
             ${rows.map(
-              (row) => html`<tr key=${row.id} class=${row.status >= 400 ? "failed" : ""}>
+              (row) => html`<tr key=${row.id} class=${FAILED.has(row.ending) ? "failed" : ""}>
                 <td><time>${clock(row.time)}</time></td><td>${clean(row.model)}</td><td>${clean(row.route)}</td>
                 <td class="number">${count(row.tokens_in)}</td><td class="number">${count(row.tokens_cached)}</td>
                 <td class="number">${count(row.tokens_out)}</td><td class="number">${seconds(row.waited_s)}</td>
                 <td class="number">${seconds(row.ttft_s)}</td><td class="number">${speed(row.tokens_per_s)}</td>
-                <td>${word("end", row.ending)}${row.status >= 400 ? ` (${row.status})` : ""}</td>
+                <td>${word("end", row.ending)}${FAILED.has(row.ending) ? ` (${row.status})` : ""}</td>
                 <td>${(row.slowed_by ?? []).map(clean).join(", ")}</td>
               </tr>`,
             )}
@@ -182,10 +193,14 @@ function Requests({ state }) {
 }
 
 function Gpu({ gpu }) {
-  const link = gpu.pcie_generation && t("link", gpu.pcie_generation, gpu.pcie_width, gpu.pcie_generation_max ?? "?", gpu.pcie_width_max ?? "?");
-  const holders = (gpu.holders ?? []).map((one) => `${clean(one.name ?? one.pid)} ${gib(one.memory_mib)} GiB`).join(", ");
-  return html`<div><dt>${t("gpu")} ${clean(gpu.index ?? "")}</dt><dd>${clean(gpu.name)}, ${gib(gpu.total_mib)} GiB${" "}
-    ${link && html`<small>${link}</small>`} ${holders && html`<small>${t("holders")}: ${holders}</small>`}</dd></div>`;
+  const isNarrow = gpu.pcie_width < gpu.pcie_width_max;
+  const link = gpu.pcie_width && t("link", gpu.pcie_generation ?? "?", gpu.pcie_width, gpu.pcie_generation_max ?? "?", gpu.pcie_width_max ?? "?");
+  const power = gpu.power_limit_w && t("powerLimit", count(gpu.power_limit_w), count(gpu.power_limit_default_w));
+  const holders = (gpu.holders ?? []).map((one) => `${clean(one.name ?? one.pid)} ${gib(one.used_mib)} GiB`).join(", ");
+  const memory = gpu.vram_free_mib == null ? `${gib(gpu.vram_total_mib)} GiB` : t("free", gib(gpu.vram_free_mib), gib(gpu.vram_total_mib));
+  const notes = [memory, link, power, holders && `${t("holders")}: ${holders}`, clean(gpu.problem ?? "")].filter(Boolean);
+  return html`<div><dt>${t("gpu")} ${clean(gpu.index ?? "")}</dt><dd>${clean(gpu.name)}${" "}
+    ${notes.map((note) => html`<small class=${note === link && isNarrow ? "narrow" : ""}>${note}</small>${" "}`)}</dd></div>`;
 }
 
 function Machine({ state }) {
@@ -202,7 +217,7 @@ function Machine({ state }) {
       ${gpus.length === 0
         ? html`<div><dt>${t("gpu")}</dt><dd>${t("noGpu")}${hardware.gpus?.problem ? `: ${clean(hardware.gpus.problem)}` : ""}</dd></div>`
         : gpus.map((gpu) => html`<${Gpu} gpu=${gpu} />`)}
-      <div><dt>${t("watts")}</dt><dd>${status?.watts == null ? t("unknown") : `${count(status.watts)} W`}</dd></div>
+      <div><dt>${t("watts")}</dt><dd>${now.watts == null ? t("unknown") : `${count(now.watts)} W`}</dd></div>
       <div><dt>${t("version")}</dt><dd>${clean(now.version)} ${status?.cell && html`<small>${clean(status.cell)}</small>`}</dd></div>
     </dl>`}
     ${losses.length > 0 && html`<h3>${t("losses")}</h3><ul>${losses.map(

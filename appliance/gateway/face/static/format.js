@@ -3,7 +3,7 @@
 import { language, t } from "./strings.js";
 
 const numbers = new Intl.NumberFormat(language === "zh" ? "zh-CN" : "en", { maximumFractionDigits: 0 });
-const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 
 /** Returns text of others with control and direction characters shown as escapes. */
 export const clean = (text) =>

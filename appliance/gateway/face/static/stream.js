@@ -4,23 +4,28 @@ import { statusOf } from "./session.js";
 
 const PATH = "/appliance/v1/events";
 const NAMES = ["now", "status", "plan", "profile", "tuning", "hardware", "log", "doctor", "requests", "request"];
-const AGAIN_MS = 2000;
+// Until the next try: longer each time, and not the same for all pages of a server that was restarted.
+const AGAIN_MS = [1000, 2000, 4000, 8000, 15000];
 
 /** Calls `onEvent(name, document)` for each event, and `onState` with "open", "lost", "login" or "full". */
 export function watch(onEvent, onState) {
   let source = null;
   let timer = 0;
+  let tries = 0;
 
   function open() {
     if (source || document.hidden) return;
     source = new EventSource(PATH);
-    source.onopen = () => onState("open");
+    source.onopen = () => {
+      tries = 0;
+      onState("open");
+    };
     for (const name of NAMES) source.addEventListener(name, (event) => onEvent(name, JSON.parse(event.data)));
     source.onerror = async () => {
       close();
       const status = await statusOf("/appliance/v1/status");
       onState(status === 401 ? "login" : status === 200 ? "full" : "lost");
-      if (status !== 401) timer = setTimeout(open, AGAIN_MS);
+      if (status !== 401) timer = setTimeout(open, AGAIN_MS[Math.min(tries++, AGAIN_MS.length - 1)] * (0.5 + Math.random()));
     };
   }
 

@@ -44,7 +44,7 @@ const WORDS = {
   predicted: ["predicted", "预测"],
   measured: ["measured", "实测"],
   notMeasured: ["not measured yet", "尚未测量"],
-  noPlan: ["No plan yet: the model is not here.", "尚无配置：模型还未就绪。"],
+  noPlan: ["No plan yet.", "尚无配置。"],
   decode: ["decode", "解码"],
   prefill: ["prefill", "预填充"],
   curve: ["Speed over context", "速度与上下文长度"],
@@ -77,6 +77,7 @@ const WORDS = {
   gpu: ["GPU", "GPU"],
   noGpu: ["none is visible", "未发现"],
   link: ["PCIe {0} ×{1} of {2} ×{3}", "PCIe {0} ×{1}，最高 {2} ×{3}"],
+  powerLimit: ["limited to {0} W of {1} W", "功率上限 {0} W，默认 {1} W"],
   holders: ["memory is held by", "显存占用"],
   watts: ["power", "功率"],
   losses: ["Speed that is lost", "损失的速度"],
@@ -125,6 +126,7 @@ const WORDS = {
   newChat: ["New chat", "新聊天"],
   remove: ["Delete", "删除"],
   notReady: ["The model does not serve yet ({0}).", "模型尚未就绪（{0}）。"],
+  cutOff: ["The answer was cut off.", "回答被中断。"],
   kept: ["Chats are kept in this browser only.", "聊天记录只保存在此浏览器中。"],
 };
 

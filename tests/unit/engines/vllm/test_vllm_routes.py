@@ -38,6 +38,7 @@ def test_an_answer_without_it_is_a_value_error(answer: bytes) -> None:
 
 
 def test_its_load_has_the_engines_own_names_and_no_client_asks_the_engine_for_them() -> None:
-    gauges = ENGINE.load_gauges
-    assert {gauges.running, gauges.kv_use} <= {line.partition("{")[0] for line in METRICS.splitlines()}
+    names = {"vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
+    assert names <= {alias.name for alias in ENGINE.metric_aliases}
+    assert names <= {line.partition("{")[0] for line in METRICS.splitlines()}
     assert METRICS_PATH not in {path for route in ROUTES for path in (route.path, route.upstream)}

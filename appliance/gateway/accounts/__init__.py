@@ -1,0 +1,1 @@
+"""Named API keys, their limits, and what was used with each."""

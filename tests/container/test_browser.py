@@ -1,0 +1,154 @@
+"""The pages in a real browser, before the real container: from a first start to a chat, and what must not happen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container.stages.containers import ROOT, Stage, started, volume, wait_for
+
+HERE = Path(__file__).parent / "browser"
+SCRIPT = ROOT / "images/builder/web_libraries.py"
+PAGES_BYTES_MAX = 100_000
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+# Set to a folder, the pictures are kept there: those in docs/pictures were made so.
+PICTURES = os.environ.get("APPLIANCE_TEST_PICTURES")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the tag of the browser's image, built once for this machine's builder."""
+    context = tmp_path_factory.mktemp("browser")
+    for path in (HERE / "Dockerfile", HERE / "axe.json", SCRIPT):
+        shutil.copy(path, context)
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(context.iterdir()))).hexdigest()
+    tag = f"appliance-test-browser:{digest[:12]}"
+    certificates = next((os.environ[name] for name in ("PIP_CERT", "SSL_CERT_FILE") if os.environ.get(name)), None)
+    secret = ["--secret", f"id=ca,src={certificates}"] if certificates else []
+    argv = ["docker", "buildx", "build", "--provenance=false", "--load", "--tag", tag, *secret, str(context)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=900)
+    if done.returncode:
+        pytest.skip(f"the browser's image cannot be built here: {done.stderr.strip().splitlines()[-1]}")
+    return tag
+
+
+@pytest.fixture(scope="module")
+def seen(browser: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Return what one look at a first start saw: the dashboard is open from its first seconds."""
+    folder = Path(PICTURES) if PICTURES else tmp_path_factory.mktemp("pictures")
+    folder.chmod(0o777)
+    env = {"APPLIANCE_TUNE": "first", "APPLIANCE_BUDGET_S": "60" if PICTURES else "15"}
+    with volume() as name, started(name, env=env) as stage:
+        wait_for(lambda: "listening" in stage.names(), 60, stage.logs)
+        yield {**look(browser, stage, folder), "pictures": folder}
+
+
+def look(browser: str, stage: Stage, folder: Path) -> dict[str, Any]:
+    argv = [
+        *("docker", "run", "--rm", "--network", f"container:{stage.container.id}", "--env", "KEY"),
+        *("--volume", f"{HERE / 'look.py'}:/look.py:ro", "--volume", f"{folder}:/pictures"),
+        *(browser, "python3", "/look.py", "http://127.0.0.1:11435", "/pictures"),
+    ]
+    done = subprocess.run(
+        argv, env={**os.environ, "KEY": stage.key()}, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{stage.logs()[-2000:]}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_first_start_is_watched_from_its_beginning(seen: dict[str, Any]) -> None:
+    phases = seen["start"]["phases"]
+    assert phases[-1] == "ready", phases
+    assert "tuning" in phases, phases
+
+
+def test_the_login_says_nothing_of_the_appliance(seen: dict[str, Any]) -> None:
+    words = seen["start"]["login"]
+    assert "API key" in words
+    assert "SmolLM" not in words
+    assert "ready" not in words
+    assert seen["start"]["refused"] == "This key is not accepted."
+
+
+def test_every_view_has_live_data(seen: dict[str, Any]) -> None:
+    views = seen["dashboard"]["views"]
+    assert "SmolLM" in views["requests"]
+    assert "/v1/chat/completions" in views["requests"]
+    assert "ready" in views["now"]
+    assert "kv_type" in views["why"]
+    assert "measured" in views["why"]
+    assert "chosen plan" in views["curve"]
+    assert "cores" in views["machine"]
+    assert "key there is one" in views["machine"]
+    assert seen["dashboard"]["bottom_of_curve"] <= 900, "the first three views need no scroll on a laptop"
+
+
+def test_a_chat_is_answered_repeated_edited_and_stopped(seen: dict[str, Any]) -> None:
+    chat = seen["chat"]
+    assert len(chat["answer"]) > 10
+    assert re.match(r"\d+ tokens, [\d.]+ tok/s, ", chat["figures"])
+    assert chat["again"] == 1
+    assert chat["edited"] == "Say hello."
+    assert chat["stopped"] == 1
+
+
+def test_a_hostile_answer_is_text(seen: dict[str, Any]) -> None:
+    chat = seen["chat"]
+    assert chat["evil"] is None
+    assert chat["elements"] == 0
+    assert chat["hrefs"] == [None]
+
+
+def test_nothing_breaks_the_policy_and_nothing_is_loaded_from_elsewhere(seen: dict[str, Any]) -> None:
+    assert seen["violations"] == []
+    assert seen["errors"] == []
+    assert seen["foreign_requests"] == []
+
+
+def test_nobody_is_kept_out(seen: dict[str, Any]) -> None:
+    """axe finds nothing on either page, light and dark, on a laptop and on a phone."""
+    names = {
+        "login",
+        "chat",
+        "chat, phone, dark",
+        "dashboard",
+        "dashboard-dark",
+        "dashboard-phone",
+        "dashboard-chinese",
+    }
+    assert {*seen["axe"]} == names
+    assert {name: found for name, found in seen["axe"].items() if found} == {}
+
+
+def test_a_phone_needs_no_sideways_scroll(seen: dict[str, Any]) -> None:
+    assert seen["dashboard"]["dashboard-phone, overflow"] <= 0
+
+
+def test_chinese_is_chinese(seen: dict[str, Any]) -> None:
+    titles = seen["dashboard"]["dashboard-chinese"]
+    assert len(titles) == 5
+    assert all(CHINESE.search(title) for title in titles), titles
+
+
+def test_the_pages_are_small(seen: dict[str, Any]) -> None:
+    total = sum(seen["loaded"].values())
+    print(f"both pages with all that they load: {total:,} bytes; first paint {seen['paint_ms']} ms")
+    assert 20_000 < total <= PAGES_BYTES_MAX, seen["loaded"]
+
+
+def test_a_page_of_another_program_changes_and_reads_nothing(seen: dict[str, Any]) -> None:
+    foreign = seen["foreign"]
+    assert foreign["read"] == "not readable"
+    assert foreign["statuses"], "the browser sent nothing"
+    assert all(status in (401, 403) for status in foreign["statuses"] if status != 200), foreign
+    assert foreign["statuses"].count(200) <= 1  # the read that the page was not shown
