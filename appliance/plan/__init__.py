@@ -1,7 +1,7 @@
 """Step 2: the types of a plan, which all engines share. Each engine makes its own plans: engines/<name>/."""
 
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, summary
-from appliance.plan.head import Head, LargerContext, head_of
+from appliance.plan.head import ContextPrice, Head, LargerContext, head_of
 from appliance.plan.memory_kill import MemoryKill, held_mib, most_mib, remembered
 from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.observed.allocated import Allocated
@@ -69,6 +69,7 @@ __all__ = [
     "CardPeak",
     "Choice",
     "Compilation",
+    "ContextPrice",
     "Costs",
     "Device",
     "GpuAllocation",

@@ -6,23 +6,52 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from appliance.errors import printable
-from appliance.plan.parts.speeds import rate
+from appliance.plan.parts.speeds import duration, rate
 from appliance.plan.plan import GpuAllocation, Placement, Plan
 from appliance.values import dataclass
+
+NOTICED = 0.97  # a smaller loss of prefill speed is not mentioned
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPrice:
+    """Predicted speeds with one context length, to compare it with another."""
+
+    decode_tokens_per_s: float  # near empty
+    prefill_tokens_per_s: float  # of a prompt that is as long as those that the plan is priced with
+    fill_s: float  # time to read a prompt that fills the context
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargerContext:
-    """A longer context that another setting would give, and the speed that it would have."""
+    """A longer context that another setting would give, the speeds that it would have, and those of the plan."""
 
     context: int
     setting: str  # a flag with its value
     decode_tokens_per_s: float | None  # None: unknown
+    price: ContextPrice | None = None  # None: unknown
+    now: ContextPrice | None = None  # the plan's own speeds with its own context; None: unknown
 
     def describe(self) -> str:
-        """Return "131,072 with --ctx-size 131072 (14 tok/s of decode)"."""
-        speed = f" ({rate(self.decode_tokens_per_s)} tok/s of decode)" if self.decode_tokens_per_s else ""
-        return f"{self.context:,} with {self.setting}{speed}"
+        """Return "131,072 with --ctx-size 131072 (decode 33 -> 14 tok/s, read in full in 40 s -> 3 min)"."""
+        words = f"{self.context:,} with {self.setting}"
+        if self.price is None or self.now is None:
+            return words
+        return f"{words} ({', '.join(_changes(self.now, self.price))})"
+
+
+def _changes(now: ContextPrice, then: ContextPrice) -> Iterator[str]:
+    """Yield words on the decode speed, and on what else changes."""
+    decode = _change(rate(now.decode_tokens_per_s), rate(then.decode_tokens_per_s))
+    yield f"decode {decode} tok/s"
+    if then.prefill_tokens_per_s < NOTICED * now.prefill_tokens_per_s:
+        yield f"prefill {_change(rate(now.prefill_tokens_per_s), rate(then.prefill_tokens_per_s))}"
+    if duration(now.fill_s) != duration(then.fill_s):
+        yield f"read in full in {_change(duration(now.fill_s), duration(then.fill_s))}"
+
+
+def _change(now: str, then: str) -> str:
+    return then if now == then else f"{now} -> {then}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from appliance.engines.engine import Space
 from appliance.errors import FatalError
-from appliance.plan import LargerContext, Plan
+from appliance.plan import ContextPrice, Costs, LargerContext, Plan
 from appliance.settings import Settings
 from appliance.start.inputs import StartInputs
 
@@ -35,7 +35,7 @@ def larger_contexts(start: StartInputs, space: Space, plan: Plan) -> tuple[Large
         for kind in SMALLER_KV_TYPES
         if kind in start.inputs.facts.kv_types and kind != plan.kv_type and settings.kv_type == "auto"
     )
-    found = (_first(start, plan, asked) for asked in (lengths, kinds))
+    found = (_first(start, space, plan, asked) for asked in (lengths, kinds))
     return tuple(each for each in found if each is not None)
 
 
@@ -43,20 +43,52 @@ def _with(settings: Settings, name: str, **value: Any) -> Settings:  # noqa: ANN
     return replace(settings, **value, sources={**settings.sources, name: "this plan"})
 
 
-def _first(start: StartInputs, plan: Plan, asked: Iterable[tuple[str, Settings]]) -> LargerContext | None:
+def _first(start: StartInputs, space: Space, plan: Plan, asked: Iterable[tuple[str, Settings]]) -> LargerContext | None:
     """The first of some settings that can be planned and carries more."""
     for words, settings in asked:
         try:
-            other = replace(start, inputs=replace(start.inputs, settings=settings)).space().predicted
+            others = replace(start, inputs=replace(start.inputs, settings=settings)).space()
+            other = others.predicted
         except FatalError:  # it does not fit, or this engine, chip or model does not take it
             continue
         if other.context >= WORTH * plan.context:
-            return LargerContext(context=other.context, setting=words, decode_tokens_per_s=_decode(other))
+            now, price = _prices(space, plan, others, other)
+            decode = price.decode_tokens_per_s if price else None
+            return LargerContext(context=other.context, setting=words, decode_tokens_per_s=decode, price=price, now=now)
     return None
 
 
-def _decode(plan: Plan) -> float | None:
-    return plan.speed.decode_tokens_per_s if plan.speed else None
+def _prices(
+    space: Space, plan: Plan, others: Space, other: Plan
+) -> tuple[ContextPrice, ContextPrice] | tuple[None, None]:
+    """Return the predicted speeds of the plan and of another; None for both if the engine predicts none.
+
+    A plan that copies weights to a GPU is predicted with a longer prompt than others. So the prefill speed of the other
+    plan follows from the costs of both with the first plan's prompt.
+    """
+    if plan.speed is None or other.speed is None:
+        return None, None
+    tokens, costs, there = plan.speed.prompt_tokens, space.costs(plan), others.costs(other)
+    read_ms = costs.prefill_ms(tokens, tokens / 2)
+    if not read_ms:
+        return None, None  # a plan of an earlier start that this space cannot compute
+    slower = there.prefill_ms(tokens, tokens / 2) / read_ms
+    return (
+        ContextPrice(
+            decode_tokens_per_s=plan.speed.decode_tokens_per_s,
+            prefill_tokens_per_s=plan.speed.prefill_tokens_per_s,
+            fill_s=_fill_s(costs, plan.context),
+        ),
+        ContextPrice(
+            decode_tokens_per_s=other.speed.decode_tokens_per_s,
+            prefill_tokens_per_s=plan.speed.prefill_tokens_per_s / slower,
+            fill_s=_fill_s(there, other.context),
+        ),
+    )
+
+
+def _fill_s(costs: Costs, tokens: int) -> float:
+    return costs.prefill_ms(tokens, tokens / 2) / 1000
 
 
 def to_measure(start: StartInputs, space: Space, plan: Plan) -> tuple[str, ...]:

@@ -13,6 +13,13 @@ def rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.{0 if tokens_per_s >= 9.95 else 1}f}"
 
 
+def duration(seconds: float) -> str:
+    """Return a predicted time for people: "45 s", "6 min", "1.6 hours"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeedAt:
     """Speeds with `depth` tokens in the KV cache.

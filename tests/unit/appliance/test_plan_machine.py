@@ -15,6 +15,8 @@ import pytest
 from appliance.__main__ import main
 from appliance.engines.llama.planning.space import Space
 from appliance.image_facts import dump_facts
+from appliance.plan.head import ContextPrice, LargerContext
+from appliance.plan.parts.speeds import duration, rate
 from appliance.probe import as_document
 from appliance.settings import PREFIX, resolve_settings
 from tests.builders import facts, facts_for, model
@@ -279,9 +281,30 @@ def test_five_lines_come_first(image: Image) -> None:
     with_it = image.plan("--machine", image.machine("24+8"), "--model", "qwen3-32b@Q8_0", "--json", *flags)
     assert with_it.document["plan"]["context"] == larger["context"]
     assert with_it.document["plan"]["speed"]["decode_tokens_per_s"] == pytest.approx(larger["decode_tokens_per_s"])
+    now, price = larger["now"], larger["price"]
+    assert price["decode_tokens_per_s"] == larger["decode_tokens_per_s"]
+    assert now["prefill_tokens_per_s"] == said.document["plan"]["speed"]["prefill_tokens_per_s"]
+    assert price["fill_s"] > now["fill_s"] > 0
+    assert f"(decode {rate(now['decode_tokens_per_s'])} -> {rate(price['decode_tokens_per_s'])} tok/s" in text[0]
+    assert f"read in full in {duration(now['fill_s'])} -> {duration(price['fill_s'])}" in text[0]
     assert "placement" in said.document["to_measure"]
     still = image.plan("--machine", image.machine("24+8"), "--model", "qwen3-32b@Q8_0", "--json", "--tune", "off")
     assert still.document["to_measure"] == []
+
+
+def test_a_longer_context_tells_the_speeds_that_change() -> None:
+    now = ContextPrice(decode_tokens_per_s=33.0, prefill_tokens_per_s=2000.0, fill_s=4.0)
+    dear = ContextPrice(decode_tokens_per_s=14.0, prefill_tokens_per_s=900.0, fill_s=7200.0)
+    free = ContextPrice(decode_tokens_per_s=33.2, prefill_tokens_per_s=1999.0, fill_s=4.01)
+    told = [
+        LargerContext(context=65536, setting="--flag 1", decode_tokens_per_s=None, price=price, now=now).describe()
+        for price in (dear, free, None)
+    ]
+    assert told == [
+        "65,536 with --flag 1 (decode 33 -> 14 tok/s, prefill 2000 -> 900, read in full in 4.0 s -> 2.0 hours)",
+        "65,536 with --flag 1 (decode 33 tok/s)",
+        "65,536 with --flag 1",
+    ]
 
 
 def test_memory_that_keeps_a_larger_ubatch_away_is_said(image: Image) -> None:

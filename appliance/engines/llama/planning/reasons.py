@@ -24,7 +24,7 @@ from appliance.errors import printable
 from appliance.model import Model
 from appliance.plan import READABLE_TOKENS_PER_S, Device, GpuAllocation, KvCheck, Memory, Placement, Speed
 from appliance.plan.parts.choice import Choice
-from appliance.plan.parts.speeds import rate
+from appliance.plan.parts.speeds import duration, rate
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 
@@ -81,10 +81,6 @@ def _read_in_time(settings: Settings, context_plan: ContextPlan, native: str) ->
         return words
     larger = f"--fill-minutes 0 would give {more.context:,}, read in {duration(more.fill_s)}"
     return f"{words}; {larger} and then decoding {rate(more.full)} tok/s, this {rate(context_plan.full)}"
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 def _when_full(context_plan: ContextPlan) -> str:

@@ -100,10 +100,12 @@ def with_smaller(
 ) -> ContextPlan:
     """Return the decision with ubatch SMALLER if that makes a short chat clearly faster and a long prompt no slower.
 
-    Its smaller buffer leaves more room on faster cards. The context is at least as long as before.
+    Its smaller buffer leaves more room on faster cards, or room on a card at all. The context is at least as long as
+    before.
     """
     placement = context_plan.placed.placement
-    if settings.ubatch or job.model.reads_whole or not placement.shares or is_unbeatable(placement, resources.devices):
+    devices = resources.devices
+    if settings.ubatch or job.model.reads_whole or not devices or is_unbeatable(placement, devices):
         return context_plan
     small = replace(job, ubatch=SMALLER)
     at = replace(small, context=padded(context_plan.context))
@@ -182,7 +184,8 @@ def _is_still_whole(found: ContextPlan, before: ContextPlan, at_least: Callable[
     if found.context >= before.context:
         return True
     is_ended = bool(before.bound)  # False for the native length and for --ctx-size: neither is shortened
-    return is_ended and found.context >= CONTEXT_KEPT * before.context and found.context >= at_least()
+    least = max(CONTEXT_KEPT * before.context, min(before.context, SMALLEST_CONTEXT))
+    return is_ended and found.context >= least and found.context >= at_least()
 
 
 def _by_time(context_plan: ContextPlan, job: PlacementJob, resources: Resources, settings: Settings) -> list[int]:

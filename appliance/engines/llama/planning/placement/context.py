@@ -93,8 +93,16 @@ class ContextRequest:
     fill_s: float = 0.0  # seconds that reading a full context may take; 0: no limit
 
     @property
+    def usable(self) -> int:
+        """Smallest context length that clients work with: more important than speed and the cache's type in all modes.
+
+        The native length if that is shorter.
+        """
+        return min(self.tokens, SMALLEST_CONTEXT)
+
+    @property
     def floor(self) -> int:
-        """Context length that is more important than speed; 0 if there is none."""
+        """Context length that is more important than speed as long as decode is quick; 0 if there is none."""
         return 0 if self.is_explicit or self.aim != "balanced" else min(self.tokens, AGENT_CONTEXT)
 
     def is_below_floor(self, tokens: int, beside: int) -> bool:
@@ -246,7 +254,7 @@ class _Asked:
         """
         if kind not in self.fast:
             return 0
-        least = min(self._request.tokens, SMALLEST_CONTEXT)
+        least = self._request.usable
         if self._has_experts and self._resources.devices and self._share:
             tokens = self._most(lambda tokens: self._is_paid(kind, tokens) and self._attends_on_gpus(kind, tokens))
             if tokens >= least:
@@ -277,14 +285,17 @@ class _Asked:
 
         If none does, that speed is not asked for, and the largest context is taken.
         """
-        least = min(self._request.tokens, SMALLEST_CONTEXT)
+        least = self._request.usable
         return any(self._is_readable(kind, least, placed) for kind in self.fast if (placed := self(kind, least)))
 
     def _is_readable(self, kind: str, tokens: int, placed: Placed) -> bool:
         return self._costs(kind, placed).decode_ms(tokens) * READABLE_TOKENS_PER_S <= 1000
 
     def _is_paid(self, kind: str, tokens: int) -> bool:
-        """Return True if the mode accepts this context: near empty, and half full above GOOD_CONTEXT."""
+        """Return True if the mode accepts this context: near empty, and half full above GOOD_CONTEXT.
+
+        Up to the smallest context that clients work with, every context that fits is accepted.
+        """
         return not self._objection(kind, tokens)
 
     def _objection(self, kind: str, tokens: int) -> str:
@@ -292,6 +303,8 @@ class _Asked:
         placed = self(kind, tokens)
         if placed is None:
             return NO_FIT
+        if tokens <= self._request.usable:
+            return ""
         if self._is_too_long(kind, tokens, placed):
             return TOO_LONG
         is_quick = tokens <= self._request.floor and self._is_quick(kind, tokens, placed)
@@ -312,7 +325,7 @@ class _Asked:
         shorter context would free has no other use there.
         """
         limit_s = 0.0 if self._request.is_explicit or placed.placement.is_whole else self._request.fill_s
-        return 0 < limit_s < self.fill_s(kind, tokens, placed) and tokens > min(self._request.tokens, SMALLEST_CONTEXT)
+        return 0 < limit_s < self.fill_s(kind, tokens, placed) and tokens > self._request.usable
 
     def fill_s(self, kind: str, tokens: int, placed: Placed) -> float:
         return self._costs(kind, placed).prefill_ms(tokens, tokens / 2) / 1000
@@ -402,7 +415,7 @@ class _Asked:
         """
         if new.kv_type not in (*TRUSTED, old.kv_type) and old.context >= enough_of(self._request):
             return False
-        least = min(self._request.tokens, SMALLEST_CONTEXT)
+        least = self._request.usable
         if new.context > old.context:
             is_much_more = new.context >= CONTEXT_WORTH * old.context or old.context < least or not self._share
             is_much_more = is_much_more or self._request.is_below_floor(old.context, new.context)
