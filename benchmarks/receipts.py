@@ -125,7 +125,11 @@ def main() -> int:
         on_gpu = _Lazy(folder / "gpu", _gpu_home)
         for name in options.cause or CAUSES:
             row = Row(cause=name)
-            rows.append(CAUSES[name]((on_gpu if name in ON_GPU else on_cpu).get(), row, options.tries))
+            rows.append(row)
+            try:
+                CAUSES[name]((on_gpu if name in ON_GPU else on_cpu).get(), row, options.tries)
+            except KeyboardInterrupt:
+                break  # what was counted so far is shown
             print(f"  {_in_words(row)}", file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"cpus": len(os.sched_getaffinity(0)), "rows": [asdict(row) for row in rows]}, indent=1))
@@ -317,6 +321,7 @@ def tuning(home: Home, row: Row, tries: int) -> Row:
     """The profile is marked as stale, and the described GPU has no room for a second engine: the machine is measured in
     place of the engine that serves, and a request waits until that is back."""
     store = ProfileStore(home.profiles, lambda _: None)
+    _set_clock(home, CLOCK_MHZ, utilization=0)
     with _serving(home, tune="idle", budget_s="600") as client:
         _set_clock(home, CLOCK_MHZ, utilization=0, memory_free=NO_ROOM_MIB * 2**20)
         for number in range(tries):
