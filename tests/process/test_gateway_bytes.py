@@ -33,7 +33,9 @@ class Client:
 
     async def send(self, data: bytes) -> None:
         self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._rng.choice((2_048, 65_536, 10**6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._rng.choice((8_192, 65_536, 10**6)))
+        # Loopback's segments are larger than a small buffer: the kernel would send one every 0.2 s then.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1_000)
         self._socket.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self._socket, ("127.0.0.1", self._port))
