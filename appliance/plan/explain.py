@@ -27,7 +27,8 @@ def summary(plan: Plan) -> str:
 
     Speculative decoding is added if the plan has it.
     """
-    knobs = ", ".join(f"{name} {value}" for name, value in plan.knobs if name != "context")
+    told = {**dict(plan.knobs), "placement": plan.placement.describe()}
+    knobs = ", ".join(f"{name} {value}" for name, value in told.items() if name != "context")
     return f"{knobs}, {plan.speculation.describe()}" if plan.speculation else knobs
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from appliance.errors import printable
 from appliance.plan.parts.speeds import duration, rate
-from appliance.plan.plan import GpuAllocation, Placement, Plan
+from appliance.plan.plan import GpuAllocation, Placement, Plan, percent
 from appliance.values import dataclass
 
 NOTICED = 0.97  # a smaller loss of prefill speed is not mentioned
@@ -106,7 +106,7 @@ def _placement(placement: Placement) -> str:
     """Return words like "NVIDIA GeForce RTX 4090: 49 layers; host memory: experts of 28 layers"."""
     if not placement.shares:
         return "all on the CPU"
-    parts = [f"{_named(shares)}: {_layers(layers)}{_each(shares)}" for layers, shares in _by_layers(placement)]
+    parts = [f"{_named(shares)}: {held}{_each(shares)}" for held, shares in _by_part(placement)]
     split = f" (split: {placement.split_mode})" if len(placement.shares) > 1 else ""
     host = [_layers(placement.cpu_layers)] if placement.cpu_layers else []
     host += [f"experts of {_layers(placement.cpu_expert_layers)}"] if placement.cpu_expert_layers else []
@@ -117,10 +117,13 @@ def _layers(count: int) -> str:
     return f"{count} layer{'s' * (count != 1)}"
 
 
-def _by_layers(placement: Placement) -> Iterator[tuple[int, list[GpuAllocation]]]:
-    """Yield groups of neighbouring GPUs with the same name and number of layers."""
-    for (layers, _), shares in groupby(placement.shares, key=lambda share: (share.layers, share.gpu.name)):
-        yield layers, list(shares)
+def _by_part(placement: Placement) -> Iterator[tuple[str, list[GpuAllocation]]]:
+    """Yield groups of neighbouring GPUs with the same name, and what each of them holds: layers, or a share of all."""
+    of_all = [f"{percent(share)} of every layer" for share in placement.part_shares]
+    held = of_all or [_layers(share.layers) for share in placement.shares]
+    rows = zip(held, placement.shares, strict=True)
+    for (part, _), group in groupby(rows, key=lambda row: (row[0], row[1].gpu.name)):
+        yield part, [share for _, share in group]
 
 
 def _named(shares: Sequence[GpuAllocation]) -> str:

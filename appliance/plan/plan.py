@@ -81,6 +81,10 @@ class Memory:
 NOTHING = Memory(weights=0.0, kv=0.0, compute=0.0, output=0.0, cache=0.0, overhead=0.0)
 
 
+def percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GpuAllocation:
     """Layers and memory of a plan on one GPU. `layers` counts the output as one."""
@@ -118,12 +122,21 @@ class Placement:
 
     def summary(self) -> str:
         """Return words like "A 33, B 32 (layer), experts of 20 on the CPU" for devices A and B."""
-        split = f" ({self._split})" if len(self.shares) > 1 else ""
-        return self._devices + split + self._experts
+        split = f" ({self.split_mode})" if len(self.shares) > 1 else ""
+        return self._held + split + self._experts
+
+    def describe(self) -> str:
+        """Return the words of `summary` without the split mode."""
+        return self._held + self._experts
+
+    @property
+    def part_shares(self) -> tuple[float, ...]:
+        """The share of every layer on each GPU in split mode tensor, adding up to 1; else empty."""
+        return tuple(part / sum(self.parts) for part in self.parts)
 
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
-        """Values that tell two placements apart."""
+        """Values that tell two placements apart. Profiles keep them, so they stay as they are."""
         where = ("placement", self._devices + self._experts)
         return (where, ("split", self._split)) if self.shares else (where,)
 
@@ -131,6 +144,14 @@ class Placement:
     def _split(self) -> str:
         is_even = len(set(self.parts)) < 2
         return self.split_mode if is_even else f"{self.split_mode} {':'.join(map(str, self.parts))}"
+
+    @property
+    def _held(self) -> str:
+        """What each device holds, for people: layers, or the share of all layers."""
+        if not self.parts:
+            return self._devices
+        held = (f"{each.device} {percent(share)}" for each, share in zip(self.shares, self.part_shares, strict=True))
+        return f"{', '.join(held)} of {self.gpu_layers} layers"
 
     @property
     def _devices(self) -> str:

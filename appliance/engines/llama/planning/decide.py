@@ -5,6 +5,7 @@ space.py has the other plans, which measuring compares with the prediction.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,12 +13,14 @@ from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.alternatives import alternatives
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from appliance.engines.llama.planning.arguments.passthrough_options import extra_choices, extras_of
+from appliance.engines.llama.planning.hardware.devices import unknown_links
 from appliance.engines.llama.planning.host_memory import caches, host_memory, load_mode_of, spare_beside, unified_mib
 from appliance.engines.llama.planning.inputs import MIN_CONTEXT, PlanInputs, is_read_whole, least_cache, offered_kinds
 from appliance.engines.llama.planning.memory.flash import converted_layers
 from appliance.engines.llama.planning.memory.kv_types import is_fast_pair
 from appliance.engines.llama.planning.memory.memory import (
     host_overhead_mib,
+    layers_of,
     padded,
 )
 from appliance.engines.llama.planning.memory.rope import rope_for, served_context
@@ -26,13 +29,16 @@ from appliance.engines.llama.planning.memory.slots import idle_slots_stay
 from appliance.engines.llama.planning.placement.batch import (
     BATCH,
     PINNED,
+    SMALLER,
     predicted_speed,
     ubatch_words,
     with_batch,
     with_smaller,
 )
 from appliance.engines.llama.planning.placement.context import (
+    AS_WHOLE,
     BY_CONTEXT,
+    NO_FIT,
     TOO_LONG,
     Aim,
     ContextPlan,
@@ -40,17 +46,28 @@ from appliance.engines.llama.planning.placement.context import (
     choose_context,
 )
 from appliance.engines.llama.planning.placement.job_time import placement_costs
-from appliance.engines.llama.planning.placement.placement import PlacementJob
+from appliance.engines.llama.planning.placement.placement import Placed, PlacementJob
+from appliance.engines.llama.planning.placement.tensor_mode import (
+    CLEARLY,
+    GOOD_LINK_GB_S,
+    SLOWEST_LINK_GB_S,
+    TRUSTED,
+    pairs,
+    teams,
+    why_not,
+)
+from appliance.engines.llama.planning.placement.tensor_placement import missing_mib, place_same, place_tensors
 from appliance.engines.llama.planning.refusal import refusal
 from appliance.engines.llama.planning.threads import threads_of
 from appliance.image_facts import ImageFacts
 from appliance.model import plain_name
-from appliance.plan import Placement, Plan, Speed
+from appliance.plan import CONTEXT_STEP, Device, Placement, Plan, Speed
 from appliance.plan.parts.choice import Choice
 from appliance.settings import Settings
 
 # Of the context without a limit in time: a cut of less than a tenth would be read hardly sooner.
 CUT_WORTH = 0.9
+_EXPERIMENTAL = "that mode is experimental in llama.cpp"
 
 
 def aim_of(settings: Settings) -> Aim:
@@ -123,7 +140,9 @@ def _from_disk(inputs: PlanInputs, tokens: int) -> int:
     return context_plan.context if context_plan else padded(min(tokens, 4096))
 
 
-def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) -> Plan:
+def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan, split: Choice | None = None) -> Plan:
+    """Return the plan of a context decision. `split` is the choice of the split mode; None if there is nothing to
+    choose."""
     settings, model, placed = inputs.settings, inputs.model, context_plan.placed
     placement, context, kv_type = placed.placement, context_plan.context, context_plan.kv_type
     ubatch = min(context_plan.ubatch, padded(context))
@@ -166,6 +185,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         choices=(
             *_context_choices(inputs, context_plan),
             *_placement_choices(inputs, placement, speed),
+            *((split,) if split else ()),
             _ubatch_choice(inputs, job, context_plan, is_pinned=mode in PINNED),
             by_mode,
             *threads.choices,
@@ -217,3 +237,102 @@ def _placement_choices(inputs: PlanInputs, placement: Placement, speed: Speed) -
     if not devices:
         return (*where, *reasons.without_gpu(settings))
     return (*where, *reasons.without_experts(settings, inputs.model))
+
+
+def with_split(inputs: PlanInputs, found: ContextPlan) -> tuple[ContextPlan, Choice | None]:
+    """Return the same context in split mode tensor if that is clearly faster than whole layers, else `found`; and the
+    choice of the split mode, None if there are no two cards to choose for.
+
+    Only combinations that were seen to work are predicted: two cards with good links, and an architecture of TRUSTED.
+    The others are measured.
+
+    The context is the one of whole layers, even if this mode has room for more: the mode is experimental, and if it
+    aborts or is slower, whole layers have to serve the promised context. The KV cache type is the same or more exact.
+    """
+    cards = [device for device in inputs.resources.devices if not (device.is_slice or device.is_unified)]
+    if len(cards) < 2 or not found.placed.placement.shares:
+        return found, None
+    is_known = inputs.model.architecture in TRUSTED
+    first: ContextPlan | None = None
+    for plan in _tensor_plans(inputs, found, tuple(pairs(cards))):
+        if is_known and _is_clearly_faster(plan, found):
+            return plan, reasons.split(plan, found)
+        first = first or plan
+    first = first or next(_tensor_plans(inputs, found, tuple(teams(cards))), None)
+    return found, reasons.whole_layers(found, first, _why_whole_layers(inputs, cards, found, first))
+
+
+def _is_clearly_faster(plan: ContextPlan, than: ContextPlan) -> bool:
+    return plan.placed.cost * CLEARLY <= than.placed.cost and plan.half_full >= than.half_full
+
+
+def _why_whole_layers(
+    inputs: PlanInputs, cards: Sequence[Device], found: ContextPlan, tensor: ContextPlan | None
+) -> str:
+    """Return why `found` is not split by tensors. `tensor` is such a split; None if there is none."""
+    model, job = inputs.model, inputs.job
+    kinds = _no_rounder(offered_kinds(inputs), found.kv_type)
+    impossible = [why_not(model, inputs.engine.split_modes, kind) for kind in kinds]
+    if all(impossible):
+        return str(impossible[0])
+    if job.cpu_expert_layers or (job.gpu_layers is not None and job.gpu_layers <= len(layers_of(model))):
+        return "layers stay outside of the GPUs, as asked for"
+    unknown = unknown_links(inputs.hardware)
+    if not any(teams(cards)):
+        return reasons.slow_links(cards, SLOWEST_LINK_GB_S, unknown)
+    if tensor is None:
+        smallest = replace(job, context=padded(found.context), kv_type=kinds[-1], ubatch=_ubatches(inputs)[-1])
+        return reasons.no_room(found, min(missing_mib(smallest, team) for team in teams(cards)))
+    if tensor.placed.cost * CLEARLY > found.placed.cost:
+        return f"{_EXPERIMENTAL}, so it has to be {CLEARLY:g} times as fast"
+    if model.architecture not in TRUSTED:
+        return f"{_EXPERIMENTAL}, and no run with {model.architecture} is known"
+    if len(tensor.placed.placement.shares) > 2:
+        return f"{_EXPERIMENTAL}, and predicted on two cards only"
+    used = {share.gpu.id for share in tensor.placed.placement.shares}
+    if slow := [card for card in cards if card.id in used and card.pinned_gb_s < GOOD_LINK_GB_S]:
+        return reasons.slow_links(slow, GOOD_LINK_GB_S, unknown)
+    return reasons.slower_half_full(tensor, found)
+
+
+def _tensor_plans(
+    inputs: PlanInputs, found: ContextPlan, cards: tuple[tuple[Device, ...], ...]
+) -> Iterator[ContextPlan]:
+    """Yield the fastest split by tensors for each KV cache type and ubatch, the most exact type first."""
+    for kind in _no_rounder(offered_kinds(inputs), found.kv_type):
+        for ubatch in _ubatches(inputs):
+            job = replace(inputs.job, context=padded(found.context), kv_type=kind, ubatch=ubatch)
+            all_placed = place_tensors(job, inputs.resources, inputs.engine.split_modes, cards)
+            if best := min(all_placed, key=lambda placed: placed.cost, default=None):
+                yield _tensor_plan(inputs, found, best, kind=kind, ubatch=ubatch)
+
+
+def _ubatches(inputs: PlanInputs) -> tuple[int, ...]:
+    """Return the ubatches to try; the smaller one may fit if only the buffer of the first is too large."""
+    is_fixed = inputs.settings.ubatch or inputs.model.reads_whole
+    return (inputs.job.ubatch,) if is_fixed else (inputs.job.ubatch, SMALLER)
+
+
+def _no_rounder(kinds: Sequence[str], than: str) -> Sequence[str]:
+    """Return the KV cache types that are at least as exact as `than`; all if `than` is not among them."""
+    return kinds[: kinds.index(than) + 1] if than in kinds else kinds
+
+
+def _tensor_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed, *, kind: str, ubatch: int) -> ContextPlan:
+    """Return the context decision for a placement in split mode tensor.
+
+    It holds no figures of the search for the context, because that search compared placements of whole layers.
+    """
+    job = replace(inputs.job, context=padded(found.context), kv_type=kind, ubatch=ubatch)
+    more = replace(job, context=padded(found.context + CONTEXT_STEP))
+    costs = placement_costs(job, inputs.resources, placed.placement)
+    return ContextPlan(
+        kv_type=kind,
+        context=found.context,
+        placed=placed,
+        carried={kind: found.context},
+        ubatch=ubatch,
+        bound=AS_WHOLE if place_same(more, inputs.resources, placed.placement, inputs.engine.split_modes) else NO_FIT,
+        half_full=1000 / costs.decode_ms(found.context / 2),
+        is_explicit=found.is_explicit,
+    )

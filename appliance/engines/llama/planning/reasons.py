@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from appliance.engines.llama.planning.memory.flash import EXACT_TYPES
@@ -25,12 +25,14 @@ from appliance.model import Model
 from appliance.plan import READABLE_TOKENS_PER_S, Device, GpuAllocation, KvCheck, Memory, Placement, Speed
 from appliance.plan.parts.choice import Choice
 from appliance.plan.parts.speeds import duration, rate
+from appliance.plan.plan import percent
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 
 # Predictions for a CPU above this are often too high: all layers take less than 10 ms, and threads wait for one another
 # several times in each layer.
 HASTY_TOKENS_PER_S = 100
+_SPLIT_SOURCE = "memory, bandwidths and links"
 
 
 def limit(hardware: Hardware) -> str:
@@ -251,7 +253,7 @@ def placement(found: Placement, speed: Speed, resources: Resources, settings: Se
         name="placement",
         value=found.summary(),
         reason="; ".join(parts),
-        detail="; ".join(_holds(share) for share in found.shares),
+        detail="; ".join(_holds(found, at) for at in range(len(found.shares))),
         source=", ".join(asked) or "memory and bandwidths",
         is_refusal=not found.shares and not wants_cpu,  # a start says so if it uses the CPU although there is a GPU
     )
@@ -287,6 +289,53 @@ def _in_parallel(found: Placement) -> list[str]:
         f"each matrix is split over {len(found.shares)} cards (--split-mode tensor, experimental in llama.cpp): they "
         "work at once, and exchange results twice a layer"
     ]
+
+
+def split(taken: ContextPlan, layers: ContextPlan) -> Choice:
+    """Return the choice of split mode tensor, with the speeds of whole layers beside its own."""
+    why = f"{_by_tensors(taken, layers)}; whole layers, one after the other, are measured beside it"
+    return Choice(name="split", value=TENSOR, reason=why, source=_SPLIT_SOURCE)
+
+
+def whole_layers(found: ContextPlan, tensor: ContextPlan | None, why: str) -> Choice:
+    """Return the choice against split mode tensor, for the reason `why`.
+
+    `tensor` is such a split with the most exact cache, whose predicted speeds are named; None if there is none.
+    """
+    mode = found.placed.placement.split_mode
+    words = f"{_by_tensors(tensor, found)}; {why}; measuring decides" if tensor else f"not {TENSOR}: {why}"
+    return Choice(name="split", value=mode, reason=words, source=_SPLIT_SOURCE)
+
+
+def _by_tensors(tensor: ContextPlan, layers: ContextPlan) -> str:
+    here, there = tensor.placed.speed, layers.placed.speed
+    count = len(tensor.placed.placement.shares)
+    return (
+        f"split mode {TENSOR} over {count} cards is predicted to make a chat job "
+        f"{layers.placed.cost / tensor.placed.cost:.2f} times as fast at {tensor.kv_type}: decode "
+        f"{rate(here.decode_tokens_per_s)} tok/s, else {rate(there.decode_tokens_per_s)}, prefill "
+        f"{rate(here.prefill_tokens_per_s)}, else {rate(there.prefill_tokens_per_s)}"
+    )
+
+
+def slow_links(cards: Sequence[Device], least_gb_s: float, unknown: Collection[str]) -> str:
+    """Return words on cards whose links are slower than split mode tensor needs."""
+    slowest = min(cards, key=lambda card: card.pinned_gb_s)
+    how = "the link is unknown and taken as" if slowest.id in unknown else "the link takes"
+    return (
+        f"cards exchange results twice a layer over links of {least_gb_s:g} GB/s or more, and of "
+        f"{slowest.name} (GPU {slowest.index}) {how} {slowest.pinned_gb_s:.1f}"
+    )
+
+
+def no_room(found: ContextPlan, missing_mib: float) -> str:
+    """Return words on the memory that a card lacks for split mode tensor; 0 MiB if it is the host that lacks some."""
+    where = f"a card lacks {missing_mib:,.0f} MiB" if missing_mib else "the host lacks memory"
+    return f"all weights and {found.context:,} tokens have to lie on the cards, and {where} for them"
+
+
+def slower_half_full(tensor: ContextPlan, found: ContextPlan) -> str:
+    return f"half full it would decode {rate(tensor.half_full)} tok/s, whole layers {rate(found.half_full)}"
 
 
 def left_out(notes: tuple[str, ...]) -> tuple[Choice, ...]:
@@ -384,12 +433,14 @@ def _first(count: int) -> str:
     return "the first layer" if count == 1 else f"the first {count} layers"
 
 
-def _holds(share: GpuAllocation) -> str:
+def _holds(found: Placement, at: int) -> str:
+    share = found.shares[at]
     m = share.memory
+    held = f"{percent(found.part_shares[at])} of every layer" if found.parts else f"{share.layers} layers"
     state = f", {m.state:,.0f} states" if m.state else ""
     card = f"{share.device} ({share.gpu.name}, {share.gpu.bandwidth_gb_s:,.0f} GB/s estimated)"
     return (
-        f"{card} holds {share.layers} layers in "
+        f"{card} holds {held} in "
         f"{m.total:,.0f} of {share.gpu.free_mib:,.0f} MiB: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache{state}, "
         f"{m.compute:,.0f} buffers"
     )

@@ -9,34 +9,32 @@ from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning.arguments.launch import KNOB_EFFECTS, launch_of
-from appliance.engines.llama.planning.decide import aim_of, context_for, predicted, wanted_context
+from appliance.engines.llama.planning.decide import aim_of, context_for, predicted, wanted_context, with_split
 from appliance.engines.llama.planning.expert_cache import modelled
 from appliance.engines.llama.planning.hardware.observed_limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.inputs import (
     PlanInputs,
     check,
-    offered_kinds,
     plan_inputs,
     with_less,
 )
 from appliance.engines.llama.planning.memory.kv_types import unjudged, worth_checking
 from appliance.engines.llama.planning.memory.memory import padded
-from appliance.engines.llama.planning.placement.batch import PINNED, SMALLER
-from appliance.engines.llama.planning.placement.context import AS_WHOLE, NO_FIT, ContextPlan, choose_context, enough_of
+from appliance.engines.llama.planning.placement.batch import PINNED
+from appliance.engines.llama.planning.placement.context import ContextPlan, choose_context, enough_of
 from appliance.engines.llama.planning.placement.job_time import placement_costs
-from appliance.engines.llama.planning.placement.placement import Placed, place
+from appliance.engines.llama.planning.placement.placement import place
 from appliance.engines.llama.planning.placement.roofline import with_threads
-from appliance.engines.llama.planning.placement.tensor_mode import CLEARLY, TENSOR, TRUSTED, pairs
+from appliance.engines.llama.planning.placement.tensor_mode import TENSOR
 from appliance.engines.llama.planning.placement.tensor_placement import place_same
 from appliance.engines.llama.planning.replan import plan_now
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
-from appliance.engines.llama.planning.variations import Variations, tensor_placements, where, with_thread_count
+from appliance.engines.llama.planning.variations import Variations, where, with_thread_count
 from appliance.errors import ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.plan import (
-    CONTEXT_STEP,
     Allocated,
     Choice,
     Costs,
@@ -111,8 +109,7 @@ class Space:
     @cached_property
     def best(self) -> Plan:
         """The predicted plan, without speculative decoding."""
-        in_parallel = _in_parallel(self._inputs, self.context_plan)
-        found = predicted(self._inputs, self._image, in_parallel or self.context_plan)
+        found = predicted(self._inputs, self._image, *with_split(self._inputs, self.context_plan))
         has_runner_up = self._given.kernels.candidate is not None and not found.placement.is_whole
         return replace(found, has_runner_up=has_runner_up)
 
@@ -285,52 +282,3 @@ class Space:
         return tuple(
             (f"CUDA{at}", share.memory.total, share.gpu.free_mib + share.gpu.held_back_mib) for at, share in shares
         )
-
-
-def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
-    """Return the same context in split mode tensor, if that is clearly faster than whole layers; else None.
-
-    Only combinations that were seen to work are predicted: two cards with good links, and an architecture of TRUSTED.
-    The others are measured.
-
-    The context is the one of whole layers, even if this mode has room for more: the mode is experimental, and if it
-    aborts or is slower, whole layers have to serve the promised context. The KV cache type is the same or more exact.
-    """
-    if inputs.model.architecture not in TRUSTED:
-        return None
-    sizes = (inputs.job.ubatch,) if inputs.settings.ubatch or inputs.model.reads_whole else (inputs.job.ubatch, SMALLER)
-    cards = tuple(pairs(inputs.resources.devices))
-    for kind in _no_rounder(offered_kinds(inputs), found.kv_type):
-        for ubatch in sizes:  # the smaller one may fit if only the buffer of the first is too large
-            all_placed = tensor_placements(inputs, replace(found, kv_type=kind), cards, ubatch=ubatch)
-            best = min(all_placed, key=lambda placed: placed.cost, default=None)
-            if best and best.cost * CLEARLY <= found.placed.cost:
-                in_parallel = _tensor_plan(inputs, found, best, kind=kind, ubatch=ubatch)
-                if in_parallel.half_full >= found.half_full:
-                    return in_parallel
-    return None
-
-
-def _no_rounder(kinds: Sequence[str], than: str) -> Sequence[str]:
-    """Return the KV cache types that are at least as exact as `than`; all if `than` is not among them."""
-    return kinds[: kinds.index(than) + 1] if than in kinds else kinds
-
-
-def _tensor_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed, *, kind: str, ubatch: int) -> ContextPlan:
-    """Return the context decision for a placement in split mode tensor.
-
-    It holds no figures of the search for the context, because that search compared placements of whole layers.
-    """
-    job = replace(inputs.job, context=padded(found.context), kv_type=kind, ubatch=ubatch)
-    more = replace(job, context=padded(found.context + CONTEXT_STEP))
-    costs = placement_costs(job, inputs.resources, placed.placement)
-    return ContextPlan(
-        kv_type=kind,
-        context=found.context,
-        placed=placed,
-        carried={kind: found.context},
-        ubatch=ubatch,
-        bound=AS_WHOLE if place_same(more, inputs.resources, placed.placement, inputs.engine.split_modes) else NO_FIT,
-        half_full=1000 / costs.decode_ms(found.context / 2),
-        is_explicit=found.is_explicit,
-    )

@@ -183,6 +183,7 @@ class Variations:
         words = {
             "context": (f"{context_plan.context:,}", _why_beside(asked=self._inputs.settings.ctx_size is not None)),
             "kv_type": (context_plan.kv_type, _why_beside(asked=self._inputs.settings.kv_type != "auto")),
+            "split": (plan.placement.split_mode, _why_beside(asked=False)),
         }
         plan = replace(_reworded(plan, **words), context=context_plan.context, kv_type=context_plan.kv_type)
         return with_caches(self._inputs, plan) or plan

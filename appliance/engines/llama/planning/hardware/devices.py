@@ -85,12 +85,26 @@ def _device(gpu: Gpu, hardware: Hardware, limits: Limits, reserve_mib: float) ->
     )
 
 
+def unknown_links(hardware: Hardware) -> frozenset[str]:
+    """Return the ids of the GPUs whose link is assumed: neither its speed was measured nor its generation probed."""
+    timed = {speed.uuid for speed in hardware.speeds.gpus if speed.pinned_gb_s} if hardware.speeds else set()
+    gpus = (gpu for gpu in hardware.gpus.gpus if gpu.uuid not in timed)
+    return frozenset(device_id(gpu) for gpu in gpus if _probed_link_gb_s(gpu) is None)
+
+
 def _link_gb_s(gpu: Gpu) -> float:
-    """Return the GB/s of the link at its highest generation, because an idle card runs it at a lower one."""
+    return _probed_link_gb_s(gpu) or assumptions.PCIE_GB_S.value
+
+
+def _probed_link_gb_s(gpu: Gpu) -> float | None:
+    """Return the GB/s of the link at its highest generation, because an idle card runs it at a lower one.
+
+    None if the probe found no link.
+    """
     generation = gpu.pcie_generation_max or gpu.pcie_generation
     width = gpu.pcie_width or gpu.pcie_width_max  # a card in a narrow slot stays narrow
     if generation not in assumptions.PCIE_GT_S or not width:
-        return assumptions.PCIE_GB_S.value
+        return None
     rate = assumptions.PCIE_GT_S[generation] * assumptions.PCIE_LANE_GB_S.value
     return rate * width * assumptions.PCIE_SHARE.value
 

@@ -43,6 +43,18 @@ def place_same(job: PlacementJob, resources: Resources, before: Placement, split
     return found[0] if found else None
 
 
+def missing_mib(job: PlacementJob, devices: Sequence[Device]) -> float:
+    """Return the MiB that a card lacks at least for the job, by the split with the smallest lack; 0 if all fits."""
+    lacks = (
+        max(
+            _of_card(job, share).total - device.free_mib
+            for share, device in zip(shares_of(parts), devices, strict=True)
+        )
+        for parts in parts_of(devices)
+    )
+    return max(0.0, min(lacks))
+
+
 def cards_of(placement: Placement, devices: Sequence[Device]) -> tuple[Device, ...]:
     """Return the cards of a placement; empty if one of them is missing now."""
     there = {device.id: device for device in devices}

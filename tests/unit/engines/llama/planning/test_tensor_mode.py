@@ -20,6 +20,7 @@ from appliance.engines.llama.process.server import placement_arguments
 from appliance.image_facts import EngineFacts
 from appliance.model import Model, unread_projector
 from appliance.plan import Device, Placement, Plan
+from appliance.plan.parts.speeds import rate
 from appliance.probe import Gpu, Hardware
 from appliance.settings import resolve_settings
 from tests.builders import facts, model
@@ -189,10 +190,11 @@ def test_equal_cards_get_equal_parts_and_others_by_bandwidth_or_by_memory() -> N
     (even,) = placements(of, card(0), card(1))
     assert even.parts == (1, 1)
     assert even.shares[0].memory == even.shares[1].memory
-    assert even.summary() == "CUDA0 37, CUDA1 37 (tensor)"
+    assert even.summary() == "CUDA0 50 %, CUDA1 50 % of 37 layers (tensor)"
     (fast,) = placements(of, card(0, gb_s=900.0), card(1, gb_s=300.0))
     assert fast.parts == (75, 25)
-    assert fast.summary() == "CUDA0 37, CUDA1 37 (tensor 75:25)"
+    assert fast.summary() == "CUDA0 75 %, CUDA1 25 % of 37 layers (tensor)"
+    assert fast.knobs == (("placement", "CUDA0 37, CUDA1 37"), ("split", "tensor 75:25"))
     (large_and_small,) = placements(of, card(0, 12000.0, gb_s=300.0), card(1, 4000.0, gb_s=300.0))
     assert large_and_small.parts == (75, 25)
 
@@ -241,6 +243,72 @@ def test_it_is_predicted_where_it_is_clearly_faster_over_a_good_link() -> None:
     assert space(machine(2), own, ctx_size="8192").best.placement.split_mode == "tensor"
     assert space(machine(2), unknown, ctx_size="8192").best.placement.split_mode == "layer"
     assert "tensor" in splits(space(machine(2), unknown, ctx_size="8192").all())
+
+
+def split_of(here: Space) -> tuple[str, str]:
+    """Return the value and the reason of the choice of the split mode."""
+    (found,) = [choice for choice in here.best.choices if choice.name == "split"]
+    assert here.best.placement.split_mode == found.value
+    return found.value, found.reason
+
+
+def test_the_taken_mode_tells_the_speeds_of_both() -> None:
+    here = space(machine(2), large(), ctx_size="8192")
+    mode, why = split_of(here)
+    assert mode == "tensor"
+    speed, layers = here.best.speed, here.context_plan.placed.speed
+    assert speed is not None
+    said = f"decode {rate(speed.decode_tokens_per_s)} tok/s, else {rate(layers.decode_tokens_per_s)}"
+    assert said in why
+
+
+def slow(hardware: Hardware) -> Hardware:
+    gpus = tuple(replace(gpu, bandwidth_gb_s=360.0) for gpu in hardware.gpus.gpus)
+    return replace(hardware, gpus=replace(hardware.gpus, gpus=gpus))
+
+
+NOT_TAKEN = {
+    "no run with qwen35moe is known": (machine(2), "qwen35moe", {}),
+    "the link takes 6.7": (machine(2, width=4), "llama", {}),
+    "predicted on two cards only": (slow(machine(4, free_mib=10_000)), "llama", {}),
+    "a card lacks": (machine(2, free_mib=18_000), "llama", {"ctx_size": "100000", "kv_type": "f16"}),
+    "llama.cpp does not split deepseek2 so": (machine(2), "deepseek2", {}),
+    "it takes no cache of type q5_0": (machine(2), "llama", {"kv_type": "q5_0"}),
+    "layers stay outside of the GPUs, as asked for": (machine(2), "llama", {"gpu_layers": "20"}),
+    "over links of 2 GB/s or more": (machine(2, width=1), "llama", {}),
+}
+
+
+@pytest.mark.parametrize("words", NOT_TAKEN)
+def test_where_it_is_not_taken_the_reason_is_told(words: str) -> None:
+    hardware, architecture, flags = NOT_TAKEN[words]
+    of = replace(large(), architecture=architecture)
+    here = space(hardware, of, engine=None, **({"ctx_size": "8192"} | flags))
+    mode, why = split_of(here)
+    assert mode != "tensor"
+    assert words in why
+
+
+def test_a_gain_that_is_too_small_is_told_with_its_bound() -> None:
+    _, why = split_of(space(machine(2), model("llama-3.1-8b", "Q4_K_M"), ctx_size="8192"))
+    assert "so it has to be 1.25 times as fast" in why
+    gain = re.search(r"a chat job ([\d.]+) times as fast", why)
+    assert gain is not None
+    assert float(gain[1]) < 1.25
+
+
+def test_a_link_that_no_probe_found_is_told_as_unknown() -> None:
+    found = machine(2)
+    gpus = tuple(
+        replace(gpu, pcie_generation=None, pcie_generation_max=None, pcie_width=None, pcie_width_max=None)
+        for gpu in found.gpus.gpus
+    )
+    hardware = replace(found, gpus=replace(found.gpus, gpus=gpus), speeds=None)
+    assert "the link is unknown and taken as 6.3" in split_of(space(hardware, large(), ctx_size="8192"))[1]
+
+
+def test_a_single_card_has_no_split_to_choose() -> None:
+    assert not [choice for choice in space(machine(1), large()).best.choices if choice.name == "split"]
 
 
 def test_plans_beside_a_pair_that_is_not_the_first_are_of_that_pair() -> None:
