@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.decide import CUT_WORTH
 from appliance.engines.llama.planning.memory.kv_types import BELOW_Q8, TRUSTED
 from appliance.engines.llama.planning.memory.memory import KV_BYTES, compute_mib, kv_bytes_per_token, kv_mib, output_mib
 from appliance.engines.llama.planning.space import Space
@@ -262,7 +263,9 @@ def test_what_is_planned_fits_and_is_the_same_every_time(
 
 
 @given(memories, memories)
+@example(6412, 6512)  # 8,448 tokens are read in little more than the time for 8,192, and are not cut
 def test_more_memory_never_gives_a_smaller_context(one: int, other: int) -> None:
+    """Within a tenth: a context that is too long to be filled is cut, unless little is gained."""
     less, more = sorted((one, other))
 
     def context(limit_mib: int) -> int:
@@ -271,7 +274,7 @@ def test_more_memory_never_gives_a_smaller_context(one: int, other: int) -> None
         except ModelDoesNotFitError:
             return 0
 
-    assert context(less) <= context(more)
+    assert CUT_WORTH * context(less) <= context(more)
 
 
 def test_measuring_becomes_the_reason_unless_the_value_was_asked_for() -> None:
