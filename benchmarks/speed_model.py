@@ -5,7 +5,8 @@
 The data is speed_model.yaml beside this file: each result with its source. Constants were fitted to the rows that are
 not `held_out`; the rest was never used for it, and is what the model is judged by. Aims: the median error at most 8 %,
 the worst at most 40 %. Exit code 1 where one is missed. What this project measured itself, on a virtual machine whose
-bandwidth nobody knows, and rows that are `left_out` are compared as well and judged apart.
+bandwidth nobody knows, and rows that are `left_out` are compared as well and judged apart. So are rows `since_fit`,
+which were collected after the constants were fitted: they show how the model does on machines that it never saw.
 
 `--spreads` prints what planning/placement/intervals.py holds: by group, what 80 % of the fitted errors stay below. A
 group of few rows leans on all of them, as if it had FEW rows more of the whole.
@@ -87,6 +88,7 @@ class Result:
     is_pinned: bool = False  # host weights were loaded, not mapped: `--no-mmap`
     kv_type: str = "f16"  # of the cache
     left_out: str | None = None  # why it is neither fitted nor judged; never what was predicted
+    since_fit: bool = False  # collected after the constants were fitted: judged apart until they are fitted anew
 
     @property
     def key(self) -> str:
@@ -139,7 +141,7 @@ class Compared:
 
     @property
     def is_judged(self) -> bool:
-        return not (self.result.is_own or self.result.left_out)
+        return not (self.result.is_own or self.result.left_out or self.result.since_fit)
 
 
 @cache
@@ -309,6 +311,7 @@ def _line(row: Compared) -> str:
     origin = re.sub(r"https://(github\.com/)?", "", result.source)[:60]
     name = f"{result.machine:18} {result.model:16} {result.quantization:7} {result.test:>7} @{result.depth:<6}"
     mark = "left out" if result.left_out else "held out" if result.held_out else "fitted"
+    mark = "later" if result.since_fit else mark
     return f"{name} {result.figure:10.2f} {row.predicted:10.2f} {row.error:+7.1%}  {mark:8} {origin}"
 
 
@@ -337,6 +340,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     halves |= {f"held out, {name}": mine for name, mine in by_group(held).items()}
     halves |= {"measured here": [row for row in rows if row.result.is_own]}
     halves |= {"left out": [row for row in rows if row.result.left_out]}
+    later = [row for row in rows if row.result.since_fit]
+    halves |= {"later, held out": [row for row in later if row.result.held_out]}
+    halves |= {"later, to be fitted": [row for row in later if not row.result.held_out]}
     for name, half in halves.items():
         if half:
             print(f"{name:38} {summary(half)}")

@@ -89,6 +89,20 @@ def test_a_result_is_left_out_for_what_it_is_and_still_listed(compared: list[Com
     assert {(result.left_out or "").partition(" ")[0] for result in left_out} == {"built"}
 
 
+def test_results_collected_since_the_fit_are_judged_apart(
+    compared: list[Compared], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The published figures count no row twice, and the later ones are printed with an error of their own."""
+    later = [row for row in compared if row.result.since_fit]
+    assert len(later) >= 30
+    assert not [row for row in later if row.is_judged or row.result.left_out]
+    assert len({row.result.machine for row in later}) >= 10
+    assert main(["--only", "rtx-4070-ti-super-250w|*"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^later, held out +8 results: median error", printed, re.MULTILINE)
+    assert re.search(r"^later, to be fitted +4 results: median error", printed, re.MULTILINE)
+
+
 def _held(compared: list[Compared]) -> list[Compared]:
     return [row for row in compared if row.is_judged and row.result.held_out]
 
