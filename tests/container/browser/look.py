@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 AXE = Path("/opt/axe/axe.min.js")
 LAPTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
-WAIT_MS = 60_000
+WAIT_MS = 180_000  # for what takes a second on a quiet machine
 HOSTILE = (
     "# Title <script>window.evil=1</script> <img src=x onerror=window.evil=2> [a](javascript:window.evil=3) "
     "![p](https://evil.example/p.png) <style>body{display:none}</style> <iframe src=https://evil.example></iframe> "
@@ -138,6 +138,7 @@ def chat(looker: Looker) -> dict[str, Any]:
     with looker.page() as page:
         page.goto(f"{looker.address}/chat/")
         looker.note_paint(page, "chat")
+        limit(page, 24)  # a small model may go on for ever
         send(page, "What is a lighthouse for? One sentence.")
         seen["answer"] = page.inner_text("article.answer .markdown")
         seen["figures"] = page.inner_text("article.answer footer small")
@@ -149,6 +150,7 @@ def chat(looker: Looker) -> dict[str, Any]:
         page.click("article.question button[type=submit]")
         settled(page)
         seen["edited"] = page.inner_text("article.question p")
+        limit(page, 1000)  # to be stopped long before
         page.fill(".composer textarea", "Count from one to five hundred, in words.")
         page.keyboard.press("Enter")
         until(page, "document.querySelectorAll('article.answer')[1]?.innerText.length > 20")
@@ -183,6 +185,12 @@ def until(page: Page, condition: str) -> None:
             message = f"not within {WAIT_MS} ms: {condition}"
             raise TimeoutError(message)
         page.wait_for_timeout(50)
+
+
+def limit(page: Page, tokens: int) -> None:
+    """Set the most tokens of an answer, as a user does."""
+    page.evaluate("document.querySelector('.settings').open = true")
+    page.fill(".settings input >> nth=2", str(tokens))
 
 
 def send(page: Page, text: str) -> None:
