@@ -70,7 +70,7 @@ export TESTCONTAINERS_RYUK_DISABLED ?= true
 # Where it is set, each worker compiles every test anew, and each process that a test starts the whole appliance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help devcontainer-verify up down clean venv image model check test lint drift unit properties mutants process container integration verify render lock bench prune reproduce
+.PHONY: help devcontainer-verify up down clean venv image model check test lint drift unit properties mutants process container integration verify render lock bench prune reproduce web
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -212,10 +212,10 @@ unit: venv ## the fast tests with all examples and cases, and the thorough: no e
 trixie: docker
 	@docker image inspect $(TRIXIE) >/dev/null 2>&1 || docker pull --quiet $(TRIXIE) || echo "skipped: what is tested on $(TRIXIE)"
 
-# The libraries of the pages, as an image has them, for tests that open the pages of a checkout.
+# For a gateway that runs from a checkout: its facts folder takes this as `web`.
 WEB_LOCK := images/locks/web.json
-.make/web: $(WEB_LOCK) images/builder/web_libraries.py | venv
-	@rm -rf $@ && $(PY) images/builder/web_libraries.py $(WEB_LOCK) $@ $(if $(CA_BUNDLE),--ca $(CA_BUNDLE)) && touch $@
+web: venv ## the libraries of the pages, as an image has them, in .make/web
+	@$(PY) images/builder/web_libraries.py $(WEB_LOCK) .make/web $(if $(CA_BUNDLE),--ca $(CA_BUNDLE))
 
 # Some tests ask the engine itself, on this machine: what a C library here cannot run is left out, and they say so.
 .PHONY: engine
@@ -234,7 +234,7 @@ LEAST ?= 0
 mutants: venv model ## SEED=N COUNT=60: plant faults, run the tests that reach each, print those that none found; 1 if fewer than LEAST % are found
 	$(PY) -m tests.mutants --seed $(SEED) --count $(COUNT) --least $(LEAST)
 
-process: venv model engine .make/web ## real processes on this machine, no containers
+process: venv model engine ## real processes on this machine, no containers
 	$(PATIENT) -n $(WAITING) $(AT_ONCE) $(REPORT) $(THOROUGH) tests/process
 
 container: image model trixie ## real containers of the built image, two files at a time; ALL=1: the build half's too

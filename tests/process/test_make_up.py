@@ -264,8 +264,9 @@ def tested(place: Workplace) -> Workplace:
 
 
 def stages(place: Workplace) -> list[str]:
-    """Return the folders of tests that pytest was started on, in order."""
-    return [line.split()[-1].removeprefix("tests/") for line in place.called("-m pytest")]
+    """Return the folders of tests that pytest was started on: once, then those whose failures run once more."""
+    lines = (*place.called("-m pytest"), *place.called("-m tests.once_more"))
+    return [line.split()[-1].removeprefix("tests/") for line in lines]
 
 
 def test_all_stages_run_and_containers_of_the_build_half_are_left_out(tested: Workplace) -> None:
