@@ -105,14 +105,7 @@ class Running:
     def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
         """Start the program. Raises OSError if it cannot be started."""
         self._argv = tuple(argv)
-        self._process = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=None if environment is None else dict(environment),
-            start_new_session=True,
-        )
+        self._process = _with_input(argv, environment, stderr=subprocess.PIPE)
         self._output = _Output(self._process)
 
     def wait_line(self, *, timeout_s: float, is_wanted: Callable[[], bool] = lambda: True) -> bool:
@@ -151,14 +144,7 @@ class Dialog:
     def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
         """Start the program. Raises OSError if it cannot be started."""
         self._argv = tuple(argv)
-        self._process = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=None if environment is None else dict(environment),
-            start_new_session=True,
-        )
+        self._process = _with_input(argv, environment, stderr=subprocess.DEVNULL)
 
     def ask(self, line: str, *, timeout_s: float) -> str:
         """Return the answer. Raises RunTimeout after `timeout_s`, and OSError if the child has ended; `close` it
@@ -189,6 +175,18 @@ class Dialog:
             if pipe is not None:
                 with suppress(BrokenPipeError):  # what was written last has not been read
                     pipe.close()
+
+
+def _with_input(argv: Sequence[str], environment: Mapping[str, str] | None, *, stderr: int) -> subprocess.Popen[bytes]:
+    """Start a child, in its own process group, whose standard input and output are pipes to us."""
+    return subprocess.Popen(
+        list(argv),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=None if environment is None else dict(environment),
+        start_new_session=True,
+    )
 
 
 class _Output:

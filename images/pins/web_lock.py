@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,8 @@ from images.pins import lock_sums
 from images.rows import Row, Text
 
 WEB = LOCKS / "web.json"
+FOLDER = "opt/appliance/web/"
+"""Folder of an image that has the files."""
 REGISTRY = "https://registry.npmjs.org"
 
 
@@ -111,12 +110,10 @@ def _locked(library: WebLibrary, ca_bundle: Path | None, *, upgrade: bool) -> We
 
 
 def _asked(url: str, ca_bundle: Path | None) -> Mapping[str, Any]:
-    context = ssl.create_default_context(cafile=str(ca_bundle) if ca_bundle else None)
     try:
-        with urllib.request.urlopen(url, timeout=web_libraries.TIMEOUT_S, context=context) as answer:  # noqa: S310 - npm
-            found: Mapping[str, Any] = json.load(answer)
-    except (urllib.error.URLError, ValueError) as error:
-        message = f"npm does not answer: {url}: {error}"
+        found: Mapping[str, Any] = json.loads(web_libraries.fetched(url, ca_bundle))
+    except (web_libraries.LibraryError, OSError, ValueError) as error:
+        message = f"npm does not answer: {error}"
         raise BuildError(message, hint="behind an intercepting proxy: --ca-bundle FILE") from error
     return found
 

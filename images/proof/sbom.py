@@ -59,7 +59,6 @@ FILE_LIST = re.compile(r"^var/lib/dpkg/info/([^/:]+)(?::[a-z0-9-]+)?\.md5sums$")
 COPYRIGHT = re.compile(r"^usr/share/doc/([^/]+)/copyright$")
 OS_RELEASE = "usr/lib/os-release"
 SOURCE_FIELD = re.compile(r"^([a-z0-9][a-z0-9+.-]+)(?: \((\S+)\))?$")  # of dpkg: the version where it is another
-WEB_FOLDER = "opt/appliance/web/"
 OWN_CODE = "opt/appliance/lib/appliance/"
 KEPT = re.compile("|".join((STATUS.pattern, METADATA.pattern, COPYRIGHT.pattern, f"^{re.escape(OS_RELEASE)}$")))
 
@@ -229,9 +228,11 @@ def _hashed(wheel: Component, record: Entry | None, known: Mapping[str, frozense
 def page_libraries(tree: Tree, locked: Iterable[web_lock.WebLibrary]) -> Iterator[Component]:
     """Yields the libraries of the pages whose files are in the image."""
     for library in locked:
-        files = [file for file in library.files if f"{WEB_FOLDER}{file.name}" in tree.files]
+        files = [file for file in library.files if f"{web_lock.FOLDER}{file.name}" in tree.files]
         if files:
-            listed = ", ".join(f"{file.name} SHA-256 {tree.files[WEB_FOLDER + file.name].sha256}" for file in files)
+            listed = ", ".join(
+                f"{file.name} SHA-256 {tree.files[web_lock.FOLDER + file.name].sha256}" for file in files
+            )
             scope, _, name = library.name.rpartition("/")
             yield Component(
                 kind="npm",

@@ -72,7 +72,6 @@ SECRET_NAME = re.compile(r"(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL)"
 UNCHECKED_HASH = b"\x01\x00\x00\x00"  # flags of PEP 552: by hash, never compared with the source
 SETUID_BITS = 0o6000
 STATUS = "var/lib/dpkg/status"
-WEB_FOLDER = "opt/appliance/web/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,8 +390,8 @@ def check_licenses(snapshot: ImageSnapshot) -> Check:
 
 def check_web(snapshot: ImageSnapshot) -> Check:
     """Checks the libraries of the pages: exactly the files of the lock, each with its hash, and their license texts."""
-    locked = {f"{WEB_FOLDER}{file.name}": file.sha256 for library in snapshot.web for file in library.files}
-    found = {path: each for path, each in snapshot.tree.files.items() if path.startswith(WEB_FOLDER)}
+    locked = {f"{web_lock.FOLDER}{file.name}": file.sha256 for library in snapshot.web for file in library.files}
+    found = {path: each for path, each in snapshot.tree.files.items() if path.startswith(web_lock.FOLDER)}
     texts = [f"{licenses.FOLDER}{library.folder}/LICENSE" for library in snapshot.web]
     wrong = [
         *_difference("missing", [path for path in (*locked, *texts) if path not in snapshot.tree.files]),

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.image_facts import dump_facts
-from tests.builders import facts
 from tests.process.stages.boot import Home, Serving, eventually
-from tests.process.stages.nvml import PutMachine
-from tests.shapes import SMALL, write_gguf
+from tests.process.stages.nvml import PutMachine, laptop_home
 
 HOT = {
     "gpu__0__pcie_width": 4,
@@ -30,18 +26,7 @@ HOT = {
 
 @pytest.fixture
 def home(tmp_path: Path, machine_environment: PutMachine) -> Home:
-    home = Home.make(tmp_path / "home")
-    (home.data / "models/small.gguf").unlink()
-    write_gguf(home.data / "models/gqa.gguf", SMALL["gqa"])
-    image, engine = facts(has_cuda=True)
-    image = replace(image, cuda="13.0", sm=("120",), driver_floor_sass="580.65.06")
-    (home.folder / "facts/image_facts.json").write_text(dump_facts(image))
-    (home.folder / "facts/engine_facts.json").write_text(dump_facts(engine))
-    described = machine_environment("laptop-5060", **HOT)
-    home.variables = {name: described[name] for name in ("LD_LIBRARY_PATH", "FAKE_NVML_MACHINE")}
-    home.devices = "  CUDA0: NVIDIA GeForce RTX 5060 Laptop GPU (8151 MiB, 7800 MiB free)"
-    home.set_engine()
-    return home
+    return laptop_home(tmp_path / "home", machine_environment("laptop-5060", **HOT))
 
 
 def kinds(serving: Serving) -> set[str]:

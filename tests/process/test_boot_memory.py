@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.image_facts import dump_facts
-from tests.builders import facts
 from tests.process.stages.boot import ROOT, Home, Serving
-from tests.process.stages.nvml import PutMachine
-from tests.shapes import SMALL, write_gguf
+from tests.process.stages.nvml import PutMachine, laptop_home
 
 BACKEND_OPS = ROOT / "tests/fakes/fake_backend_ops.py"
 MACHINE = "laptop-5060"
@@ -31,19 +27,7 @@ USING = (
 
 @pytest.fixture
 def home(tmp_path: Path, machine_environment: PutMachine) -> Home:
-    """Return a home on a described laptop with one GPU. The model has 8,192 tokens of context and fits on the GPU."""
-    home = Home.make(tmp_path / "home")
-    (home.data / "models/small.gguf").unlink()
-    write_gguf(home.data / "models/gqa.gguf", SMALL["gqa"])
-    image, engine = facts(has_cuda=True)
-    image = replace(image, cuda="13.0", sm=("120",), driver_floor_sass="580.65.06")
-    (home.folder / "facts/image_facts.json").write_text(dump_facts(image))
-    (home.folder / "facts/engine_facts.json").write_text(dump_facts(engine))
-    described = machine_environment(MACHINE)
-    home.variables = {name: described[name] for name in ("LD_LIBRARY_PATH", "FAKE_NVML_MACHINE")}
-    home.devices = "  CUDA0: NVIDIA GeForce RTX 5060 Laptop GPU (8151 MiB, 7800 MiB free)"
-    home.set_engine()
-    return home
+    return laptop_home(tmp_path / "home", machine_environment(MACHINE))
 
 
 @pytest.mark.parametrize("failing", [0, 3])

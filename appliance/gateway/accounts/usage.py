@@ -23,7 +23,7 @@ from appliance.gateway.accounts.usage_store import (
 from appliance.gateway.clients.request_log import FinishedRequest
 from appliance.gateway.routes.forward import ResponseWriter
 from appliance.gateway.wire.api_error import ApiError
-from appliance.system.lack import is_lack, tell
+from appliance.system.background_writer import BackgroundWriter
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -42,23 +42,20 @@ class Usage:
 
     def __init__(self, store: UsageStore, *, write_every_s: float = WRITE_EVERY_S, again_s: float = AGAIN_S) -> None:
         self._store = store
-        self._write_every_s = write_every_s
-        self._again_s = again_s
         self._new: deque[FinishedRequest] = deque()  # the only thing that a request touches
         self._waiting: dict[_Group, Used] = {}
         self._lock = threading.Lock()  # of `_waiting` and the file together, so that a reader sees each request once
-        self._has_some = threading.Event()
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.problem = ""  # why the volume refuses; empty if it does not
+        self._writer = BackgroundWriter("usage", self._write, every_s=write_every_s, again_s=again_s)
+
+    @property
+    def problem(self) -> str:
+        """Why the volume refuses; empty if it does not."""
+        return self._writer.problem
 
     def note(self, row: FinishedRequest) -> None:
         """Count a request that ended."""
         self._new.append(row)
-        if not self._has_some.is_set():
-            self._has_some.set()
-        if self._thread is None:
-            self._start()
+        self._writer.wake()
 
     def read(self, days: int) -> tuple[tuple[Used, ...], str]:
         """Return the rows of the last `days` days, and what is wrong with the file, empty if nothing is.
@@ -77,32 +74,7 @@ class Usage:
 
     def close(self) -> None:
         """Write the rest. Waits for END_S at most."""
-        self._is_over.set()
-        self._has_some.set()
-        if self._thread is not None:
-            self._thread.join(END_S)
-
-    def _start(self) -> None:
-        # A daemon: a disk that stands still must not keep the process alive.
-        thread = threading.Thread(target=self._run, name="usage", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            if not is_lack(error):
-                raise
-            tell("writing what was used", error)  # the next request tries again
-            return
-        self._thread = thread
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            self._has_some.wait()
-            self._is_over.wait(self._again_s if self.problem else self._write_every_s)
-            with self._lock:
-                self._has_some.clear()
-                self._collect()
-                if self._waiting:
-                    self._write()
+        self._writer.close(END_S)
 
     def _collect(self) -> None:
         while self._new:
@@ -110,20 +82,25 @@ class Usage:
             group = used.day, used.key, used.model
             self._waiting[group] = self._waiting[group] + used if group in self._waiting else used
 
-    def _write(self) -> None:
+    def _write(self, before: str) -> str:
+        with self._lock:
+            self._collect()
+            return self._stored(before) if self._waiting else before
+
+    def _stored(self, before: str) -> str:
+        """Add what waits to the file. Returns why the volume refuses, as `before` was; empty if it does not."""
         try:
-            self._store.add(self._waiting.values(), busy_s=END_S / 2 if self._is_over.is_set() else 2 * END_S)
+            self._store.add(self._waiting.values(), busy_s=END_S / 2 if self._writer.is_over else 2 * END_S)
         except (VolumeError, MemoryError, ImportError) as error:
-            self._has_some.set()
+            self._writer.wake()
             problem = error.message if isinstance(error, VolumeError) else str(error)
-            if not self.problem:
+            if not before:
                 _log.warning("the use of the keys stays in memory until the volume takes it: %s", problem)
-            self.problem = problem
-            return
+            return problem
         self._waiting = {}
-        if self.problem:
+        if before:
             _log.warning("the use of the keys is written again")
-        self.problem = ""
+        return ""
 
 
 def used_by(row: FinishedRequest) -> Used:

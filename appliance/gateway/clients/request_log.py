@@ -13,8 +13,6 @@ from appliance.gateway.wire.usage import Usage, parse_usage
 from appliance.values import dataclass
 
 KEPT = 100
-EXCHANGE = "appliance.exchange"
-"""Key in the scope of an inference request: its Exchange."""
 KEY_NAME = "appliance.key_name"
 """Key in the scope of a request: the name of the API key that it came with; empty for the appliance's own key."""
 

@@ -10,14 +10,13 @@ import json
 import logging
 import re
 import secrets
-import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from appliance import __version__
 from appliance.gateway.clients.request_log import FinishedRequest
-from appliance.system.lack import is_lack, tell
+from appliance.system.background_writer import BackgroundWriter
 
 SEND_EVERY_S = 2.0
 AGAIN_S = 30.0  # until the next try if the collector does not answer
@@ -40,13 +39,13 @@ class Traces:
     def __init__(self, endpoint: str, *, send_every_s: float = SEND_EVERY_S, again_s: float = AGAIN_S) -> None:
         """`endpoint` is the collector's address without the path, as in http://collector:4318."""
         self._address = endpoint.rstrip("/") + PATH
-        self._send_every_s = send_every_s
-        self._again_s = again_s
         self._waiting: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self._has_some = threading.Event()
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.problem = ""  # why the collector gets nothing; empty if it does
+        self._writer = BackgroundWriter("traces", self._write, every_s=send_every_s, again_s=again_s)
+
+    @property
+    def problem(self) -> str:
+        """Why the collector gets nothing; empty if it does."""
+        return self._writer.problem
 
     def note(self, row: FinishedRequest) -> None:
         """Take a request that ended, unless its client's trace is not sampled."""
@@ -54,39 +53,21 @@ class Traces:
         if parent and not int(parent[3], 16) & _SAMPLED:
             return
         self._waiting.append(span_of(row))
-        self._has_some.set()
-        if self._thread is None:
-            self._start()
+        self._writer.wake()
 
     def close(self) -> None:
         """Send the rest. Waits for END_S at most."""
-        self._is_over.set()
-        self._has_some.set()
-        if self._thread is not None:
-            self._thread.join(END_S)
+        self._writer.close(END_S)
 
-    def _start(self) -> None:
-        # A daemon: a collector that stands still must not keep the process alive.
-        thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            if not is_lack(error):
-                raise
-            tell("sending traces", error)  # the next request tries again
-            return
-        self._thread = thread
+    def _write(self, before: str) -> str:
+        spans = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        problem = self._sent(spans) if spans else before
+        if problem != before:
+            _log.warning("traces are not sent: %s", problem) if problem else _log.warning("traces are sent again")
+        return problem
 
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            self._has_some.wait()
-            self._is_over.wait(self._again_s if self.problem else self._send_every_s)
-            self._has_some.clear()
-            spans = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            if spans:
-                self._send(spans)
-
-    def _send(self, spans: list[dict[str, Any]]) -> None:
+    def _sent(self, spans: list[dict[str, Any]]) -> str:
+        """Send the spans. Returns why the collector did not take them; empty if it did."""
         import urllib.error  # both here: no start needs them
         import urllib.request
 
@@ -95,18 +76,16 @@ class Traces:
         request = urllib.request.Request(self._address, body, headers, method="POST")  # noqa: S310 - checked setting
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S):  # noqa: S310 - as above
-                problem = ""
+                return ""
         except urllib.error.HTTPError as error:
-            # A batch that is refused will be refused again.
-            problem = f"the collector refuses traces: {error.code} {error.reason}"
             error.close()
+            # A batch that is refused will be refused again.
+            return f"the collector refuses traces: {error.code} {error.reason}"
         except (OSError, ValueError) as error:
-            problem = f"the collector does not answer: {error}"
-            self._waiting.extendleft(reversed(spans[-(KEPT - len(self._waiting)) :]))
-            self._has_some.set()
-        if problem != self.problem:
-            _log.warning("traces are not sent: %s", problem) if problem else _log.warning("traces are sent again")
-        self.problem = problem
+            room = KEPT - len(self._waiting)
+            self._waiting.extendleft(reversed(spans[max(0, len(spans) - room) :]))
+            self._writer.wake()
+            return f"the collector does not answer: {error}"
 
 
 def span_of(row: FinishedRequest) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from appliance.gateway.clients.request_log import RequestLog
 from appliance.gateway.engine.backend import Backend, Document
 from appliance.gateway.routes.models import Endpoint
 from appliance.gateway.wire.api_error import ApiError
+from appliance.gateway.wire.headers import OF_A_STREAM
 from appliance.race import first_of
 from appliance.system.lack import is_lack, tell
 
@@ -29,7 +30,7 @@ DOCTOR_S = 300.0
 DOCTOR_AGAIN_S = 5.0
 KEEP_ALIVE_S = 15.0
 WATCHERS_MAX = 100
-_HEADERS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"))
+_HEADERS = (*OF_A_STREAM, (b"cache-control", b"no-store"))
 DOCUMENTS = ("status", "plan", "profile", "tuning", "hardware")
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,6 @@ class Feed:
         self._doctor = doctor
         self._began = time.monotonic()
         self._state: dict[str, tuple[int, bytes]] = {}  # by event: how often it changed, and its text
-        self._bodies: dict[str, bytes] = {}
         self._moved = asyncio.Event()
         self._watchers = 0
         self._making: asyncio.Task[None] | None = None
@@ -189,7 +189,7 @@ class Feed:
     def _set(self, name: str, make: Document) -> None:
         """Take a document's newest state. If it cannot be made, watchers keep the last one, and all others go on."""
         try:
-            body = _json(make())
+            text = _event(name, _json(make()))
         except Exception as error:
             if is_lack(error):
                 tell(f"making the {name} of a page", error)
@@ -198,10 +198,9 @@ class Feed:
                 _log.exception("the %s of a page cannot be made", name)
             return
         self._failed.discard(name)
-        if self._bodies.get(name) != body:
-            self._bodies[name] = body
-            version, _ = self._state.get(name, (0, b""))
-            self._state[name] = (version + 1, _event(name, body))
+        version, before = self._state.get(name, (0, b""))
+        if text != before:
+            self._state[name] = (version + 1, text)
 
     def _wake(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()

@@ -19,7 +19,7 @@ from appliance.console.progress import Progress
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway.clients import request_queue
 from appliance.gateway.clients.connections import WRITE_NOW
-from appliance.gateway.clients.request_log import EXCHANGE, KEY_NAME, Exchange, RequestLog
+from appliance.gateway.clients.request_log import KEY_NAME, Exchange, RequestLog
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
 from appliance.gateway.engine.insight import Insight
@@ -152,7 +152,8 @@ class EngineEndpoint:
         self._route = route
         self._model = model
         self._requests = requests if route.needs_model else None
-        self._insight = insight if route.can_stream else None  # only such routes generate tokens
+        # Only routes that stream generate tokens.
+        self._insight = insight if route.can_stream and self._requests is not None else None
         self._errors = errors or EngineErrors()
         self._engines_name = engines_name  # the engine's name of the model, if it refuses every other name
         self._engine = engine
@@ -161,46 +162,45 @@ class EngineEndpoint:
         self._tell_every_s = tell_every_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._requests is None:
-            await self._answer(scope, receive, send)
-            return
         parent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
         exchange = Exchange(
             model=self._model(), route=scope["path"], key=scope.get(KEY_NAME, ""), parent=parent.decode("latin-1")
         )
-        scope[EXCHANGE] = exchange
         try:
-            await self._answer(scope, receive, send)
+            await self._answer(scope, receive, send, exchange)
         finally:
-            row = exchange.finished()
-            if exchange.watched is not None and (slowed_by := exchange.watched.end(row)):
-                row = replace(row, slowed_by=slowed_by)
-            self._requests.add(row)
+            if self._requests is not None:
+                row = exchange.finished()
+                if exchange.watched is not None and (slowed_by := exchange.watched.end(row)):
+                    row = replace(row, slowed_by=slowed_by)
+                self._requests.add(row)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         reply = ResponseWriter(send, self._route.dialect, scope.get(WRITE_NOW))
-        exchange: Exchange | None = scope.get(EXCHANGE)
         try:
             with self._traffic.admitted() as must_end:
                 try:
-                    await self._exchange(scope, receive, reply, must_end)
+                    await self._exchange(scope, receive, reply, must_end, exchange)
                 except ApiError as error:
                     if reply.is_started:
                         scope[FAILED] = str(error.status)  # the status that was sent does not show the failure
                     # Inside `admitted`, so that a stop waits until the client has its answer.
                     await reply.refuse(error)
-                    if exchange:
-                        exchange.fail(error.status, is_stopped=self._traffic.is_closed)
+                    exchange.fail(error.status, is_stopped=self._traffic.is_closed)
         except ApiError as error:
             await reply.refuse(error)
-            if exchange:
-                exchange.fail(error.status, is_stopped=self._traffic.is_closed)
+            exchange.fail(error.status, is_stopped=self._traffic.is_closed)
         except ClientLeft:
-            if exchange and not reply.is_whole:
+            if not reply.is_whole:
                 exchange.leave(int(CLIENT_LEFT))
 
     async def _exchange(
-        self, scope: Scope, receive: Receive, reply: ResponseWriter, must_end: asyncio.Future[None]
+        self,
+        scope: Scope,
+        receive: Receive,
+        reply: ResponseWriter,
+        must_end: asyncio.Future[None],
+        exchange: Exchange,
     ) -> None:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
@@ -209,20 +209,21 @@ class EngineEndpoint:
         body = await unless_over(reading, must_end=must_end)
         if self._route.fault is not None and (why := self._route.fault(body)) is not None:
             raise ApiError(400, "invalid_request", why)
-        if self._insight is not None and self._insight.receipts != "off" and EXCHANGE in scope:
-            scope[EXCHANGE].watched = self._insight.watch(body, self._traffic)
-        await unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
+        if self._insight is not None and self._insight.receipts != "off":
+            exchange.watched = self._insight.watch(body, self._traffic)
+        serving = self._serve(scope, body, reply, exchange)
+        await unless_over(serving, until_client_left(receive), must_end=must_end)
 
-    async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+    async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
             raise api_error.not_ready(progress)  # the state may have changed while the body came
-        await self._until_back(scope, body, reply)
+        await self._until_back(body, reply, exchange)
         if (name := self._engines_name()) is not None:
             body = with_model(body, content_type_of(scope), name)
-        await self._forward(scope, body, reply)
+        await self._forward(scope, body, reply, exchange)
 
-    async def _until_back(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+    async def _until_back(self, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         """Wait while the engine is away on purpose."""
         if not self._progress().is_held:
             return
@@ -230,15 +231,11 @@ class EngineEndpoint:
         tell = reply.comment if is_stream else None
         began = time.monotonic()
         await request_queue.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
-        if EXCHANGE in scope:
-            scope[EXCHANGE].held_s += time.monotonic() - began
+        exchange.held_s += time.monotonic() - began
 
-    def _receipt(self, scope: Scope) -> MakeReceipt | None:
+    def _receipt(self, scope: Scope, exchange: Exchange) -> MakeReceipt | None:
         """Return what makes the receipt of this request, or None if the client gets none."""
-        if self._insight is None or EXCHANGE not in scope:
-            return None
-        exchange: Exchange = scope[EXCHANGE]
-        watched, wanted = exchange.watched, self._insight.receipts
+        watched, wanted = exchange.watched, self._insight.receipts if self._insight else "off"
         if watched is None or not (wanted == "always" or (wanted == "asked" and receipts.is_asked(scope["headers"]))):
             return None
 
@@ -248,36 +245,34 @@ class EngineEndpoint:
 
         return make
 
-    async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+    async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         try:
-            await self._ask(scope, body, reply)
+            await self._ask(scope, body, reply, exchange)
         except CrowdedError:
-            await self._ask_alone(scope, body, reply)
+            await self._ask_alone(scope, body, reply, exchange)
 
-    async def _ask_alone(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+    async def _ask_alone(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         async with self._engine.one_by_one:
             for _ in range(ATTEMPTS_ALONE):
-                await self._until_back(scope, body, reply)
+                await self._until_back(body, reply, exchange)
                 was_free, before = self._engine.is_free, self._engine.sent
                 try:
-                    return await self._ask(scope, body, reply)
+                    return await self._ask(scope, body, reply, exchange)
                 except CrowdedError:
                     if was_free and self._engine.sent == before + 1:  # no other request ran
                         raise api_error.crowds_itself() from None
         raise api_error.context_full()
 
-    async def _ask(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+    async def _ask(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         """Send the request once. Raises ApiError, and CrowdedError if the request may be repeated."""
         try:
             asked = self._engine.asked(scope, self._route.upstream, body, needs_model=self._route.needs_model)
             async with asked as response:
-                if EXCHANGE in scope:
-                    scope[EXCHANGE].response = response
-                receipt = self._receipt(scope)
+                exchange.response = response
+                receipt = self._receipt(scope, exchange)
                 if not await relay(response, reply, self._traffic.rate, self._errors, self._route.crowded, receipt):
                     scope[FAILED] = "502"
-                    if EXCHANGE in scope:
-                        scope[EXCHANGE].fail(502)
+                    exchange.fail(502)
         except LackError as error:
             raise api_error.lacking() from error
         except UnreachableError as error:

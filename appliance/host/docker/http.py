@@ -174,6 +174,12 @@ def refusal(reply: Reply) -> FatalError:
     return EngineNotReadyError(f"the appliance refuses: {words}", hint="see `appliance logs` or `docker logs`")
 
 
+def unanswered(error: NoAnswerError) -> EngineNotReadyError:
+    """Return the error for an appliance that was asked and does not answer."""
+    message = f"the appliance does not answer: {error}"
+    return EngineNotReadyError(message, hint="see its log: `appliance logs` or `docker logs`")
+
+
 def said(document: Mapping[str, Any]) -> str:
     """Return the message of an error, in OpenAI's form or a similar one; empty if there is none."""
     error = document.get("error") or document.get("message") or document.get("detail")

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from appliance.errors import EngineNotReadyError
-from appliance.host.docker.http import Gateway, NoAnswerError, refusal
+from appliance.host.docker.http import Gateway, NoAnswerError, refusal, unanswered
 from appliance.settings import MODES
 
 POLL_S = 0.2
@@ -29,8 +29,7 @@ def show_modes(gateway: Gateway, options: argparse.Namespace) -> int:
     try:
         status = _switched(gateway, options.to) if options.to else gateway.document("status")
     except NoAnswerError as error:
-        message = f"the appliance does not answer: {error}"
-        raise EngineNotReadyError(message, hint="see its log: `appliance logs` or `docker logs`") from error
+        raise unanswered(error) from error
     shown = {name: status.get(name) for name in ("mode", "modes", "mode_switch")}
     print(json.dumps(shown, indent=1) if options.json else as_text(shown))
     return 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from appliance.errors import EngineNotReadyError
 from appliance.host.docker import containers
 from appliance.host.docker.daemon import connected
-from appliance.host.docker.http import NoAnswerError
+from appliance.host.docker.http import NoAnswerError, unanswered
 from appliance.host.shared import usage
 from appliance.settings import process_environment
 
@@ -26,7 +25,6 @@ def run(options: argparse.Namespace) -> int:
     try:
         document = gateway.document(f"usage?days={options.days}{by}")
     except NoAnswerError as error:
-        message = f"the appliance does not answer: {error}"
-        raise EngineNotReadyError(message, hint="see its log: `appliance logs` or `docker logs`") from error
+        raise unanswered(error) from error
     usage.show_usage(document, as_json=options.json)
     return 0

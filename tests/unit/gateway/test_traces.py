@@ -177,3 +177,13 @@ def test_not_more_wait_than_fit() -> None:
 def test_the_document_names_the_service() -> None:
     (resource,) = document_of([])["resourceSpans"]
     assert {"key": "service.name", "value": {"stringValue": "appliance"}} in resource["resource"]["attributes"]
+
+
+def test_what_came_meanwhile_goes_before_what_was_not_taken() -> None:
+    """The oldest go first if not all fit."""
+    traces = Traces("http://127.0.0.1:9", send_every_s=60)
+    old = [span_of(row(id="0" * 16))]
+    for _ in range(KEPT):
+        traces.note(row(id="1" * 16))
+    assert "does not answer" in traces._sent(old)
+    assert {span["spanId"] for span in traces._waiting} == {"1" * 16}
