@@ -15,9 +15,9 @@ from typing import IO
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError
 from appliance.model.formats.gguf import read_gguf
 from appliance.system.disk import read_file
+from appliance.system.secret_file import locked, new_key, replace_secret
 
 FOLDERS = ("models", "profiles", "cache", "secrets")
-KEY_BYTES = 32
 _KEY_FILE_BYTES = 4096
 _CHUNK_BYTES = 2**20
 _PROBE_BYTES = 65536  # more than an inode can hold itself, so that a full disk refuses it
@@ -77,21 +77,11 @@ def _is_empty(path: Path) -> bool:
 def _make_key(path: Path) -> str:
     """Create the key under a lock and return it. Another process may have created it meanwhile, so the file is read
     again first. An empty file is left over from an interrupted write."""
-    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path):
         if found := _read(path):
             return found
-        # 0640 and not 0600: another start may run as another user of group 0, who must be able to read it.
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
-        with os.fdopen(handle, "w") as file:
-            file.write(f"sk-{secrets.token_urlsafe(KEY_BYTES)}\n")
-        temporary.replace(path)
+        replace_secret(path, f"{new_key()}\n".encode())
         return _read(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        os.close(lock)
 
 
 def _read(path: Path) -> str:

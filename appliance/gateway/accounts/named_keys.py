@@ -6,14 +6,10 @@ cost each request 100 ms.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -22,9 +18,9 @@ from typing import Any
 from appliance.documents import load
 from appliance.errors import ConfigError, VolumeError
 from appliance.system.disk import read_file
+from appliance.system.secret_file import locked, new_key, replace_secret
 from appliance.values import dataclass
 
-KEY_BYTES = 32
 KEYS_MAX = 256  # each request with a named key is compared with all of them
 FILE_BYTES_MAX = 2**20
 LIMITS = ("requests_per_minute", "tokens_per_minute", "streams")
@@ -52,10 +48,6 @@ class NamedKey:
 
 def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def new_key() -> str:
-    return f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def read_keys(path: Path) -> tuple[NamedKey, ...]:
@@ -196,32 +188,9 @@ def _named(keys: Sequence[NamedKey], name: str) -> NamedKey:
 def _change(path: Path, change: Callable[[Sequence[NamedKey]], Sequence[NamedKey]]) -> None:
     """Replace the file by what `change` makes of its keys; a reader sees the old file or the new one."""
     try:
-        with _locked(path):
+        with locked(path):
             rows = [asdict(key) for key in change(read_keys(path))]
-            _replace(path, (json.dumps({"keys": rows}, indent=1) + "\n").encode())
+            replace_secret(path, (json.dumps({"keys": rows}, indent=1) + "\n").encode())
     except OSError as error:
         message = f"file of named keys cannot be written: {path}: {(error.strerror or str(error)).lower()}"
         raise VolumeError(message, hint="check the space, owner and mode of the volume") from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        # 0640 and not 0600, like the appliance's own key: the next start may run as another user of group 0.
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
