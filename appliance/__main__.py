@@ -612,13 +612,19 @@ def _mode(options: argparse.Namespace, settings: Settings, _: Mapping[str, str])
 
 def _running(settings: Settings) -> Gateway:
     """Return the running appliance of this container."""
-    from appliance.address import reachable, read_address
     from appliance.host.docker.http import Gateway
     from appliance.volume import read_key
 
-    # A flag of `serve` may have changed the port, and this verb does not see that flag.
-    host, port = read_address(settings.address_path) or (reachable(settings.host), settings.port)
+    host, port = _address_of(settings)
     return Gateway(host=host, port=port, key=read_key(settings.key_path))
+
+
+def _address_of(settings: Settings) -> tuple[str, int]:
+    """Return the host and the port of the running appliance of this container."""
+    from appliance.address import reachable, read_address
+
+    # A flag of `serve` may have changed the port, and other verbs do not see that flag.
+    return read_address(settings.address_path) or (reachable(settings.host), settings.port)
 
 
 def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
@@ -653,10 +659,7 @@ def _usage(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]
 def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
     import http.client
 
-    from appliance.address import reachable, read_address
-
-    # A flag of `serve` may have changed the port, and this verb does not see that flag.
-    host, port = read_address(settings.address_path) or (reachable(settings.host), settings.port)
+    host, port = _address_of(settings)
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", "/health/ready")
