@@ -33,6 +33,25 @@ def load(data: str | bytes) -> dict[str, Any]:
     return document
 
 
+class _Named(msgspec.Struct):
+    model: object = None
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+
+
+def model_in(data: bytes) -> str | None:
+    """Return the text of the field `model` of a JSON object; None if there is none, or if it is no JSON object.
+
+    Every other field is skipped without making an object of it: a request of 1 MiB takes about 0.5 ms.
+    """
+    try:
+        name = _NAMED.decode(data.removeprefix(codecs.BOM_UTF8)).model
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
 def has_too_many_values(data: bytes) -> bool:
     """True if reading this JSON would block the process for long: 64 MiB of empty lists take 8 s. Counts commas and
     opening brackets, also the few inside of strings."""

@@ -11,12 +11,13 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from appliance.errors import ConfigError, printable
+from appliance.keep_alive import FOREVER, parse_keep_alive
 from appliance.system.disk import hint_of_empty, read_file
 from appliance.values import dataclass
 
@@ -288,6 +289,30 @@ _GROUP = {"nodes": "LWS_GROUP_SIZE", "node_rank": "LWS_WORKER_INDEX", "leader": 
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelEntry:
+    """One model of `models:` in the settings file. `name` is what clients call it, and `values` are the settings that
+    it has for itself, parsed."""
+
+    name: str
+    is_pinned: bool  # it is loaded at the start and stays loaded
+    values: Mapping[str, Any]
+    source: str  # in words
+    aliases: tuple[str, ...] = ()  # other names that clients may use
+
+
+# Settings of the process: they cannot differ from model to model.
+OF_PROCESS = frozenset({
+    "auth", "data_dir", "drain_s", "engine_dir", "facts_dir", "hf_cache", "host", "leader", "load_wait_s", "log",
+    "model_dirs", "node_rank", "nodes", "offline", "otlp_endpoint", "port", "receipts", "runtime_dir",
+})  # fmt: skip
+# Settings that are about one model: as a flag or variable they are those of the first model only.
+OF_ONE_MODEL = (
+    "alias", "chat_template_file", "ctx_size", "draft_model", "engine_arg", "gpu_layers", "lora", "mmproj", "model",
+    "n_cpu_moe", "pooling", "reasoning_format", "rope_scaling", "speculation",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """All values that a user can set. `sources` maps each name to the source of its value, in words."""
 
@@ -484,6 +509,20 @@ class Settings:
         "HOST[:PORT]",
         is_rare=True,
     )
+    keep_alive: float | None = _setting(
+        parse_keep_alive,
+        None,
+        "how long a model stays loaded without requests, as in 10m (default: until its memory is needed)",
+        "TIME",
+        is_rare=True,
+    )
+    load_wait_s: float = _setting(
+        _seconds(0, 3600),
+        120.0,
+        "seconds that a request without a stream waits for its model to be loaded, before it is answered with 503",
+        "S",
+        is_rare=True,
+    )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
         "idle",
@@ -538,6 +577,7 @@ class Settings:
     )
     facts_dir: Path = _setting(_path, Path("/opt/appliance"), "folder of the image's facts", "DIR", is_rare=True)
     runtime_dir: Path = _setting(_path, Path("/tmp"), "folder for the engine's socket", "DIR", is_rare=True)  # noqa: S108
+    models: tuple[ModelEntry, ...] = ()  # further models, which only the file can name
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     # default of `model_dirs`; most of these folders do not exist
     usual_model_dirs: tuple[Path, ...] = field(default=(), compare=False)
@@ -559,6 +599,23 @@ class Settings:
         """Source of `slots`, in words."""
         decides = "parallel" if self.is_set("parallel") or self.slots == self.parallel else "users"
         return self.sources.get(decides, "default")
+
+    def of_entry(self, entry: ModelEntry, *, is_first: bool = False) -> Settings:
+        """Return the settings of one model of `models`. What is about one model is inherited only by the first."""
+        before = self if is_first else self.of_another()
+        sources = {**before.sources, **dict.fromkeys(entry.values, entry.source)}
+        return replace(before, **entry.values, sources=MappingProxyType(sources))
+
+    def of_another(self) -> Settings:
+        """Return the settings of a model that is not the first one."""
+        defaults: dict[str, Any] = {name: SETTINGS[name].default for name in OF_ONE_MODEL}
+        sources = {**self.sources, **dict.fromkeys(OF_ONE_MODEL, "default")}
+        return replace(self, **defaults, sources=MappingProxyType(sources))
+
+    @property
+    def keep_alive_s(self) -> float:
+        """How long a model stays loaded without requests; infinity if nothing was set."""
+        return FOREVER if self.keep_alive is None else self.keep_alive
 
     @property
     def models_dir(self) -> Path:
@@ -655,14 +712,18 @@ def resolve_settings(
     values: dict[str, Any] = {}
     sources = dict.fromkeys(SETTINGS, "default")
     from_flags = [(name, text, f"flag {SETTINGS[name].flag}") for name, text in flags.items()]
-    own = (*_from_file(file_text, file_name), *_from_environment(environment), *from_flags)
+    of_file = _of_file(file_text, file_name)
+    entries = _entries(of_file.pop("models", None), file_name)
+    own = (*_from_file(of_file, file_name), *_from_environment(environment), *from_flags)
     rows = (*_of_group(environment, own), *own)
     for name, text, source in rows:
         values[name] = _parsed(name, text, source)
         sources[name] = source
     usual = _usual_model_dirs(environment)
     others = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
-    return Settings(**values, sources=MappingProxyType(sources), usual_model_dirs=usual, environment=others)
+    return Settings(
+        **values, models=entries, sources=MappingProxyType(sources), usual_model_dirs=usual, environment=others
+    )
 
 
 def _usual_model_dirs(environment: Mapping[str, str]) -> tuple[Path, ...]:
@@ -742,9 +803,9 @@ def _is_folder(path: Path) -> bool:
 _Row = tuple[str, Texts, str]  # name, text, source
 
 
-def _from_file(text: str | None, file_name: str) -> list[_Row]:
+def _of_file(text: str | None, file_name: str) -> dict[Any, Any]:
     if text is None or not text.strip():
-        return []
+        return {}
     import yaml  # imported here: it costs 20 ms of every start and is needed only if there is a file
 
     try:
@@ -753,16 +814,96 @@ def _from_file(text: str | None, file_name: str) -> list[_Row]:
         message = f"settings file is not YAML: {file_name}: {' '.join(str(error).split())}"
         raise ConfigError(message, hint="lines look like `ctx_size: 8192`") from error
     if data is None:
-        return []
+        return {}
     if not isinstance(data, dict):
         message = f"settings file must hold `name: value` lines: {file_name}: found {type(data).__name__}"
         raise ConfigError(message, hint="lines look like `ctx_size: 8192`")
+    return data
+
+
+def _from_file(data: Mapping[Any, Any], file_name: str) -> list[_Row]:
     rows: list[_Row] = []
     for key, value in data.items():
         name = _known(str(key).replace("-", "_"), f"file {file_name}", str(key), tuple(SETTINGS))
         if value is not None:
             rows.append((name, _yaml_texts(name, str(key), value, file_name), f"file {file_name}"))
     return rows
+
+
+_ENTRY_HINT = """lines look like
+
+models:
+  chat: {model: "qwen:8b", ctx_size: 32768}
+  embed: {model: nomic-embed-text.gguf, pin: on}"""
+
+
+def _entries(written: object, file_name: str) -> tuple[ModelEntry, ...]:
+    """Return the models of the file: names with their settings, or a list. Raises ConfigError."""
+    if written is None:
+        return ()
+    named: list[tuple[str, object]]
+    if isinstance(written, dict):
+        named = [(str(name), of_one) for name, of_one in written.items()]
+    elif isinstance(written, list):
+        named = [("", of_one) for of_one in written]
+    else:
+        message = f"setting models in {file_name} is neither names with settings nor a list: {type(written).__name__}"
+        raise ConfigError(message, hint=_ENTRY_HINT)
+    entries = tuple(_entry(name, of_one, file_name) for name, of_one in named)
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name.casefold() in seen:
+            message = f"two models in {file_name} have the same name: '{printable(entry.name)}'"
+            raise ConfigError(message, hint="give one of them another name, or an alias")
+        seen.add(entry.name.casefold())
+    return entries
+
+
+def _entry(name: str, written: object, file_name: str) -> ModelEntry:
+    if not name and isinstance(written, str):
+        written = {"model": written}
+    if written is None:
+        written = {}
+    if not isinstance(written, dict):
+        who = printable(name) or "(without a name)"
+        message = f"model {who} in {file_name} has no settings: '{printable(str(written))}'"
+        raise ConfigError(message, hint=_ENTRY_HINT)
+    found = {str(key).replace("-", "_"): (str(key), value) for key, value in written.items()}
+    name = name or _entry_word(found, "alias", file_name) or _entry_word(found, "model", file_name)
+    if not name.strip():
+        message = f"a model in {file_name} has neither a name nor a `model`"
+        raise ConfigError(message, hint=_ENTRY_HINT)
+    source = f"model {name} in file {file_name}"
+    known = tuple(setting for setting in SETTINGS if setting not in OF_PROCESS)
+    values: dict[str, Any] = {"model": name}
+    is_pinned = False
+    for setting, (key, value) in found.items():
+        if setting == "pin":
+            is_pinned = _pin(value, source)
+        elif setting in OF_PROCESS:
+            message = f"setting {key} cannot differ from model to model ({source})"
+            raise ConfigError(message, hint=f"write `{setting}:` at the top of {file_name}, for all models")
+        elif value is not None:
+            _known(setting, source, key, (*known, "pin"))
+            values[setting] = _parsed(setting, _yaml_texts(setting, key, value, file_name), source)
+    alias = values.pop("alias", name)
+    aliases = () if alias == name else (alias,)
+    values = {**values, "alias": name}
+    return ModelEntry(name=name, is_pinned=is_pinned, values=values, source=source, aliases=aliases)
+
+
+def _entry_word(found: Mapping[str, tuple[str, object]], key: str, file_name: str) -> str:
+    shown, value = found.get(key, (key, None))
+    text = "" if value is None else _yaml_texts(key, shown, value, file_name)
+    return text if isinstance(text, str) else ""
+
+
+def _pin(value: object, source: str) -> bool:
+    try:
+        return _switch(_yaml_word(value))
+    except ValueError as problem:
+        message = f"pin {problem}: '{printable(str(value))}' ({source})"
+        raise ConfigError(message, hint="`pin: on` keeps a model loaded") from None
 
 
 def _yaml_texts(name: str, key: str, value: object, file_name: str) -> Texts:

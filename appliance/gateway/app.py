@@ -7,7 +7,6 @@ is imported with the first request that needs it.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute
-from appliance.errors import ConfigError
 from appliance.gateway.accounts.accounts import Accounts
 from appliance.gateway.accounts.door import NamedDoor
 from appliance.gateway.accounts.usage import Usage, UsageEndpoint
@@ -27,10 +25,13 @@ from appliance.gateway.clients.session import Sessions
 from appliance.gateway.clients.traces import Traces
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.backend import Backend, Document
-from appliance.gateway.face.feed import Feed, feed_endpoint
+from appliance.gateway.engine.gate import FleetDoor
+from appliance.gateway.engine.roster import Roster, roster_of
+from appliance.gateway.face.feed import Feed, Feeds, feed_endpoint
 from appliance.gateway.face.pages import login_routes, page_routes
 from appliance.gateway.routes.by_model import ByModel, overall_progress
-from appliance.gateway.routes.documents import document_routes, model_asked, of_model, path_of
+from appliance.gateway.routes.documents import document_routes, model_asked, path_of
+from appliance.gateway.routes.fleet import fleet_routes
 from appliance.gateway.routes.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.routes.metrics import Measured, Metrics
 from appliance.gateway.routes.models import LIST_PATHS, Endpoint, ForSomeModels, list_routes
@@ -46,25 +47,25 @@ class App:
     """The gateway's ASGI application, and the models behind it."""
 
     def __init__(
-        self,
-        asgi: ASGIApp,
-        backends: Sequence[Backend],
-        traffics: Sequence[Traffic],
-        connection_counts: Counts,
-        requests: RequestLog,
+        self, asgi: ASGIApp, backends: Roster, reading: Traffic, connection_counts: Counts, requests: RequestLog
     ) -> None:
         self._asgi = asgi
+        self._reading = reading
         self.requests = requests
         self.connection_counts = connection_counts  # counts kept by the server of this application
-        self.backends = tuple(backends)
-        self.traffics = tuple(traffics)  # one per model, and one for requests whose model is not known yet
+        self.backends = backends
+
+    @property
+    def traffics(self) -> list[Traffic]:
+        """One per model, and one for requests whose model is not known yet."""
+        return [*(backend.traffic for backend in self.backends), self._reading]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._asgi(scope, receive, send)
 
 
 def create_app(
-    backends: Sequence[Backend],
+    backends: Sequence[Backend] | Roster,
     *,
     keys: Keys | None,
     tell_every_s: float = TELL_EVERY_S,
@@ -74,57 +75,60 @@ def create_app(
     accounts: Accounts | None = None,
     usage: Usage | None = None,
     traces: Traces | None = None,
+    fleet: FleetDoor | None = None,
 ) -> App:
     """Return the application. `keys` None turns authentication off; `accounts` are further keys, `usage` counts what
     is used with each, and `traces` sends a span of each request. With several backends, a request goes to the one that
-    it names as `model`. Raises ConfigError if two backends have one name.
+    it names as `model`; `fleet` decides which of them are loaded. Raises ConfigError if two backends have one name.
 
     For the pages, `recent` returns the log's latest lines, `doctor` looks at the machine, and `libraries` is the folder
     of the image with the scripts that others wrote.
     """
-    _refuse_same_names(backends)
+    roster = roster_of(backends)
     requests = RequestLog()
     reading = Traffic()
-    traffics = [*(backend.traffic for backend in backends), reading]
-    progress = partial(overall_progress, backends)
+    progress = partial(overall_progress, roster)
     connections = Counts()
     metrics = Metrics(
         connections=connections,
-        running=lambda: sum(traffic.running for traffic in traffics),
-        events_per_s=lambda: sum(traffic.rate.per_s for traffic in traffics),
+        running=lambda: reading.running + sum(backend.traffic.running for backend in roster),
+        events_per_s=lambda: sum(backend.traffic.rate.per_s for backend in roster),
         progress=progress,
-        engine_restarts=_engine_restarts(backends),
-        engine_hangs=lambda: sum(backend.upstream.hangs for backend in backends),
-        loads=lambda: (load for backend in backends if (load := backend.load())),
-        aliases=(alias for backend in backends for alias in backend.aliases),
-        insights={backend.name: backend.insight for backend in backends if backend.insight},
+        engine_restarts=_engine_restarts(roster),
+        engine_hangs=lambda: sum(backend.upstream.hangs for backend in roster),
+        loads=lambda: (load for backend in roster if (load := backend.load())),
+        aliases=(alias for backend in roster for alias in backend.aliases),
+        insights=lambda: {backend.name: backend.insight for backend in roster if backend.insight},
+        fleet=fleet,
     )
     requests.listen(metrics.finished)
-    lists = list_routes(backends, reading)
-    documents = document_routes(metrics, backends)
+    lists = list_routes(roster, reading)
+    documents = document_routes(metrics, roster, fleet)
     sessions = Sessions(keys.first) if keys else None
     pages, files = page_routes(libraries)
-    feeds = {backend.name: Feed(backend, requests, recent=recent, doctor=doctor) for backend in backends}
+    feeds = Feeds(roster, partial(Feed, requests=requests, recent=recent, doctor=doctor, fleet=fleet))
     routes = {
-        **_engine_routes(backends, reading, tell_every_s, requests),
+        **_engine_routes(roster, reading, tell_every_s, requests),
         **{route.path: (("GET",), route.all) for route in lists},
         **{path: (("GET",), endpoint) for path, endpoint in documents.items()},
         **_health_routes(reading, progress),
         **{path: (("GET",), endpoint) for path, endpoint in pages.items()},
         **{path: (("POST",), endpoint) for path, endpoint in login_routes(keys, sessions, reading).items()},
-        path_of("events"): (("GET",), feed_endpoint(lambda scope: of_model(feeds, model_asked(scope)))),
+        path_of("events"): (("GET",), feed_endpoint(lambda scope: feeds.of(model_asked(scope)))),
     }
+    if fleet is not None:
+        routes |= {path: (("POST",), endpoint) for path, endpoint in fleet_routes(roster, fleet, reading).items()}
     if traces:
         requests.listen(traces.note)
     if usage:
         requests.listen(usage.note)
         routes[path_of("usage")] = (("GET",), UsageEndpoint(usage))
-    rest = _Rest(backends)
+    rest = _Rest(roster)
     door: ASGIApp = _Door(routes, {**{f"{route.path}/": route.one for route in lists}, **files}, rest)
     if keys is not None:
-        door = RequireKey(door, keys, sessions, _named_door(door, accounts, backends, requests) if accounts else None)
+        door = RequireKey(door, keys, sessions, _named_door(door, accounts, roster, requests) if accounts else None)
     door = CheckHttp(door)
-    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics, connections, requests)
+    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), roster, reading, connections, requests)
 
 
 def _named_door(app: ASGIApp, accounts: Accounts, backends: Sequence[Backend], requests: RequestLog) -> NamedDoor:
@@ -139,53 +143,44 @@ def _named_door(app: ASGIApp, accounts: Accounts, backends: Sequence[Backend], r
     )
 
 
-def _refuse_same_names(backends: Sequence[Backend]) -> None:
-    names = Counter(backend.name for backend in backends)
-    if same := [name for name, count in names.items() if count > 1]:
-        message = f"several models have the same name: {', '.join(same)}"
-        raise ConfigError(message, hint="give each an alias of its own")
-
-
-def _engine_restarts(backends: Sequence[Backend]) -> Callable[[], int] | None:
-    known = [backend.engine_restarts for backend in backends if backend.engine_restarts is not None]
-    return (lambda: sum(restarts() for restarts in known)) if known else None
+def _engine_restarts(roster: Roster) -> Callable[[], int] | None:
+    if all(backend.engine_restarts is None for backend in roster):
+        return None
+    return lambda: sum(backend.engine_restarts() for backend in roster if backend.engine_restarts is not None)
 
 
 def _engine_routes(
-    backends: Sequence[Backend], reading: Traffic, tell_every_s: float, requests: RequestLog
+    roster: Roster, reading: Traffic, tell_every_s: float, requests: RequestLog
 ) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
-    by_path: dict[str, dict[str, Endpoint]] = {}
-    first: dict[str, EngineRoute] = {}
-    for backend in backends:
-        for route in backend.routes:
-            first.setdefault(route.path, route)
-            endpoint: Endpoint = EngineEndpoint(
-                route,
-                engine=backend.upstream,
-                traffic=backend.traffic,
-                progress=backend.progress,
-                errors=backend.errors,
-                engines_name=backend.engines_name,
-                tell_every_s=tell_every_s,
-                model=partial(_name_of, backend),
-                requests=requests,
-                insight=backend.insight,
-            )
-            if backend.elsewhere is not None:
-                endpoint = _elsewhere(backend.elsewhere)
-            by_path.setdefault(route.path, {})[backend.name] = (
-                ForSomeModels(endpoint, route, backend.listed)
-                if route.not_for_rerankers or route.only_for_embedders
-                else endpoint
-            )
+    """Return the routes of the engine. All models of a gateway are served by one engine, so all have the same ones."""
 
-    def endpoint_of(path: str) -> Endpoint:
-        route, endpoints = first[path], by_path[path]
-        if len(backends) == 1:
-            return next(iter(endpoints.values()))
-        return ByModel(endpoints, backends, dialect=route.dialect, reading=reading)
+    def endpoint_of(route: EngineRoute, backend: Backend) -> Endpoint:
+        if backend.elsewhere is not None:
+            return _elsewhere(backend.elsewhere)
+        endpoint: Endpoint = EngineEndpoint(
+            route,
+            engine=backend.upstream,
+            traffic=backend.traffic,
+            progress=backend.progress,
+            errors=backend.errors,
+            engines_name=backend.engines_name,
+            tell_every_s=tell_every_s,
+            model=partial(_name_of, backend),
+            requests=requests,
+            insight=backend.insight,
+            gate=backend.gate,
+        )
+        if route.not_for_rerankers or route.only_for_embedders:
+            return ForSomeModels(endpoint, route, backend.listed)
+        return endpoint
 
-    return {path: (route.methods, endpoint_of(path)) for path, route in first.items()}
+    return {
+        route.path: (
+            route.methods,
+            ByModel(partial(endpoint_of, route), roster, dialect=route.dialect, reading=reading),
+        )
+        for route in roster.first.routes
+    }
 
 
 def _name_of(backend: Backend) -> str:
@@ -268,7 +263,7 @@ def _with_head(methods: Iterable[str]) -> tuple[str, ...]:
 class _Rest:
     """Our own routes that change something. They are made with FastAPI when one of them is first requested."""
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
+    def __init__(self, backends: Roster) -> None:
         self._backends = backends
         self._loading: asyncio.Task[ASGIApp] | None = None
         self.paths = frozenset(path_of(name) for backend in backends for name in backend.actions)

@@ -38,8 +38,9 @@ class Gateway:
     def __init__(self, server: _Server, serving: asyncio.Task[None], app: App, port: int) -> None:
         self._server = server
         self._serving = serving
-        self._traffics = app.traffics
+        self._app = app
         self.backends = app.backends
+        self.requests = app.requests
         self.port = port
 
     @classmethod
@@ -73,19 +74,19 @@ class Gateway:
     @property
     def running(self) -> int:
         """Number of running requests of every kind."""
-        return sum(traffic.running for traffic in self._traffics)
+        return sum(traffic.running for traffic in self._app.traffics)
 
     async def drain(self, drain_s: float, *, end_s: float = END_S) -> None:
         """Stop in order: no new connections, no new requests, `drain_s` seconds for running requests, an error for the
         rest, every connection closed. Returns within `drain_s` + `end_s` + 0.2 s whatever clients do; a second call
         waits for the same end."""
-        for traffic in self._traffics:
+        for traffic in self._app.traffics:
             traffic.close()
         self._server.stop_accepting()
-        if not await all_idle(self._traffics, drain_s):
-            for traffic in self._traffics:
+        if not await all_idle(self._app.traffics, drain_s):
+            for traffic in self._app.traffics:
                 traffic.end_all()
-            await all_idle(self._traffics, TELL * end_s)
+            await all_idle(self._app.traffics, TELL * end_s)
         self._server.should_exit = True
         if not await self._has_ended(FLUSH * end_s):
             self._server.abort_connections()

@@ -33,9 +33,9 @@ from appliance.preview.preview import preview_of
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.kills import KEPT_MAX
 from appliance.serve.engine.load import launch, wait_loaded
+from appliance.serve.life.bring_up import tasks_of
+from appliance.serve.life.supervise import serve_until_failure
 from appliance.serve.model.served_model import ServedModel
-from appliance.serve.run import tasks_of
-from appliance.serve.supervise import serve_until_failure
 from appliance.settings import resolve_settings
 from appliance.start.inputs import StartInputs
 from tests.builders import facts, model, profile

@@ -17,9 +17,9 @@ from appliance.console.report import Report
 from appliance.errors import EngineError, FatalError, ModelUnreadableError
 from appliance.serve.gateway.slot import ModelSlot, SlotState
 from appliance.serve.gateway.stop import put_to_sleep
+from appliance.serve.life.bring_up import bring_up
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.open import find_model, open_slot
-from appliance.serve.run import bring_up
 from appliance.settings import load_settings
 from tests.process.stages.boot import Home, short_folder
 from tests.process.stages.recipe import empty_home, fill_hub

@@ -22,9 +22,9 @@ from appliance.serve.engine.choose_plan import start_from_profile
 from appliance.serve.gateway.listen import open_gateway
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.serve.gateway.stop import stoppable
+from appliance.serve.life.bring_up import serve_model
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.open import open_slot
-from appliance.serve.run import serve_model
 from appliance.settings import load_settings
 from tests.ports import free_port
 from tests.process.stages.boot import Home, short_folder
@@ -100,8 +100,8 @@ async def one_gateway(homes: Sequence[Home]) -> AsyncIterator[Front]:
         report = Report("json", StringIO())
         async with (
             asyncio.timeout(LIMIT_S),
-            stoppable(report, *slots),
-            open_gateway(slots[0].settings, report, *slots) as gateway,
+            stoppable(report, slots),
+            open_gateway(slots[0].settings, report, slots) as gateway,
             _served(slots, gateway) as tasks,
         ):
             front = Front(homes, slots, gateway)
@@ -177,17 +177,12 @@ async def test_each_has_its_own_volume_and_what_is_shown_is_told_apart(homes: Ho
     async with one_gateway(homes) as front:
         status, document = await front.ask("GET", "/appliance/v1/status")
         assert status == 200
-        shown = document["models"]
-        assert {name: (one["model"], one["from_profile"]) for name, one in shown.items()} == {
-            "left": ("left", True),
-            "right": ("right", False),
-        }
-        assert await front.ask("GET", "/appliance/v1/status?model=right") == (200, shown["right"])
+        assert (document["model"], document["from_profile"]) == ("left", True)  # without a name: the first one
+        status, document = await front.ask("GET", "/appliance/v1/status?model=right")
+        assert (status, document["model"], document["from_profile"]) == (200, "right", False)
         assert [len(list(home.profiles.glob("*.json"))) for home in homes] == [1, 0]
         status, document = await front.ask("GET", "/appliance/v1/status?model=middle")
         assert (status, document["error"]["code"]) == (404, "model_not_found")
-        status, document = await front.ask("POST", "/appliance/v1/tuning")
-        assert (status, document["error"]["code"]) == (400, "model_required")
         status, document = await front.ask("POST", "/appliance/v1/tuning?model=right")
         assert (status, document["error"]["code"]) == (409, "tuning_off")
 

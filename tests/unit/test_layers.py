@@ -25,6 +25,7 @@ LEAVES = {
     "system",
     "address",
     "errors",
+    "keep_alive",
     "command",
     "documents",
     "engine_route",
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "system": {"errors"},
     "address": set(),
     "errors": set(),
+    "keep_alive": set(),
     "command": set(),
     "documents": set(),
     "engine_route": set(),
@@ -60,6 +62,7 @@ MAY_IMPORT = {
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
     "gateway": set(),
+    "fleet": set(),
     "weights": {"volume", "model", "settings"},
     "start": {"weights", "probe", "model", "settings", "plan", "engines", "profile"},
     "selection": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start"},
@@ -78,6 +81,7 @@ MAY_IMPORT = {
         "profile",
         "supervisor",
         "gateway",
+        "fleet",
         "doctor",
     },
     "doctor": {
@@ -95,7 +99,7 @@ MAY_IMPORT = {
     },
     "host": {"run", "settings"},
 }  # fmt: skip
-# Floors of serve/: each imports itself and what stands here. `run.py` and `supervise.py` are above all of them.
+# Floors of serve/: each imports itself and what stands here. `run.py` is above all of them.
 FLOORS = {
     "model": set(),
     "engine": {"model"},
@@ -104,6 +108,8 @@ FLOORS = {
     "gateway": {"model", "receipts"},
     "open": {"model", "gateway"},
     "hosts": {"model", "engine", "gateway"},
+    "life": {"model", "engine", "background", "gateway", "open"},
+    "fleet": {"model", "engine", "gateway", "life", "open"},
 }
 WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every room
 
@@ -113,6 +119,7 @@ STRICT_LEAVES = {
     "system": {"errors"},
     "address": set(),
     "errors": set(),
+    "keep_alive": set(),
     "command": {"values"},
     "documents": set(),
     "engine_route": set(),
@@ -398,7 +405,7 @@ def test_no_rule_allows_what_nobody_imports() -> None:
 
 
 def floor_of(module: str) -> str:
-    """Return the folder of serve/ that a module lies in; empty for `run.py` and `supervise.py`, which are above all."""
+    """Return the folder of serve/ that a module lies in; empty for `run.py`, which is above all."""
     _, _, *below = module.split(".")
     return below[0] if len(below) > 1 else ""
 
@@ -414,9 +421,8 @@ def test_floors_of_serve_import_downwards_only() -> None:
 
 
 def test_only_the_command_line_imports_the_story_of_a_start() -> None:
-    story = {"appliance.serve.run", "appliance.serve.supervise"}
-    found = {name for name, others in _graph().items() if others & story}
-    assert found == {"appliance.__main__", "appliance.serve.run"}
+    found = {name for name, others in _graph().items() if "appliance.serve.run" in others}
+    assert found == {"appliance.__main__"}
 
 
 def test_no_room_for_leftovers() -> None:

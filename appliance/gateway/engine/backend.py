@@ -10,6 +10,7 @@ from appliance.console.progress import Phase, Progress
 from appliance.engine_route import EngineRoute, ErrorRule, MetricAlias
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors
+from appliance.gateway.engine.gate import Gate
 from appliance.gateway.engine.insight import Insight
 from appliance.gateway.engine.load import KvUse, Load, ParseKvUse
 from appliance.gateway.engine.upstream_pool import UpstreamPool
@@ -57,7 +58,8 @@ class Backend:
     engine. `slots` returns how many requests the engine works on in parallel; 0 while none serves. `kv_use` is the
     engine's path that reports its KV cache, with the parser of that answer. `errors` replace the engine's own messages.
     `aliases` are second names of metrics. If the engine `checks_model_name`, it is sent the name that it knows.
-    `elsewhere`, if set, refuses every request and tells the client in words which host answers.
+    `elsewhere`, if set, refuses every request and tells the client in words which host answers. `gate` brings the model
+    up for a request; without one the model is always on.
 
     Every callable is called on the event loop for every request that needs it, so it must answer at once, from memory.
     """
@@ -81,6 +83,7 @@ class Backend:
         aliases: Iterable[MetricAlias] = (),
         elsewhere: str | None = None,
         insight: Insight | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.name = name  # the name in requests, if there are several models
         self.routes = tuple(routes)
@@ -95,6 +98,7 @@ class Backend:
         self.upstream = UpstreamPool(socket_path, dropped_headers)
         self.elsewhere = elsewhere
         self.insight = insight
+        self.gate = gate
         self._slots = slots
         self.aliases = tuple(aliases)
         self.kv_use = KvUse(self.upstream, *kv_use) if kv_use else None

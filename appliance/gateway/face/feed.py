@@ -15,8 +15,10 @@ from appliance import __version__
 from appliance.console.progress import Phase
 from appliance.gateway.clients.request_log import RequestLog
 from appliance.gateway.engine.backend import Backend, Document
+from appliance.gateway.engine.gate import FleetDoor
+from appliance.gateway.engine.roster import Roster
 from appliance.gateway.routes.models import Endpoint
-from appliance.gateway.wire.api_error import ApiError
+from appliance.gateway.wire.api_error import ApiError, unknown_model
 from appliance.gateway.wire.headers import OF_A_STREAM
 from appliance.race import first_of
 from appliance.system.lack import is_lack, tell
@@ -44,12 +46,14 @@ class Feed:
     def __init__(
         self,
         backend: Backend,
-        requests: RequestLog,
         *,
+        requests: RequestLog,
         recent: Callable[[], list[dict[str, Any]]],
         doctor: Document | None = None,
+        fleet: FleetDoor | None = None,
     ) -> None:
         self._backend = backend
+        self._fleet = fleet
         self._requests = requests
         self._recent = recent
         self._doctor = doctor
@@ -125,6 +129,8 @@ class Feed:
                     if name in self._backend.documents:
                         self._set(name, self._backend.documents[name])
                 self._set("log", lambda: {"lines": self._recent()})
+                if self._fleet is not None:
+                    self._set("fleet", self._fleet.document)
             await self._look_at_load()
             self._set("now", partial(self._now, is_over=is_over))
             self._wake()
@@ -205,6 +211,24 @@ class Feed:
     def _wake(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
+
+
+class Feeds:
+    """The feeds of all models; each is made when the first page looks at its model."""
+
+    def __init__(self, roster: Roster, make: Callable[[Backend], Feed]) -> None:
+        self._roster = roster
+        self._make = make
+        self._made: dict[str, Feed] = {}
+
+    def of(self, model: str | None) -> Feed:
+        """Return the feed of this model, or of the first one. Raises ApiError (404) for an unknown model."""
+        backend = self._roster.first if model is None else self._roster.named(model)
+        if backend is None:
+            raise unknown_model(model or "", (each.name for each in self._roster))
+        if backend.name not in self._made:
+            self._made[backend.name] = self._make(backend)
+        return self._made[backend.name]
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
-from appliance.console.progress import Progress
+from appliance.console.progress import Phase, Progress
+from appliance.documents import model_in
 from appliance.engine_route import Dialect
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.backend import Backend
-from appliance.gateway.routes.forward import ClientLeft, ResponseWriter, declared_length, read_body, unless_over
+from appliance.gateway.engine.roster import Roster
+from appliance.gateway.routes.forward import (
+    ClientLeft,
+    ResponseWriter,
+    content_type_of,
+    declared_length,
+    read_body,
+    unless_over,
+)
 from appliance.gateway.routes.models import Endpoint, find
 from appliance.gateway.wire import api_error
 from appliance.gateway.wire.api_error import ApiError
+from appliance.gateway.wire.model_name import model_in_form
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
 
 class ByModel:
-    """The ASGI application of one path: passes a request unchanged to the model that its JSON names.
+    """The ASGI application of one path: passes a request unchanged to the model that it names.
 
-    `endpoints` are those of the models whose engines have the path; `reading` counts requests until their model is
-    known.
+    `make` makes the endpoint of one model, once each; `reading` counts requests until their model is known. While only
+    one model is here, no body is read for that.
     """
 
     def __init__(
-        self,
-        endpoints: Mapping[str, Endpoint],
-        backends: Sequence[Backend],
-        *,
-        dialect: Dialect,
-        reading: Traffic,
+        self, make: Callable[[Backend], Endpoint], roster: Roster, *, dialect: Dialect, reading: Traffic
     ) -> None:
-        self._endpoints = endpoints
-        self._backends = [backend for backend in backends if backend.name in endpoints]
+        self._make = make
+        self._made: dict[str, Endpoint] = {}
+        self._roster = roster
         self._dialect = dialect
         self._reading = reading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        roster = self._roster
+        if len(roster) == 1 and not roster.is_strict:
+            await self._endpoint(roster.first)(scope, receive, send)
+            return
         try:
             with self._reading.admitted(is_work=False) as must_end:
                 reading = read_body(receive, declared_length(scope))
                 body = await unless_over(reading, must_end=must_end)
-            endpoint = self._endpoint_for(body)
+                endpoint = self._endpoint(await self._meant(scope, body))
         except ApiError as error:
             await ResponseWriter(send, self._dialect).refuse(error)
         except ClientLeft:
@@ -52,30 +63,48 @@ class ByModel:
         else:
             await endpoint(scope, _again(body, receive), send)
 
-    def _endpoint_for(self, body: bytes) -> Endpoint:
-        name = model_named_in(body)
-        if name is None:
-            raise api_error.no_model(self._endpoints)
-        backend = find(name, self._backends)
-        if backend is None:
-            raise api_error.unknown_model(name, self._endpoints)
-        return self._endpoints[backend.name]
+    async def _meant(self, scope: Scope, body: bytes) -> Backend:
+        name = model_named_in(body, content_type_of(scope)) or _in_query(scope)
+        found = find(name, self._roster) if name is not None else None
+        if found is None and name is not None:
+            await self._roster.look()
+            found = find(name, self._roster)
+        if found is not None:
+            return found
+        if not self._roster.is_strict:
+            return self._roster.first
+        known = [backend.name for backend in self._roster]
+        raise api_error.no_model(known) if name is None else api_error.unknown_model(name, known)
+
+    def _endpoint(self, backend: Backend) -> Endpoint:
+        if backend.name not in self._made:
+            self._made[backend.name] = self._make(backend)
+        return self._made[backend.name]
 
 
-def model_named_in(body: bytes) -> str | None:
-    """Return the model that the body names; None if it is not a JSON object or names none."""
-    try:
-        document: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    name = document.get("model") if isinstance(document, dict) else None
-    return name if isinstance(name, str) else None
+_RESTS = frozenset({Phase.ASLEEP, Phase.STARTING, Phase.FETCHING, Phase.LOADING})
+_FORM = re.compile(rb"\s*multipart/form-data", re.IGNORECASE)
 
 
-def overall_progress(backends: Sequence[Backend]) -> Progress:
-    """Return the progress of the first model that does not serve, else of the first held one, else of the first."""
-    found = [backend.progress() for backend in backends]
-    return min(found, key=lambda progress: 2 * progress.is_ready + progress.is_held)
+def model_named_in(body: bytes, content_type: bytes = b"") -> str | None:
+    """Return the model that the body names; None if it is neither a JSON object nor a form, or names none."""
+    if _FORM.match(content_type):
+        return model_in_form(body)
+    return model_in(body)
+
+
+def _in_query(scope: Scope) -> str | None:
+    asked = parse_qs(scope["query_string"].decode("latin-1"))
+    return asked["model"][-1] if "model" in asked else None
+
+
+def overall_progress(roster: Sequence[Backend]) -> Progress:
+    """Return the progress of the whole: of the first model, unless it rests. A model that rests is loaded by the next
+    request for it, so it counts as ready."""
+    first, gate = roster[0].progress(), roster[0].gate
+    if gate is not None and gate.waits and first.phase in _RESTS:
+        return Progress(phase=Phase.READY, since=first.since)
+    return first
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qs
 
 from appliance.console.progress import Progress
 from appliance.engine_route import Dialect, EngineRoute
@@ -22,13 +23,15 @@ from appliance.gateway.clients.connections import WRITE_NOW
 from appliance.gateway.clients.request_log import KEY_NAME, Exchange, RequestLog
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
+from appliance.gateway.engine.gate import Gate
 from appliance.gateway.engine.insight import Insight
 from appliance.gateway.engine.upstream import BrokenError, HungError, LackError, Response, UnreachableError
 from appliance.gateway.engine.upstream_pool import UpstreamPool
 from appliance.gateway.routes.metrics import CLIENT_LEFT, FAILED
 from appliance.gateway.wire import api_error, events, headers, receipts
 from appliance.gateway.wire.api_error import ApiError
-from appliance.gateway.wire.model_name import with_model
+from appliance.gateway.wire.model_name import with_model, without_fields
+from appliance.keep_alive import parse_keep_alive
 from appliance.race import first_of
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ WHOLE_REPLY_BYTES = 8 * 2**20
 BODY_BYTES_MAX = 64 * 2**20  # limit of a request's body, which stays in memory while the engine answers
 # Attempts to repeat alone a request that did not fit together with others: newer requests may crowd it out again.
 ATTEMPTS_ALONE = 2
+KEEP_ALIVE_FIELDS = frozenset({"keep_alive", "ttl"})
 
 
 class CrowdedError(Exception):
@@ -146,10 +150,12 @@ class EngineEndpoint:
         model: Callable[[], str] = lambda: "",
         requests: RequestLog | None = None,
         insight: Insight | None = None,
+        gate: Gate | None = None,
     ) -> None:
         """`model` returns the name that `requests` shows; requests that need no model are not noted there. `insight`
-        makes receipts."""
+        makes receipts. `gate` loads the model if it is not loaded."""
         self._route = route
+        self._gate = gate
         self._model = model
         self._requests = requests if route.needs_model else None
         # Only routes that stream generate tokens.
@@ -203,7 +209,8 @@ class EngineEndpoint:
         exchange: Exchange,
     ) -> None:
         progress = self._progress()
-        if not (progress.is_ready or progress.is_held):
+        waits = self._gate is not None and self._gate.waits
+        if not (waits or progress.is_ready or progress.is_held):
             raise api_error.not_ready(progress)
         reading = read_body(receive, declared_length(scope))
         body = await unless_over(reading, must_end=must_end)
@@ -211,8 +218,21 @@ class EngineEndpoint:
             raise ApiError(400, "invalid_request", why)
         if self._insight is not None and self._insight.receipts != "off":
             exchange.watched = self._insight.watch(body, self._traffic)
-        serving = self._serve(scope, body, reply, exchange)
+        serving = self._through_gate(scope, body, reply, exchange)
         await unless_over(serving, until_client_left(receive), must_end=must_end)
+
+    async def _through_gate(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
+        if self._gate is None or not self._gate.waits:
+            await self._serve(scope, keep_alive_in(body)[0], reply, exchange)
+            return
+        if _refuses_loading(scope) and not self._gate.is_loaded:
+            raise api_error.not_loaded(self._model())
+        body, keep_alive_s = keep_alive_in(body)
+        is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
+        began = time.monotonic()
+        async with self._gate.held(reply.comment if is_stream else None, keep_alive_s):
+            exchange.held_s += time.monotonic() - began
+            await self._serve(scope, body, reply, exchange)
 
     async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         progress = self._progress()
@@ -282,6 +302,29 @@ class EngineEndpoint:
             raise api_error.engine_died(502, detail) from error
         except BrokenError as error:
             raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
+
+
+def _refuses_loading(scope: Scope) -> bool:
+    """True for `?autoload=false`, with which clients ask only a model that is loaded."""
+    return b"autoload" in scope["query_string"] and parse_qs(scope["query_string"]).get(b"autoload", [b""])[-1] in (
+        b"false",
+        b"0",
+    )
+
+
+def keep_alive_in(body: bytes) -> tuple[bytes, float | None]:
+    """Return the body without Ollama's `keep_alive` and LM Studio's `ttl`, which no engine knows, and the seconds that
+    they ask for. Raises ApiError (400)."""
+    body, found = without_fields(body, KEEP_ALIVE_FIELDS)
+    seconds = None
+    for name, value in found.items():
+        if value is None:
+            continue
+        try:
+            seconds = parse_keep_alive(value)
+        except ValueError as problem:
+            raise ApiError(400, "invalid_request", f"{name} {problem}: {str(value)[:80]!r}") from None
+    return body, seconds
 
 
 async def relay(

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.console.progress import Phase, Progress
 from appliance.engine_route import MetricAlias
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from appliance.gateway.clients.connections import Counts
     from appliance.gateway.clients.request_log import FinishedRequest
+    from appliance.gateway.engine.gate import FleetDoor
     from appliance.gateway.engine.insight import Insight
     from appliance.gateway.engine.load import Load
 
@@ -32,7 +33,6 @@ TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 FAILED = "appliance.failed"
 """Key in the scope of a request whose answer began with 200 and failed later: the status to count it under."""
-_NONE: Mapping[str, Insight] = {}
 CLIENT_LEFT = "499"
 """Status that counts a request whose client left before the answer; nginx uses the same."""
 
@@ -94,7 +94,8 @@ class Metrics:
         engine_hangs: Callable[[], int] = lambda: 0,
         loads: Callable[[], Iterable[Load]] = tuple,
         aliases: Iterable[MetricAlias] = (),
-        insights: Mapping[str, Insight] = _NONE,
+        insights: Callable[[], Mapping[str, Insight]] = dict,
+        fleet: FleetDoor | None = None,
     ) -> None:
         """`running` returns the number of running requests, `events_per_s` the events per second of their streams."""
         self._connections = connections
@@ -106,6 +107,7 @@ class Metrics:
         self._loads = loads
         self._aliases = tuple(dict.fromkeys(aliases))
         self._insights = insights
+        self._fleet = fleet
         self._models: dict[str, TokenCounts] = {}
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._durations: dict[str, Histogram] = {}
@@ -184,6 +186,8 @@ class Metrics:
         yield CounterMetricFamily("appliance_engine_hangs", words, value=hangs)
         yield from self._of_models()
         yield from self._of_insights()
+        if self._fleet is not None:
+            yield from _of_fleet(self._fleet.document())
         loads = tuple(self._loads())
         each: tuple[tuple[str, str, dict[str, float | None]], ...] = (
             ("requests_waiting", "Requests without a slot of the engine", {load.model: load.waiting for load in loads}),
@@ -205,7 +209,7 @@ class Metrics:
         words = "Energy of the devices that compute, since the first reading"
         joules = CounterMetricFamily("appliance_joules", words, labels=["model_name"])
         losses = GaugeMetricFamily("appliance_loss", "1 for each silent loss", labels=["model_name", "kind"])
-        for model, insight in self._insights.items():
+        for model, insight in self._insights().items():
             if (value := insight.joules()) is not None:
                 joules.add_metric([model], value)
             for kind in dict.fromkeys(insight.losses()):
@@ -235,6 +239,34 @@ class Metrics:
             for ending, count in counts.endings.items():
                 endings.add_metric([model, ending], count)
         yield endings
+
+
+def _of_fleet(fleet: Mapping[str, Any]) -> Iterable[Metric]:
+    """Yield which models are loaded, what they hold, and how often they were loaded and sent away."""
+    # imported here, with the first scrape and not at the start
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    label = ["model_name"]
+    loaded = GaugeMetricFamily("appliance_model_loaded", "1 for a loaded model, else 0", labels=label)
+    held = GaugeMetricFamily(
+        "appliance_model_held_mib", "Memory that a loaded model holds, MiB", labels=["model_name", "place"]
+    )
+    loads = CounterMetricFamily("appliance_model_loads", "Times that a model was loaded", labels=label)
+    evictions = CounterMetricFamily(
+        "appliance_model_evictions", "Times that a model was unloaded for another", labels=label
+    )
+    seconds = CounterMetricFamily("appliance_model_load_seconds", "Time that loads of a model took", labels=label)
+    for model in fleet["models"]:
+        name = [model["name"]]
+        loaded.add_metric(name, float(model["is_loaded"]))
+        loads.add_metric(name, model["loads"])
+        evictions.add_metric(name, model["evictions"])
+        seconds.add_metric(name, model["load_seconds"])
+        for place, mib in model["holds_mib"].items():
+            held.add_metric([model["name"], place], mib)
+    yield from (loaded, held, loads, evictions, seconds)
+    words = "Models that requests wait for"
+    yield GaugeMetricFamily("appliance_models_waited_for", words, value=len(fleet["waiting"]))
 
 
 _TOKENS = (

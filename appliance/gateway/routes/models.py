@@ -14,6 +14,7 @@ from appliance.console.progress import Phase
 from appliance.engine_route import EngineRoute
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.backend import Backend, ListedModel
+from appliance.gateway.engine.roster import Roster
 from appliance.gateway.routes.forward import ResponseWriter
 from appliance.gateway.wire.api_error import ApiError, unknown_model
 from appliance.values import dataclass
@@ -86,13 +87,14 @@ class ForSomeModels:
 class ModelList:
     """The ASGI application of the list, with the entries of one dialect."""
 
-    def __init__(self, backends: Sequence[Backend], reading: Traffic, entry: Entry) -> None:
+    def __init__(self, backends: Roster, reading: Traffic, entry: Entry) -> None:
         self._backends = backends
         self._reading = reading
         self._entry = entry
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         with self._reading.admitted(is_work=False):
+            await self._backends.look()
             listed = listed_models(self._backends)
             document: dict[str, Any] = {"object": "list", "data": [self._entry(model) for model in listed]}
             if self._entry is entry:
@@ -104,7 +106,7 @@ class OneModel:
     """The ASGI application of one model's entry: `prefix` followed by its name. Raises ApiError (404) for an unknown
     model."""
 
-    def __init__(self, backends: Sequence[Backend], reading: Traffic, entry: Entry, prefix: str) -> None:
+    def __init__(self, backends: Roster, reading: Traffic, entry: Entry, prefix: str) -> None:
         self._backends = backends
         self._reading = reading
         self._entry = entry
@@ -116,7 +118,7 @@ class OneModel:
             backend = find(name, self._backends)
             if backend is None:
                 raise unknown_model(name, (each.name for each in self._backends))
-            listed = listed_models(self._backends)[self._backends.index(backend)]
+            listed = listed_models(self._backends)[list(self._backends).index(backend)]
             await ResponseWriter(send, "openai").document(dict(self._entry(listed)))
 
 
@@ -136,6 +138,7 @@ def entry(model: ListedModel) -> dict[str, Any]:
         "name": model.id,
         "aliases": list(model.aliases),
         "state": str(model.phase),
+        "status": {"value": _router_state(model)},
         "context_length": context,
         "context_window": context,
         "max_model_len": context,
@@ -158,6 +161,14 @@ def entry(model: ListedModel) -> dict[str, Any]:
         "format": model.format,
         "adapters": [{"name": name, "scale": scale} for name, scale in model.adapters] or None,
     })  # fmt: skip
+
+
+_ROUTER_STATES = {Phase.FETCHING: "downloading", Phase.READY: "loaded", Phase.HELD: "loaded", Phase.FAILED: "failed"}
+
+
+def _router_state(model: ListedModel) -> str:
+    """Return the state in the words of the router dialect."""
+    return _ROUTER_STATES.get(model.phase, "loading" if model.phase in _COMES else "unloaded")
 
 
 def lm_studio_entry(model: ListedModel) -> dict[str, Any]:
@@ -249,7 +260,7 @@ class ListRoute:
     one: Endpoint  # answers `path`, a slash and a name
 
 
-def list_routes(backends: Sequence[Backend], reading: Traffic) -> tuple[ListRoute, ...]:
+def list_routes(backends: Roster, reading: Traffic) -> tuple[ListRoute, ...]:
     """Return the routes of the list. `reading` counts these requests, which are no inference."""
     return tuple(
         ListRoute(

@@ -6,7 +6,7 @@ are in documents.py and do not need this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -17,20 +17,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from appliance.gateway.engine.backend import Action, Backend, Document
-from appliance.gateway.routes.documents import documents_of, of_model, path_of, shown
+from appliance.gateway.engine.roster import Roster
+from appliance.gateway.routes.documents import of_model, path_of
 from appliance.gateway.wire.api_error import ApiError, body_too_large, dialect_of, internal_error
 
 BODY_MOST_BYTES = 2**20
 
 
-def create_own_app(backends: Sequence[Backend]) -> FastAPI:
-    routes = []
-    for name in dict.fromkeys(name for backend in backends for name in backend.actions):
-        documents = documents_of(name, backends)
-        actions = {backend.name: backend.actions[name] for backend in backends if name in backend.actions}
-        methods = ["GET", "POST"] if documents else ["POST"]
-        routes.append(Route(path_of(name), _endpoint(documents, actions), methods=methods))
+def create_own_app(roster: Roster) -> FastAPI:
+    first = roster.first
+    routes = [
+        Route(path_of(name), _endpoint(name, roster), methods=["GET", "POST"] if name in first.documents else ["POST"])
+        for name in first.actions
+    ]
     return FastAPI(
         openapi_url=None,
         redirect_slashes=False,
@@ -41,13 +40,13 @@ def create_own_app(backends: Sequence[Backend]) -> FastAPI:
     )
 
 
-def _endpoint(documents: Mapping[str, Document], actions: Mapping[str, Action]) -> Callable[[Request], Any]:
+def _endpoint(name: str, roster: Roster) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
-        model = request.query_params.get("model")
+        backend = of_model(request.query_params.get("model"), roster)
         if request.method == "POST":
-            status, found = of_model(actions, model)(await _body(request))
+            status, found = backend.actions[name](await _body(request))
             return JSONResponse(found, status_code=status)
-        return JSONResponse(shown(documents, model))
+        return JSONResponse(backend.documents[name]())
 
     return answer
 

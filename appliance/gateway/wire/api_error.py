@@ -103,6 +103,27 @@ def no_model(known: Iterable[str]) -> ApiError:
     return ApiError(400, "model_required", f"the request names no model in a JSON field `model`: {_named(known)}")
 
 
+def not_loaded(name: str) -> ApiError:
+    detail = f"the model `{name[:200]}` is not loaded, and the request forbids to load it (autoload=false)"
+    return ApiError(400, "model_not_loaded", detail)
+
+
+def load_waits(detail: str, seconds: float) -> ApiError:
+    """Return the error for a request that waited too long for its model. `seconds` is when to ask again."""
+    wait_s = math.ceil(min(max(seconds, RETRY_SOON_S), RETRY_MOST_S))
+    return ApiError(503, "model_loading", detail, kind="service_unavailable", headers=(_retry(wait_s),))
+
+
+def load_failed(name: str, detail: str, exit_code: int) -> ApiError:
+    """Return the error for a model that could not be loaded. A retry cannot help if model or settings are at fault."""
+    status = 503 if exit_code in (32, 41, 42, 43, 45, 50) else 400
+    kind = "service_unavailable" if status == 503 else "invalid_request_error"
+    headers = (_retry(RETRY_LATER_S),) if status == 503 else ()
+    return ApiError(
+        status, "model_not_loaded", f"the model `{name[:200]}` cannot be loaded: {detail}", kind=kind, headers=headers
+    )
+
+
 def _named(models: Iterable[str]) -> str:
     return f"here are {', '.join(f'`{name}`' for name in models)}"
 

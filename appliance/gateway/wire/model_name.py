@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from appliance import documents
 
@@ -19,6 +20,40 @@ _FORM_FIELD = re.compile(
     rb'(\r\ncontent-disposition: *form-data; *name="?model"?\r\n(?:[^\r\n]++\r\n){0,4}+\r\n)([^\r\n]*+)(?=\r\n--)',
     re.IGNORECASE,
 )
+
+
+def model_in_form(body: bytes) -> str | None:
+    """Return the model that a form (multipart/form-data) names; None if it names none."""
+    found = _FORM_FIELD.search(b"\r\n" + body if body[:2] != b"\r\n" else body)
+    return found[2].decode("utf-8", "replace") if found else None
+
+
+def without_fields(body: bytes, names: frozenset[str]) -> tuple[bytes, dict[str, Any]]:
+    """Return the body without these fields of its JSON object, and their values; every other byte stays.
+
+    A body that has none of them, or is no JSON object, is returned unchanged.
+    """
+    if not any(b'"%b"' % name.encode() in body for name in names) or documents.has_too_many_values(body):
+        return body, {}
+    try:
+        text = body.decode("utf-8-sig")
+        fields = list(_fields_of(text))
+        found = {field.key: json.loads(text[field.begin : field.end]) for field in fields if field.key in names}
+    except (ValueError, IndexError, RecursionError):
+        return body, {}
+    if not found:
+        return body, {}
+    # Cut out, not written anew: what is wrong elsewhere in the body is for the engine to report.
+    pieces, at = [], 0
+    for number, field in enumerate(fields):
+        if field.key not in names:
+            continue
+        kept_before = number and at < fields[number - 1].end
+        is_last = number + 1 == len(fields)
+        begin = fields[number - 1].end if is_last and kept_before else max(at, field.key_begin)
+        pieces.append(text[at:begin])
+        at = field.end if is_last else fields[number + 1].key_begin
+    return "".join((*pieces, text[at:])).encode(), found
 
 
 def with_model(body: bytes, content_type: bytes, name: str) -> bytes:
@@ -45,9 +80,22 @@ def with_model(body: bytes, content_type: bytes, name: str) -> bytes:
     return "".join((*pieces, text[at:])).encode() if pieces else body
 
 
+class _Field(NamedTuple):
+    key: str
+    key_begin: int
+    begin: int  # of the value
+    end: int
+
+
 def _values_of(text: str, wanted: str) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each value of that key in the object; JSON allows a key several times. Raises the
-    decoder's error if the text is not a JSON object, and ValueError if it has too many fields."""
+    """Yield begin and end of each value of that key in the object; JSON allows a key several times. Raises as
+    `_fields_of`."""
+    return ((field.begin, field.end) for field in _fields_of(text) if field.key == wanted)
+
+
+def _fields_of(text: str) -> Iterator[_Field]:
+    """Yield the fields of the object. Raises the decoder's error if the text is not a JSON object, and ValueError if it
+    has too many fields."""
     at = _after_space(text, 0)
     if text[at] != "{":
         return
@@ -55,14 +103,14 @@ def _values_of(text: str, wanted: str) -> Iterator[tuple[int, int]]:
     for _ in range(FIELDS_MAX):
         if text[at] != '"':
             return
+        key_begin = at
         key, at = _DECODER.raw_decode(text, at)
         at = _after_space(text, at)
         if text[at] != ":":
             return
         begin = _after_space(text, at + 1)
         _, end = _DECODER.raw_decode(text, begin)
-        if key == wanted:
-            yield begin, end
+        yield _Field(key, key_begin, begin, end)
         at = _after_space(text, end)
         if text[at] != ",":
             return

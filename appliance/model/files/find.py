@@ -127,15 +127,15 @@ def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
     if len(models) > 1 and all(piece_of(path) for path in models):
         return None
     if len(models) > 1:  # an adapter, or a projector without `mmproj` in its name, looks like a model
-        models = [path for path in models if not _is_beside(path)]
+        models = [path for path in models if not is_attachment(path)]
     if len(models) > 1:
         message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
         raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
     return _checked(models[0]) if models else None
 
 
-def _is_beside(path: Path) -> bool:
-    """True if the file's header shows that it is an attachment, not a model."""
+def is_attachment(path: Path) -> bool:
+    """True if the file's header shows that it is an adapter or a projector, not a model."""
     from appliance.model.formats.gguf import read_gguf  # here: a start with one model does not need it
 
     try:

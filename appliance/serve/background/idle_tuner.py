@@ -55,7 +55,8 @@ class IdleTuner(Generic[P]):
 
     `need_s()` is the time for one load and one depth, `gained()` the number of results that this sitting has kept.
     `what_else_works()` looks at the machine while our engine rests, and returns "" if it is quiet. `until_crowded()`
-    returns when other programs take a large part of the CPUs. Once `gives_way` is set no further step begins.
+    returns when other programs take a large part of the CPUs. Once `gives_way` is set no further step begins; once
+    `is_shared` is set, since another model is wanted or loaded, measuring ends too.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class IdleTuner(Generic[P]):
         what_else_works: Callable[[], Awaitable[str]] = _nothing_else,
         until_crowded: Callable[[], Awaitable[str]] = _never,
         gives_way: asyncio.Event | None = None,
+        is_shared: asyncio.Event | None = None,
     ) -> None:
         self._host = host
         self._traffic = traffic
@@ -92,6 +94,7 @@ class IdleTuner(Generic[P]):
         self._what_else_works = what_else_works
         self._until_crowded = until_crowded
         self._gives_way = gives_way or asyncio.Event()
+        self._is_shared = is_shared or asyncio.Event()
         self._wasted = 0  # sittings in a row that were interrupted before anything was kept
         self._busy_looks = 0
         self._not_before = 0.0
@@ -138,7 +141,7 @@ class IdleTuner(Generic[P]):
             # reach an engine that is about to be stopped.
             why = await self._why_no_room(self._best)
             step = decide(self._state(has_room=not why), idle_s=self._idle_s, settle_s=self._settle_s)
-            if self._gives_way.is_set():
+            if self._gives_way.is_set() or self._is_shared.is_set():
                 return False
             if step.action is Action.END:
                 return True
@@ -153,10 +156,10 @@ class IdleTuner(Generic[P]):
 
     async def _until_traffic_changes(self, timeout_s: float) -> None:
         if self._traffic.running:
-            await first_of(self._traffic.until_idle(timeout_s), self._gives_way.wait())
+            await first_of(self._traffic.until_idle(timeout_s), self._gives_way.wait(), self._is_shared.wait())
             return
         hurrying = () if self._is_hurried else (self._tuning.wanted_now.wait(),)
-        changes = (self._traffic.until_arrival(), self._gives_way.wait())
+        changes = (self._traffic.until_arrival(), self._gives_way.wait(), self._is_shared.wait())
         await first_of(*changes, *hurrying, timeout_s=timeout_s)
 
     def _state(self, *, has_room: bool) -> IdleState:
@@ -302,7 +305,7 @@ class IdleTuner(Generic[P]):
 
         async def arrival() -> None:
             nonlocal arrived_at
-            await self._traffic.until_arrival()
+            await first_of(self._traffic.until_arrival(), self._is_shared.wait())
             arrived_at = time.monotonic()
 
         measuring, arriving, crowding = await first_of(self._measure_on(is_alone), arrival(), crowded())

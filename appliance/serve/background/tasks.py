@@ -49,8 +49,12 @@ class BackgroundTasks:
         while True:
             if served.modes.wanted is not None:
                 await ModeSwitch(served, backend.upstream, served.modes.wanted, self._why_not_beside).run()
-            if served.settings.tune == "idle" and (needs_measuring(served) or await self._wants_more(served.profile)):
+            may_measure = served.settings.tune == "idle" and not served.sharing.is_shared.is_set()
+            if may_measure and (needs_measuring(served) or await self._wants_more(served.profile)):
                 await self._tune(backend)
+            if served.sharing.is_shared.is_set():
+                await first_of(served.sharing.is_alone.wait(), served.modes.is_wanted.wait())
+                continue
             await self._unless_switched(self._know_machine(backend))
             await self._unless_hurried(self._look_at_machine(backend))
             if served.settings.tune != "idle" or not needs_measuring(served):
@@ -125,6 +129,7 @@ class BackgroundTasks:
             what_else_works=served.what_crowds,
             until_crowded=served.until_crowded,
             gives_way=served.modes.is_wanted,
+            is_shared=served.sharing.is_shared,
         )
         tuning.is_busy = False
         before, variants = served.profile, served.inputs.kernels.variants
@@ -194,7 +199,7 @@ class BackgroundTasks:
         """Return the plans for the memory that is free beside the engine that serves."""
         served = self._served
         hardware = await asyncio.to_thread(probe, served.settings.data_dir, served.environment)
-        return (start or served.start).on(hardware).space()
+        return (start or served.start).on(served.beside(hardware)).space()
 
     async def _why_no_room(self, plan: Plan | None) -> str:
         """Say why free memory holds no second engine beside the one that serves; "" if it does."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance.console.report import Report
 from appliance.errors import ConfigError
@@ -21,6 +21,7 @@ from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
+    from appliance.gateway.engine.gate import Gate
     from appliance.gateway.server import Gateway
 
 
@@ -33,13 +34,36 @@ class HostPart:
     elsewhere: str | None = None
 
 
+class Fleet(Protocol):
+    """What loads the models of a gateway: `appliance.serve.fleet.models.Models`."""
+
+    @property
+    def is_strict(self) -> bool:
+        """True if a request has to name one of the models."""
+        ...
+
+    def gate(self, slot: ModelSlot) -> Gate: ...
+
+    def document(self) -> dict[str, Any]: ...
+
+    async def load(self, name: str) -> None: ...
+
+    async def unload(self, name: str) -> None: ...
+
+
 @asynccontextmanager
 async def open_gateway(
-    settings: Settings, report: Report, *slots: ModelSlot, part: HostPart | None = None
+    settings: Settings,
+    report: Report,
+    slots: Sequence[ModelSlot],
+    *,
+    part: HostPart | None = None,
+    fleet: Fleet | None = None,
 ) -> AsyncIterator[Gateway]:
     """Listen at once, so that clients are told what a start is doing; drain before any engine is stopped.
 
-    The gateway has one backend a slot, in their order. `settings` give address and key.
+    The gateway has one backend a slot, in their order. `settings` give address and key. `fleet` loads models on demand;
+    without it each is always on.
     """
     key = _key(settings, report)
     # here: at the top uvicorn would delay the engine's start
@@ -49,12 +73,14 @@ async def open_gateway(
     from appliance.gateway.app import create_app
     from appliance.gateway.clients.auth import Keys
     from appliance.gateway.clients.traces import Traces
+    from appliance.gateway.engine.roster import Roster
     from appliance.gateway.server import Gateway
 
     usage = Usage(UsageStore(settings.usage_path))
     traces = Traces(settings.otlp_endpoint) if settings.otlp_endpoint else None
+    is_strict = fleet.is_strict if fleet else len(slots) > 1
     app = create_app(
-        [_backend(slot, part) for slot in slots],
+        Roster((backend_of(slot, part, fleet) for slot in slots), is_strict=is_strict),
         keys=Keys(frozenset({key})) if key else None,
         recent=lambda: list(report.recent),
         doctor=partial(_findings, slots[0]),
@@ -62,9 +88,10 @@ async def open_gateway(
         accounts=Accounts(settings.named_keys_path) if key else None,
         usage=usage,
         traces=traces,
+        fleet=fleet,
     )
     gateway = await Gateway.open(app, settings.host, settings.port)
-    for slot, backend in zip(slots, gateway.backends, strict=True):
+    for slot, backend in zip(tuple(slots), gateway.backends, strict=True):
         slot.connect(backend.upstream)
     report.info("listening", f"listening on {settings.host}:{gateway.port}", port=gateway.port)
     if words := why_unreachable(settings.host):
@@ -94,7 +121,8 @@ def _write_address(settings: Settings, port: int) -> None:
         raise ConfigError(message, hint="with a read-only root, start it with --tmpfs /tmp") from error
 
 
-def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
+def backend_of(slot: ModelSlot, part: HostPart | None = None, fleet: Fleet | None = None) -> Backend:
+    """Return the slot as the gateway sees it."""
     from appliance.gateway.engine.backend import Backend  # here: at the top it would delay the engine's start
 
     engine = slot.contents.engine
@@ -120,6 +148,7 @@ def _backend(slot: ModelSlot, part: HostPart | None) -> Backend:
         slots=lambda: slot.plan.parallel if slot.plan else 0,
         kv_use=(path, partial(_kv_use, slot)) if path else None,
         insight=SlotInsight(slot),
+        gate=fleet.gate(slot) if fleet else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.plan import Plan
+from appliance.probe import Hardware
 from appliance.probe import as_document as hardware_document
 from appliance.serve.gateway.documents import documents_of, listed_of, measure_now, status_of_image
 from appliance.serve.gateway.modes import switch_mode
@@ -18,11 +20,13 @@ from appliance.serve.gateway.pending import Pending
 from appliance.serve.model.served_model import ServedModel, socket_paths
 from appliance.settings import Settings
 from appliance.start.image import ImageContents
+from appliance.start.machine import UsableMachine, look_at_machine
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import ListedModel
     from appliance.gateway.engine.upstream_pool import UpstreamPool
 
+Beside = Callable[[Hardware], Hardware]
 DOCUMENTS = ("status", "hardware", "plan", "profile", "tuning")
 
 
@@ -52,6 +56,10 @@ class ModelSlot:
         self.socket_path = socket_paths(contents.settings.runtime_dir, number)[0]
         self.pending: Pending | None = None
         self.served: ServedModel | None = None
+        self.more_names: tuple[str, ...] = ()  # further names that clients may use
+        self.size_bytes: int | None = None  # of its files, if known before the model is opened
+        self.beside: Beside = lambda hardware: hardware
+        """Returns the hardware as this model may use it beside others that are loaded."""
         self._upstream: UpstreamPool | None = None
 
     @property
@@ -89,6 +97,11 @@ class ModelSlot:
         """Number of restarts of its engines."""
         return self.served.host.restarts if self.served else 0
 
+    def look(self) -> UsableMachine:
+        """Look at the machine, as this model may use it now. Raises as `look_at_machine`."""
+        machine = look_at_machine(self.contents, self.environment)
+        return replace(machine, hardware=self.beside(machine.hardware))
+
     def take(self, found: ServedModel | Pending) -> None:
         """Set what was found: weights to fetch, or a model that answers all questions from now on."""
         if isinstance(found, Pending):
@@ -96,6 +109,7 @@ class ModelSlot:
             return
         self.served = found
         found.upstream = self._upstream
+        found.beside = self.beside
 
     def connect(self, upstream: UpstreamPool) -> None:
         """Tell the model through which connections the gateway reaches its engine."""
@@ -110,7 +124,8 @@ class ModelSlot:
     def listed(self) -> ListedModel:
         """Return the row in the list of models, with what is known already."""
         if self.served:
-            return listed_of(self.served)
+            listed = listed_of(self.served)
+            return replace(listed, aliases=tuple(dict.fromkeys((*listed.aliases, *self.more_names))))
         from appliance.gateway.engine.backend import ListedModel  # here: at the top it would delay the engine's start
 
         pending = self.pending
@@ -119,14 +134,16 @@ class ModelSlot:
         return ListedModel(
             id=self.name,
             phase=self.report.progress.phase,
-            aliases=tuple(alias for alias in (pending.aliases if pending else ()) if alias != self.name),
+            aliases=tuple(
+                alias for alias in (*(pending.aliases if pending else ()), *self.more_names) if alias != self.name
+            ),
             created_s=self.began_s,
             context=forecast.context if forecast else None,
             native_context=model.native_context if model else None,
             format=self.contents.engine.model_format,
             architecture=model.architecture if model else "",
             quantization=candidate.quantization if candidate else "",
-            size_bytes=candidate.bytes if candidate else None,
+            size_bytes=candidate.bytes if candidate else self.size_bytes,
         )
 
     def measure_now(self) -> tuple[int, dict[str, Any]]:

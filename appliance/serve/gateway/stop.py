@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,8 +14,8 @@ from appliance.serve.gateway.slot import ModelSlot
 
 
 @asynccontextmanager
-async def stoppable(report: Report, *slots: ModelSlot) -> AsyncIterator[asyncio.Event]:
-    """Stop on SIGTERM and SIGINT. Every engine is gone when this ends, however it ends.
+async def stoppable(report: Report, slots: Sequence[ModelSlot]) -> AsyncIterator[asyncio.Event]:
+    """Stop on SIGTERM and SIGINT. Every engine is gone when this ends, however it ends; slots may have come meanwhile.
 
     The event is set once a signal has asked for the end.
     """

@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from appliance.serve.model.engine_host import EngineHost
 from appliance.serve.model.engine_log import EngineLogs
 from appliance.serve.model.memory_kills import MemoryKills
 from appliance.serve.model.mode_state import ModeState
+from appliance.serve.model.sharing import Sharing
 from appliance.serve.model.tuning_state import TuningState
 from appliance.serve.model.unkept import Unkept
 from appliance.settings import Settings
@@ -83,6 +84,8 @@ class ServedModel:
         self.guard = start.engine.guard(start.install, self.inputs.image, self.hardware.cpu, report)
         self.patience_s = PATIENCE_S  # how long a request waits for an engine that works and sends nothing
         self.upstream: UpstreamPool | None = None  # of the gateway, once there is one
+        self.beside: Callable[[Hardware], Hardware] = lambda hardware: hardware  # as it may be used beside others
+        self.sharing = Sharing()  # nothing is measured while another model is loaded or wanted
         self.unkept = Unkept(store, report)
         self.tuning = TuningState()
         self.modes = ModeState(start.settings)

@@ -23,7 +23,6 @@ from appliance.serve.open.gpus import check_gpus
 from appliance.serve.open.open import served_of
 from appliance.settings import hub_settings
 from appliance.start.inputs import Located, with_model
-from appliance.start.machine import look_at_machine
 from appliance.weights.cache.size import in_column
 from appliance.weights.download.fetch import fetch
 from appliance.weights.download.meter import FetchProgress
@@ -50,8 +49,7 @@ async def fetch_model(slot: ModelSlot) -> ServedModel:
     announce(chosen, report)
     located = pick.located or await _fetch(slot, pick)
     # In threads: requests are answered meanwhile. Fetching may have taken hours, so the machine is looked at anew.
-    look = partial(look_at_machine, contents, slot.environment)
-    start = await asyncio.to_thread(with_model, contents, located, look)
+    start = await asyncio.to_thread(with_model, contents, located, slot.look)
     await asyncio.to_thread(check_gpus, start, report)
     if isinstance(request, FromRecipe):
         save_choice(contents, request, pending.machine, chosen, located)

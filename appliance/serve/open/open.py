@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 
 from appliance.console.report import Report
 from appliance.profile import ProfileStore
@@ -16,7 +16,6 @@ from appliance.serve.open.gpus import check_gpus
 from appliance.settings import Settings
 from appliance.start.image import read_contents
 from appliance.start.inputs import Located, StartInputs, with_model
-from appliance.start.machine import look_at_machine
 from appliance.volume import open_volume
 
 
@@ -43,7 +42,7 @@ def find_model(slot: ModelSlot) -> ServedModel | Pending:
     request = read_request(contents, environment)
     if words := ollama_hint(contents.settings, contents.recipe):
         report.info("model_name", f"{contents.settings.model} is of this image's recipe; {words}")
-    look = cache(partial(look_at_machine, contents, environment))  # one look for this one load
+    look = cache(slot.look)  # one look for this one load
     if isinstance(request, Located):
         return served_of(slot, _checked(with_model(contents, request, look), report))
     found = select(contents, request, environment, look)

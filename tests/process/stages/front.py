@@ -13,9 +13,9 @@ import aiohttp
 from appliance.console.report import Report
 from appliance.serve.gateway.listen import open_gateway
 from appliance.serve.gateway.stop import stoppable
+from appliance.serve.life.bring_up import serve_model
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.open import open_slot
-from appliance.serve.run import serve_model
 from appliance.settings import load_settings
 from tests.ports import free_port
 from tests.process.stages.boot import Home, short_folder
@@ -59,8 +59,8 @@ async def front_of(home: Home, *, stall_timeout_s: float, patience_s: float, **s
         served.patience_s = patience_s
         async with (
             asyncio.timeout(300),
-            stoppable(report, slot),
-            open_gateway(slot.settings, report, slot) as gateway,
+            stoppable(report, [slot]),
+            open_gateway(slot.settings, report, [slot]) as gateway,
         ):
             serving = asyncio.create_task(serve_model(slot, gateway.backends[0]))
             front = Front(f"http://127.0.0.1:{gateway.port}", home.key, served)

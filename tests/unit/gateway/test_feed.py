@@ -28,7 +28,7 @@ def feed_of(
         progress=lambda: Progress(phase=Phase.READY),
         documents=documents or {},
     )
-    return Feed(backend, RequestLog(), recent=list, doctor=doctor)
+    return Feed(backend, requests=RequestLog(), recent=list, doctor=doctor)
 
 
 async def until(feed: Feed, name: str, is_wanted: Callable[[Any], bool] = lambda _: True) -> Any:

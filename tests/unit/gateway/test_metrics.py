@@ -63,7 +63,7 @@ def scraped(*rows: FinishedRequest) -> dict[str, dict[tuple[str, ...], float]]:
         engine_restarts=lambda: 3,
         loads=lambda: [Load(model="small", waiting=1, running=2, kv_use=0.5)],
         aliases=METRIC_ALIASES,
-        insights={"small": Known()},
+        insights=lambda: {"small": Known()},
     )
     metrics.answered("/v1/messages", "POST", "200", 2.0)
     metrics.began_answer("/v1/messages", 0.7)

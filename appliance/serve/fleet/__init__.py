@@ -1,0 +1,1 @@
+"""The models of one container: which there are, how each is planned beside the others, and how clients reach them."""

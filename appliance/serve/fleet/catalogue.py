@@ -1,0 +1,137 @@
+"""The models that requests may name: of the settings file, of the recipe, and on the volume."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.errors import FatalError
+from appliance.model import find_model, plain_name
+from appliance.serve.gateway.slot import ModelSlot
+from appliance.settings import ModelEntry, Settings, hub_settings
+from appliance.start.attachments import check_files
+from appliance.start.image import ImageContents, check_settings
+from appliance.values import dataclass
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# A model that is loaded on demand leaves room for others; the first one takes what is left.
+CACHE_MIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """One model that requests may name. `path` is where its weights lie, None if they are not here or not known."""
+
+    name: str
+    settings: Settings
+    aliases: tuple[str, ...] = ()
+    is_pinned: bool = False
+    path: Path | None = None
+    size_bytes: int | None = None
+
+
+def first_settings(settings: Settings) -> tuple[Settings, ModelEntry | None]:
+    """Return the settings of the model that is loaded first, and its entry in the file if it has one.
+
+    That is the one that `model` names, else the first of the file.
+    """
+    if not settings.models:
+        return settings, None
+    entry = settings.models[0]
+    if settings.is_set("model"):
+        wanted = (settings.model or "").casefold()
+        named = [each for each in settings.models if wanted in map(str.casefold, (each.name, *each.aliases))]
+        named = named or [each for each in settings.models if each.values["model"].casefold() == wanted]
+        if not named:
+            return settings, None
+        entry = named[0]
+    return settings.of_entry(entry, is_first=True), entry
+
+
+def of_file(settings: Settings, contents: ImageContents) -> Iterator[Named]:
+    """Yield the models of the settings file without the first one. Raises ConfigError (10) for a setting that means
+    nothing to the image's engine."""
+    _, first = first_settings(settings)
+    for entry in settings.models:
+        if entry is first:
+            continue
+        own = _on_demand(settings.of_entry(entry))
+        check_settings(own, contents.engine)
+        check_files(own)
+        path = _path_of(entry.values["model"], own)
+        yield Named(name=entry.name, settings=own, aliases=entry.aliases, is_pinned=entry.is_pinned, path=path)
+
+
+def on_volume(
+    settings: Settings, contents: ImageContents, environment: Mapping[str, str], known: Collection[Path]
+) -> Iterator[Named]:
+    """Yield the models on the volume, with their names in the recipe, that are not among the `known` paths.
+
+    Reads folders, and headers of files. A file that cannot be served is left out: `appliance models` tells why.
+    """
+    # here: a start with one model never needs them
+    from appliance.model.files.find import is_attachment
+    from appliance.weights.stores.stores import list_store, volume_store
+
+    called = dict(_of_recipe(contents, environment))
+    seen = {path.resolve() for path in known}
+    own = _on_demand(settings.of_another())
+    for stored in list_store(volume_store(settings.models_dir)).models:
+        path = stored.path
+        if stored.problem or stored.format != contents.engine.model_format or path.resolve() in seen:
+            continue
+        if is_attachment(path):
+            continue
+        seen.add(path.resolve())
+        names = (
+            *called.get(path, ()),
+            *(() if stored.repo and "/" in stored.name else (plain_name(path),)),
+            stored.name,
+        )
+        name, *others = dict.fromkeys(names)
+        sources = {**own.sources, "model": "the volume", "alias": "the volume"}
+        yield Named(
+            name=name,
+            settings=replace(own, model=stored.name, alias=name, sources=sources),
+            aliases=tuple(others),
+            path=path,
+            size_bytes=stored.bytes,
+        )
+
+
+def slot_of(named: Named, like: ModelSlot, number: int) -> ModelSlot:
+    """Return a slot for the model, asleep and not looked for yet."""
+    contents = replace(like.contents, settings=named.settings)
+    slot = ModelSlot(contents, like.environment, like.report.for_slot(), number=number)
+    slot.more_names, slot.size_bytes = named.aliases, named.size_bytes
+    return slot
+
+
+def _of_recipe(contents: ImageContents, environment: Mapping[str, str]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the variants of the recipe that are here, with their names, the fullest first."""
+    # here: a start with one model never needs it
+    from appliance.selection.recipe import names_of, path_of
+
+    recipe = contents.recipe
+    hub = cache(lambda: hub_settings(contents.settings, environment))
+    for variant in recipe.rungs if recipe else ():
+        if variant.format != contents.engine.model_format:
+            continue
+        if recipe and (path := path_of(variant, contents.settings.models_dir, hub)):
+            yield path, (names_of(recipe, variant)[-1],)
+
+
+def _on_demand(settings: Settings) -> Settings:
+    return settings if settings.is_set("cache_ram_mib") else replace(settings, cache_ram_mib=CACHE_MIB)
+
+
+def _path_of(model: str, settings: Settings) -> Path | None:
+    try:
+        return find_model(model, settings.models_dir)
+    except FatalError:  # told when the model is wanted
+        return None

@@ -1,0 +1,165 @@
+"""A slot as a member of the fleet: weighed, loaded and unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from appliance.errors import FatalError, ModelDoesNotFitError
+from appliance.fleet.admit import Places, Variant
+from appliance.fleet.member import Weighed
+from appliance.plan import Plan
+from appliance.probe import Hardware
+from appliance.profile import Profile, best_of
+from appliance.serve.fleet.memory import added, firm_of, free_on, held_by, less, needed_by
+from appliance.serve.gateway.slot import ModelSlot
+from appliance.serve.gateway.stop import put_to_sleep
+from appliance.serve.life.bring_up import load, prepare, tasks_of
+from appliance.serve.life.supervise import serve_until_failure
+from appliance.serve.model.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from appliance.gateway.engine.backend import Backend
+
+# Before a model was ever loaded here: a disk of this speed, and the start of an engine.
+READ_MIB_S = 1000.0
+START_S = 1.0
+ERROR = 0.03  # of a plan's memory, if this model was never loaded here: 248 loads were predicted within 3 %
+
+HardwareBeside = Callable[[str, Hardware, Mapping[str, Places]], Hardware]
+"""Returns the hardware as a model may use it beside loaded ones: its name, the hardware as it was seen, and what they
+hold by name."""
+
+
+class SlotMember:
+    """See `appliance.fleet.member.Member`. `on_lost` is told when the engine of the loaded model was given up."""
+
+    def __init__(
+        self,
+        slot: ModelSlot,
+        backend: Backend,
+        *,
+        is_pinned: bool,
+        beside: HardwareBeside,
+        on_lost: Callable[[str, FatalError], None],
+    ) -> None:
+        self.slot = slot
+        self.name = slot.name
+        self.is_pinned = is_pinned
+        self.cached_tokens = 0  # of the last request: about what its cache holds
+        self._backend = backend
+        self._beside = beside
+        self._on_lost = on_lost
+        self._serving: asyncio.Task[None] | None = None
+        self._load_s = 0.0
+
+    @property
+    def keep_alive_s(self) -> float:
+        return self.slot.settings.keep_alive_s
+
+    @property
+    def holds(self) -> dict[str, float]:
+        served = self.slot.served
+        plan = served.host.plan if served else None
+        if served is None or plan is None:
+            return {}
+        allocated_mib = served.allocated.total if served.allocated else None
+        return held_by(plan, allocated_mib=allocated_mib, peak=served.gpu_memory)
+
+    @property
+    def firm(self) -> dict[str, float]:
+        """What it holds without caches that grow with use, MiB by place."""
+        plan = self.slot.plan
+        return firm_of(plan) if plan else {}
+
+    @property
+    def reload_s(self) -> float:
+        served = self.slot.served
+        if self._load_s:
+            return self._load_s
+        return START_S + (served.inputs.model.file_bytes / 2**20 / READ_MIB_S if served else 0.0)
+
+    @property
+    def cache_s(self) -> float:
+        plan = self.slot.plan
+        speed = plan.speed if plan else None
+        return self.cached_tokens / speed.prefill_tokens_per_s if speed and speed.prefill_tokens_per_s else 0.0
+
+    @property
+    def progress(self) -> str:
+        return f"{self.name}: {self.slot.report.progress.sentence()}"
+
+    async def prepare(self) -> None:
+        await prepare(self.slot)
+
+    async def weigh(self, held: Mapping[str, Places], returnable: Mapping[str, Places]) -> Weighed:
+        served = _served(self.slot)
+        looking = asyncio.to_thread(self._weigh, served, held, returnable)
+        return await looking
+
+    def _weigh(self, served: ServedModel, held: Mapping[str, Places], returnable: Mapping[str, Places]) -> Weighed:
+        """Plan for the memory that is free now, and for what would be free without the models that may go."""
+        from appliance.start.machine import look_at_machine  # here: only a second model needs another look
+
+        hardware = look_at_machine(self.slot.contents, self.slot.environment).hardware
+        now = self._beside(self.name, hardware, held)
+        most = less(now, {place: -mib for place, mib in added(*returnable.values()).items()})
+        profile = served.store.load(served.key)
+        best = self._plan(served, profile, most)
+        plans = {best.key: best}
+        try:
+            beside = self._plan(served, profile, now)
+            plans.setdefault(beside.key, beside)
+        except ModelDoesNotFitError:
+            pass  # only without others
+        error = abs(profile.prediction_error or ERROR) if profile else ERROR
+        variants = [
+            Variant(key=plan.key, needs=needed_by(plan), speed=_speed(plan), error=error) for plan in plans.values()
+        ]
+        return Weighed(variants=tuple(variants), free=free_on(now))
+
+    @staticmethod
+    def _plan(served: ServedModel, profile: Profile | None, hardware: Hardware) -> Plan:
+        space = served.start.on(hardware).space(profile.kv_checks if profile else ())
+        return best_of(profile, served.settings.mode, space)
+
+    async def load(self) -> None:
+        served = await load(self.slot)
+        self._load_s = served.host.load_s
+        self._serving = asyncio.create_task(self._serve(served), name=f"serving {self.name}")
+
+    async def _serve(self, served: ServedModel) -> None:
+        try:
+            await serve_until_failure(served, tasks_of(served, self._backend))
+        except FatalError as error:
+            self._serving = None
+            await put_to_sleep(self.slot)
+            self._on_lost(self.name, error)
+
+    async def unload(self) -> None:
+        await self.end()
+        await put_to_sleep(self.slot)
+
+    async def end(self) -> None:
+        """End the task that serves, when everything stops; the engine is stopped by others."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    @property
+    def serving(self) -> asyncio.Task[None] | None:
+        """The task that serves; it ends only by a bug. None while the model is not loaded."""
+        return self._serving
+
+
+def _served(slot: ModelSlot) -> ServedModel:
+    if slot.served is None:
+        message = f"the model of this slot was not found yet: {slot.name}"
+        raise RuntimeError(message)
+    return slot.served
+
+
+def _speed(plan: Plan) -> float:
+    return plan.speed.decode_tokens_per_s if plan.speed else 1.0

@@ -1,0 +1,148 @@
+"""One load at a time on a volume, and what each container's models hold.
+
+Two containers on one volume are on one machine, as a rule: while one looks at free memory and loads, the other waits.
+Memory of GPUs is seen by the driver; mapped weights in host memory are not seen by anybody, so each container writes
+down what its models hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from appliance.console.report import Report
+
+TRY_EVERY_S = 0.2
+TELL_AFTER_S = 2.0
+_FILE_BYTES_MAX = 2**16
+
+
+class VolumeLock:
+    """The lock of a volume, and this container's entry beside it. A volume that cannot be locked or written is used
+    without, and the log says so once."""
+
+    def __init__(self, folder: Path, report: Report) -> None:
+        self._folder = folder
+        self._report = report
+        self._entry: int | None = None
+        self._path = folder / f"{secrets.token_hex(8)}.json"
+        self._is_told = False
+
+    def try_now(self) -> int | None:
+        """Take the lock without waiting; returns its handle, or None if another container has it. -1 stands for a
+        volume without locks."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+            handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        except OSError as error:
+            self._tell(error)
+            return -1
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except OSError as error:
+            os.close(handle)
+            self._tell(error)
+            return -1
+        return handle
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Hold the lock while the block runs; waits for it."""
+        waited_s = 0.0
+        while (handle := self.try_now()) is None:
+            if waited_s < TELL_AFTER_S <= waited_s + TRY_EVERY_S:
+                words = "another container on this volume loads a model: this load waits for it"
+                self._report.info("load_waits", words)
+            waited_s += TRY_EVERY_S
+            await asyncio.sleep(TRY_EVERY_S)
+        try:
+            yield
+        finally:
+            self.release(handle)
+
+    @staticmethod
+    def release(handle: int) -> None:
+        if handle >= 0:
+            os.close(handle)
+
+    def write(self, holds: Mapping[str, Mapping[str, float]], unseen: Mapping[str, float]) -> None:
+        """Write down what the models of this container hold, MiB by model and place, and by place how much of it no
+        look at free memory shows."""
+        try:
+            if self._entry is None:
+                self._folder.mkdir(exist_ok=True)
+                self._entry = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+                fcntl.flock(self._entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            text = json.dumps({"holds_mib": holds, "unseen_mib": unseen}).encode()
+            os.ftruncate(self._entry, 0)
+            os.pwrite(self._entry, text, 0)
+        except OSError as error:
+            self._tell(error)
+
+    def of_others(self) -> dict[str, float]:
+        """Return what models of other containers hold and no look at free memory shows, MiB by place.
+
+        Entries of containers that ended are removed.
+        """
+        found: dict[str, float] = {}
+        for places in self._entries():
+            for place, mib in places.items():
+                found[place] = found.get(place, 0.0) + mib
+        return found
+
+    def close(self) -> None:
+        """Remove this container's entry."""
+        if self._entry is not None:
+            with suppress(OSError):  # an entry without its lock is removed by the next container
+                self._path.unlink(missing_ok=True)
+            os.close(self._entry)
+            self._entry = None
+
+    def _entries(self) -> Iterator[Mapping[str, float]]:
+        try:
+            paths = sorted(self._folder.glob("*.json"))
+        except OSError as error:
+            self._tell(error)
+            return
+        for path in paths:
+            if path == self._path:
+                continue
+            try:
+                handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:  # its container has just ended
+                continue
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # it is locked: its container lives
+                yield _parsed(os.read(handle, _FILE_BYTES_MAX))
+            except OSError as error:
+                self._tell(error)
+            else:
+                with suppress(OSError):  # another container removes it at this moment
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(handle)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._is_told:
+            self._is_told = True
+            words = f"containers on this volume cannot tell each other what they load: {self._folder}: {error.strerror}"
+            self._report.warning("no_volume_lock", words)
+
+
+def _parsed(text: bytes) -> dict[str, float]:
+    """Return what an entry says; empty for one that is damaged, or that is being written."""
+    try:
+        unseen = json.loads(text)["unseen_mib"]
+        return {str(place): max(0.0, float(mib)) for place, mib in unseen.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}

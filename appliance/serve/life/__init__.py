@@ -1,0 +1,1 @@
+"""From a slot to an engine that answers, its restarts and its end."""

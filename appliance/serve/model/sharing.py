@@ -1,0 +1,20 @@
+"""Whether a loaded model has the machine for itself. Figures of a shared machine would be too slow to keep."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Sharing:
+    """Two events, one of which is set: tasks wait for either."""
+
+    def __init__(self) -> None:
+        self.is_shared = asyncio.Event()
+        self.is_alone = asyncio.Event()
+        self.is_alone.set()
+
+    def note(self, *, is_shared: bool) -> None:
+        """Note whether another model, which may be sent away, is loaded or wanted."""
+        now, before = (self.is_shared, self.is_alone) if is_shared else (self.is_alone, self.is_shared)
+        now.set()
+        before.clear()

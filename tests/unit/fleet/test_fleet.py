@@ -1,0 +1,357 @@
+"""The fleet with members that only pretend to load: who is loaded, who waits, and what clients get."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from io import StringIO
+
+import pytest
+
+from appliance.console.report import Report
+from appliance.errors import EngineDiedError, EngineNotReadyError, FatalError, ModelDoesNotFitError
+from appliance.fleet import fleet as module
+from appliance.fleet.admit import Places, Variant
+from appliance.fleet.fleet import Fleet, LoadWaitError
+from appliance.fleet.member import Weighed
+from appliance.keep_alive import FOREVER
+
+ROOM_MIB = 100.0
+
+
+class Memory:
+    """The memory of the machine that the members share."""
+
+    def __init__(self, mib: float = ROOM_MIB) -> None:
+        self.mib = mib
+        self.held: dict[str, float] = {}
+
+    @property
+    def free_mib(self) -> float:
+        return self.mib - sum(self.held.values())
+
+
+class Pretender:
+    """A member whose load takes until `may_load` is set, and that holds exactly what it said."""
+
+    def __init__(
+        self, name: str, mib: float, memory: Memory, *, smaller: Sequence[float] = (), pin: bool = False
+    ) -> None:
+        self.name = name
+        self.is_pinned = pin
+        self.keep_alive_s = FOREVER
+        self.reload_s, self.cache_s = mib, 0.0
+        self.progress = f"{name} is being loaded"
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.may_prepare = asyncio.Event()
+        self.may_prepare.set()
+        self.fails: FatalError | None = None
+        self.loads = 0
+        self.cancelled = 0
+        self._sizes = (mib, *smaller)
+        self._memory = memory
+
+    @property
+    def holds(self) -> Places:
+        return {"host": self._memory.held.get(self.name, 0.0)}
+
+    async def prepare(self) -> None:
+        await self.may_prepare.wait()
+
+    async def weigh(self, held: Mapping[str, Places], returnable: Mapping[str, Places]) -> Weighed:
+        await asyncio.sleep(0)
+        variants = tuple(
+            Variant(key=str(mib), needs={"host": mib}, speed=10.0 - number) for number, mib in enumerate(self._sizes)
+        )
+        return Weighed(variants=variants, free={"host": self._memory.free_mib})
+
+    async def load(self) -> None:
+        self.loads += 1
+        mib = next((mib for mib in self._sizes if mib <= self._memory.free_mib), None)
+        assert mib is not None, "loaded without room"
+        self._memory.held[self.name] = mib
+        try:
+            await self.may_load.wait()
+            if self.fails is not None:
+                raise self.fails
+        except BaseException as error:
+            self.cancelled += isinstance(error, asyncio.CancelledError)
+            del self._memory.held[self.name]
+            raise
+
+    async def unload(self) -> None:
+        await asyncio.sleep(0)
+        del self._memory.held[self.name]
+
+
+@asynccontextmanager
+async def running(*members: Pretender, turn_s: float = 20.0) -> AsyncIterator[Fleet]:
+    """A fleet whose first member is loaded."""
+    fleet = Fleet(Report("json", StringIO()), turn_s=turn_s)
+    for member in members:
+        fleet.add(member)
+    fleet.want(members[0].name)
+    run = asyncio.create_task(fleet.run())
+    try:
+        async with asyncio.timeout(20):
+            await until(lambda: fleet.is_loaded(members[0].name) or run.done())
+            if run.done():
+                run.result()
+            yield fleet
+            if run.done():
+                run.result()
+    finally:
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+
+async def until(is_true: object) -> None:
+    assert callable(is_true)
+    while not is_true():  # noqa: ASYNC110 - many conditions, none of which has an event
+        await asyncio.sleep(0.005)
+
+
+async def ask(fleet: Fleet, name: str, *, seconds: float = 0.0, wait_s: float = 10.0) -> str:
+    async with fleet.held(name, wait_s=wait_s):
+        await asyncio.sleep(seconds)
+    return name
+
+
+async def test_a_hundred_first_requests_make_one_load() -> None:
+    memory = Memory()
+    first, second = Pretender("a", 40, memory), Pretender("b", 40, memory)
+    async with running(first, second) as fleet:
+        second.may_load.clear()
+        asking = [asyncio.create_task(ask(fleet, "b")) for _ in range(100)]
+        await until(lambda: second.loads == 1)
+        second.may_load.set()
+        assert await asyncio.gather(*asking) == ["b"] * 100
+        assert second.loads == 1
+        assert fleet.loaded == ("a", "b")
+
+
+async def test_an_idle_one_makes_room_and_comes_back_when_it_is_asked() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 60, memory), Pretender("b", 60, memory)) as fleet:
+        await ask(fleet, "b")
+        assert fleet.loaded == ("b",)
+        row = fleet.document()["models"][0]
+        assert (row["evictions"], row["sent_away_for"], row["is_loaded"]) == (1, "b", False)
+        await ask(fleet, "a")
+        assert fleet.loaded == ("a",)
+        assert fleet.document()["models"][0]["loads"] == 2
+
+
+async def test_a_smaller_plan_is_loaded_beside_the_others_before_anyone_is_sent_away() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 60, memory), Pretender("b", 80, memory, smaller=(30,))) as fleet:
+        await ask(fleet, "b")
+        assert fleet.loaded == ("a", "b")
+        assert memory.held == {"a": 60, "b": 30}
+
+
+async def test_who_answers_is_waited_for_and_never_sent_away() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 60, memory), Pretender("b", 60, memory)) as fleet:
+        answering = asyncio.create_task(ask(fleet, "a", seconds=0.3))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(ask(fleet, "b"))
+        await until(lambda: bool(fleet.document()["waiting"]))
+        await asyncio.sleep(0.1)
+        assert fleet.loaded == ("a",)
+        assert "a" in fleet.document()["waiting"][0]["reason"]
+        assert not waiting.done()
+        assert await answering == "a"
+        assert await waiting == "b"
+
+
+async def test_a_loaded_model_goes_on_only_for_its_turn_while_another_waits() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 60, memory), Pretender("b", 60, memory), turn_s=0.3) as fleet:
+
+        async def chatting() -> int:
+            """Ask `a` again and again, two at a time, so that it always answers."""
+            count = 0
+            while not is_over.is_set():
+                await ask(fleet, "a", seconds=0.05)
+                count += 1
+            return count
+
+        is_over = asyncio.Event()
+        chats = [asyncio.create_task(chatting()) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        began = asyncio.get_running_loop().time()
+        await ask(fleet, "b")
+        is_over.set()
+        assert asyncio.get_running_loop().time() - began >= 0.25  # the turn of `a` was respected
+        counts = await asyncio.gather(*chats)
+        assert min(counts) >= 1  # nobody's request was lost
+
+
+async def test_a_pinned_one_is_never_sent_away_and_who_does_not_fit_beside_it_is_refused_with_the_figures() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 60, memory, pin=True), Pretender("b", 60, memory)) as fleet:
+        with pytest.raises(ModelDoesNotFitError, match=r"60 MiB.*40 MiB are free"):
+            await ask(fleet, "b")
+        assert fleet.loaded == ("a",)
+
+
+async def test_an_engine_that_dies_as_it_loads_answers_all_who_wait_and_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = Memory()
+    first, second = Pretender("a", 40, memory), Pretender("b", 40, memory)
+    async with running(first, second) as fleet:
+        second.fails = EngineNotReadyError("it died")
+        answers = await asyncio.gather(*(ask(fleet, "b") for _ in range(10)), return_exceptions=True)
+        assert [str(answer) for answer in answers] == ["it died"] * 10
+        assert second.loads == 1
+        with pytest.raises(EngineNotReadyError):  # at once, without another load
+            await ask(fleet, "b")
+        assert second.loads == 1
+        second.fails = None
+        monkeypatch.setattr(module, "FAILED_S", 0.0)
+        await ask(fleet, "b")
+        assert fleet.loaded == ("a", "b")
+
+
+async def test_a_client_that_leaves_withdraws_its_wish() -> None:
+    memory = Memory()
+    first, second = Pretender("a", 60, memory), Pretender("b", 60, memory)
+    async with running(first, second) as fleet:
+        answering = asyncio.create_task(ask(fleet, "a", seconds=0.3))
+        await asyncio.sleep(0.05)
+        leaving = asyncio.create_task(ask(fleet, "b"))
+        await until(lambda: bool(fleet.document()["waiting"]))
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert fleet.document()["waiting"] == []
+        await answering
+        await asyncio.sleep(0.05)
+        assert (second.loads, fleet.loaded) == (0, ("a",))
+
+
+async def test_a_load_that_nobody_wants_any_more_gives_way_to_one_that_is_waited_for() -> None:
+    memory = Memory()
+    first, second, third = (Pretender(name, 40, memory) for name in "abc")
+    async with running(first, second, third) as fleet:
+        second.may_load.clear()
+        leaving = asyncio.create_task(ask(fleet, "b"))
+        await until(lambda: second.loads == 1)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await ask(fleet, "c")
+        assert (second.cancelled, fleet.loaded) == (1, ("a", "c"))
+        assert "b" not in memory.held
+
+
+async def test_a_request_without_a_stream_is_told_after_its_limit_when_to_ask_again() -> None:
+    memory = Memory()
+    first, second = Pretender("a", 60, memory), Pretender("b", 60, memory)
+    async with running(first, second) as fleet:
+        second.may_load.clear()
+        with pytest.raises(LoadWaitError, match="b is being loaded") as caught:
+            await ask(fleet, "b", wait_s=0.2)
+        assert caught.value.about_s == second.reload_s
+
+
+async def test_a_stream_is_told_why_it_waits() -> None:
+    memory = Memory()
+    first, second = Pretender("a", 60, memory), Pretender("b", 60, memory)
+    told: list[str] = []
+
+    async def tell(words: str) -> None:
+        told.append(words)
+        second.may_load.set()
+
+    async with running(first, second) as fleet:
+        second.may_load.clear()
+        async with fleet.held("b", tell=tell):
+            assert fleet.is_loaded("b")
+    assert told == ["b is being loaded"]
+
+
+async def test_a_model_is_unloaded_when_its_time_without_requests_is_over() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 40, memory), Pretender("b", 40, memory)) as fleet:
+        async with fleet.held("b", keep_alive_s=0.1):
+            await asyncio.sleep(0.2)
+            assert fleet.is_loaded("b")  # the time begins with the end of an answer
+        await until(lambda: not fleet.is_loaded("b"))
+        assert fleet.loaded == ("a",)
+        async with fleet.held("a", keep_alive_s=0.0):
+            pass
+        await until(lambda: fleet.loaded == ())
+        await ask(fleet, "a")
+        await asyncio.sleep(0.05)
+        assert fleet.loaded == ("a",)  # a request without a time has the setting's
+
+
+async def test_an_unload_waits_for_the_answers() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 40, memory), Pretender("b", 40, memory)) as fleet:
+        answering = asyncio.create_task(ask(fleet, "a", seconds=0.2))
+        await asyncio.sleep(0.05)
+        fleet.unload("a")
+        await asyncio.sleep(0.05)
+        assert fleet.is_loaded("a")
+        assert await answering == "a"
+        await until(lambda: not fleet.is_loaded("a"))
+        fleet.want("a")
+        await until(lambda: fleet.is_loaded("a"))
+
+
+async def test_preparing_one_model_for_hours_keeps_no_other_waiting() -> None:
+    memory = Memory()
+    first, second, third = (Pretender(name, 30, memory) for name in "abc")
+    async with running(first, second, third) as fleet:
+        second.may_prepare.clear()
+        fetching = asyncio.create_task(ask(fleet, "b"))
+        assert await ask(fleet, "c") == "c"
+        assert not fetching.done()
+        second.may_prepare.set()
+        assert await fetching == "b"
+
+
+async def test_the_first_model_that_cannot_be_loaded_ends_the_fleet() -> None:
+    first = Pretender("a", 40, Memory())
+    first.fails = EngineNotReadyError("it died")
+    serving = running(first)
+    with pytest.raises(EngineNotReadyError):
+        await serving.__aenter__()
+
+
+async def test_the_end_of_the_first_models_engine_ends_the_fleet_and_of_another_does_not() -> None:
+    memory = Memory()
+    first, second = Pretender("a", 40, memory), Pretender("b", 40, memory)
+    seen: list[tuple[str, ...]] = []
+
+    async def serving() -> None:
+        async with running(first, second) as fleet:
+            await ask(fleet, "b")
+            del memory.held["b"]
+            fleet.lost("b", EngineDiedError("second"))
+            await asyncio.sleep(0.02)
+            seen.append(fleet.loaded)
+            fleet.lost("a", EngineDiedError("first"))
+            await asyncio.sleep(0.02)
+
+    with pytest.raises(EngineDiedError, match="first"):
+        await serving()
+    assert seen == [("a",)]
+
+
+async def test_one_that_came_later_is_loaded_beside_while_the_first_in_line_waits() -> None:
+    memory = Memory()
+    first, large, small = Pretender("a", 60, memory), Pretender("b", 90, memory), Pretender("c", 10, memory)
+    async with running(first, large, small) as fleet:
+        answering = asyncio.create_task(ask(fleet, "a", seconds=0.4))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(ask(fleet, "b"))
+        await until(lambda: bool(fleet.document()["waiting"][0]["reason"]) if fleet.document()["waiting"] else False)
+        assert await ask(fleet, "c") == "c"
+        assert not waiting.done()
+        await asyncio.gather(answering, waiting)
+        assert fleet.loaded == ("b", "c")
