@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ollama
 import pytest
@@ -307,10 +308,9 @@ def test_when_the_client_leaves_the_engine_is_free(endless: Stage) -> None:
         return int(endless.engine_saw()[name])
 
     with client_of(endless) as client:
-        parts = client.chat("small", MESSAGES, stream=True)
-        next(parts)
-        assert saw("open_streams") == 1
-        parts.close()  # type: ignore[attr-defined]  # a generator, though its type is an iterator
+        with closing(cast("Generator[Any, None, None]", client.chat("small", MESSAGES, stream=True))) as parts:
+            next(parts)
+            assert saw("open_streams") == 1
     assert eventually(lambda: saw("open_streams") == 0) < 30
     assert saw("disconnects") == 1
     assert (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ollama
 import pytest
@@ -59,8 +59,7 @@ def client(serving: Serving) -> Iterator[ollama.Client]:
 @pytest.fixture
 def name(client: ollama.Client) -> str:
     (model,) = client.list().models
-    assert model.model is not None
-    return model.model
+    return str(model.model)
 
 
 def test_it_is_listed_shown_and_running(client: ollama.Client, name: str) -> None:
@@ -101,10 +100,10 @@ def test_a_limit_and_a_stop_word_end_an_answer(client: ollama.Client, name: str)
 
 def test_a_schema_and_json_are_enforced(client: ollama.Client, name: str) -> None:
     options = {**BRIEF, "num_predict": 200}
-    for stream in (False, True):
-        reply = client.generate(name, "Ada is 36 and lives in London.", format=SCHEMA, options=options, stream=stream)
-        parts = reply if stream else [reply]
-        found = json.loads("".join(part.response or "" for part in parts))  # type: ignore[union-attr]
+    ada = "Ada is 36 and lives in London."
+    whole = [client.generate(name, ada, format=SCHEMA, options=options)]
+    for parts in (whole, client.generate(name, ada, format=SCHEMA, options=options, stream=True)):
+        found = json.loads("".join(part.response or "" for part in parts))
         assert set(found) == {"city", "age"}
         assert isinstance(found["age"], int)
     reply = client.chat(name, [{"role": "user", "content": "Answer in JSON: a person"}], format="json", options=options)
@@ -159,9 +158,9 @@ def test_what_the_engine_refuses_is_told_in_its_words(client: ollama.Client, nam
 
 def test_when_the_client_leaves_the_slot_is_free(serving: Serving, client: ollama.Client, name: str) -> None:
     """The appliance has one slot: a second request is answered only once the first has left it."""
-    long = client.generate(name, "Count to a million.", stream=True, options={"num_predict": 100_000})
-    next(iter(long))
-    long.close()  # type: ignore[attr-defined]  # a generator, though its type is an iterator
+    asked = client.generate(name, "Count to a million.", stream=True, options={"num_predict": 100_000})
+    with closing(cast("Generator[Any, None, None]", asked)) as parts:
+        next(parts)
     assert client.chat(name, MESSAGES, options=BRIEF).done
     eventually(lambda: 'ending="client_left"' in serving.ask("GET", "/metrics", key=serving.home.key)[1])
 
