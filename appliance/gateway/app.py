@@ -34,9 +34,9 @@ from appliance.gateway.routes.documents import document_routes, model_asked, of_
 from appliance.gateway.routes.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.routes.metrics import Measured, Metrics
 from appliance.gateway.routes.models import LIST_PATHS, Endpoint, ForSomeModels, list_routes
+from appliance.gateway.wire import ollama_paths
 from appliance.gateway.wire.api_error import ApiError, dialect_of, internal_error, lacking, too_busy
 from appliance.gateway.wire.http_answers import CheckHttp
-from appliance.gateway.wire.ollama import paths as ollama_paths
 from appliance.system.lack import is_lack, tell
 
 if TYPE_CHECKING:

@@ -307,10 +307,12 @@ def test_when_the_client_leaves_the_engine_is_free(endless: Stage) -> None:
     def saw(name: str) -> int:
         return int(endless.engine_saw()[name])
 
-    with client_of(endless) as client:
-        with closing(cast("Generator[Any, None, None]", client.chat("small", MESSAGES, stream=True))) as parts:
-            next(parts)
-            assert saw("open_streams") == 1
+    with (
+        client_of(endless) as client,
+        closing(cast("Generator[Any, None, None]", client.chat("small", MESSAGES, stream=True))) as parts,
+    ):
+        next(parts)
+        assert saw("open_streams") == 1
     assert eventually(lambda: saw("open_streams") == 0) < 30
     assert saw("disconnects") == 1
     assert (

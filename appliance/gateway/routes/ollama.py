@@ -17,8 +17,9 @@ from appliance.gateway.routes.forward import ClientLeft, ResponseWriter, declare
 from appliance.gateway.routes.metrics import FAILED
 from appliance.gateway.routes.models import SERVES, Endpoint, find, listed_models
 from appliance.gateway.wire import api_error
+from appliance.gateway.wire import ollama_paths as paths
 from appliance.gateway.wire.api_error import ApiError
-from appliance.gateway.wire.ollama import listing, paths, requests
+from appliance.gateway.wire.ollama import listing, requests
 from appliance.gateway.wire.ollama.answers import AnswerError, Lines, Writer, error_text, line_of, whole
 
 if TYPE_CHECKING:

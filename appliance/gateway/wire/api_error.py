@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.console.progress import Phase, Progress
 from appliance.engine_route import Dialect, ErrorRule
-from appliance.gateway.wire.ollama.paths import is_ollama
+from appliance.gateway.wire.ollama_paths import is_ollama
 
 if TYPE_CHECKING:
     from starlette.types import Send

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.gateway.wire.ollama.answers import AnswerError, Lines, Writer, error_text, whole
-from appliance.gateway.wire.ollama.paths import CHAT, EMBED, EMBEDDINGS, GENERATE
+from appliance.gateway.wire.ollama_paths import CHAT, EMBED, EMBEDDINGS, GENERATE
 
 USAGE = {"prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15}
 TIMINGS = {"cache_n": 4, "prompt_n": 8, "prompt_ms": 20.0, "predicted_n": 3, "predicted_ms": 30.0}

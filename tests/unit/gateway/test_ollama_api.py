@@ -22,7 +22,7 @@ from appliance.gateway.routes.metrics import FAILED
 from appliance.gateway.routes.models import Endpoint
 from appliance.gateway.routes.ollama import OllamaApi
 from appliance.gateway.wire.api_error import dialect_of
-from appliance.gateway.wire.ollama.paths import METHODS
+from appliance.gateway.wire.ollama_paths import METHODS
 
 QWEN = ListedModel(
     id="Qwen3-8B-Q4_K_M",
@@ -326,4 +326,4 @@ def test_the_gateways_own_refusals_have_ollamas_form() -> None:
 def test_a_start_imports_only_the_table_of_paths() -> None:
     code = "import sys, appliance.gateway.app; print(*sorted(name for name in sys.modules if 'ollama' in name))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["appliance.gateway.wire.ollama", "appliance.gateway.wire.ollama.paths"]
+    assert done.stdout.split() == ["appliance.gateway.wire.ollama_paths"]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.gateway.wire.api_error import ApiError
-from appliance.gateway.wire.ollama.paths import CHAT, EMBED, EMBEDDINGS, GENERATE, WORK
 from appliance.gateway.wire.ollama.requests import OUR_CHAT, OUR_TEXT, OUR_VECTORS, Asked, is_zero, translate
+from appliance.gateway.wire.ollama_paths import CHAT, EMBED, EMBEDDINGS, GENERATE, WORK
 
 HELLO = {"role": "user", "content": "hello"}
 STREAMS = {"stream": True, "stream_options": {"include_usage": True}}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from appliance.gateway.wire.ollama.paths import CHAT, EMBED, EMBEDDINGS
+from appliance.gateway.wire.ollama_paths import CHAT, EMBED, EMBEDDINGS
 from appliance.gateway.wire.usage import Usage, parse_usage
 
 Document = dict[str, Any]

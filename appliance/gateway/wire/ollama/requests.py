@@ -13,7 +13,7 @@ from typing import Any
 
 from appliance.documents import foreign, has_too_many_values
 from appliance.gateway.wire.api_error import ApiError
-from appliance.gateway.wire.ollama.paths import CHAT, EMBED, EMBEDDINGS, GENERATE
+from appliance.gateway.wire.ollama_paths import CHAT, EMBED, EMBEDDINGS, GENERATE
 from appliance.values import dataclass
 
 Document = dict[str, Any]
