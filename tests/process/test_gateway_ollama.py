@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -373,3 +374,24 @@ def test_when_the_appliance_stops_the_stream_says_so() -> None:
             received += read_all(connection)
         assert b'{"error":"the appliance is stopping"}\n' in received
         assert received.endswith(b"0\r\n\r\n")
+
+
+def test_a_client_that_reads_late_holds_the_engine_up_and_loses_nothing(tmp_path: Path) -> None:
+    """16 MB are more than the sockets on the way hold."""
+    count, text = 4096, "x" * 4000
+    choices = [{"index": 0, "delta": {"content": f"{number} {text}"}} for number in range(count)]
+    end = {"index": 0, "delta": {}, "finish_reason": "stop"}
+    said = tmp_path / "said.json"
+    said.write_text(json.dumps({"events": [{"choices": [choice]} for choice in [*choices, end]]}))
+    with on_stage("fake_engine.py", "--says", str(said)) as stage:
+        with stage.post("/api/chat", CHAT) as connection:
+            received = read_until(connection, b"x")
+            for _ in range(100):  # the gateway has turns enough to take all, if it would
+                assert stage.ask("GET", "/api/version").status == 200
+            assert stage.engine_saw()["finished_streams"] == 0
+            pieces = [received]
+            while not pieces[-1].endswith(b"0\r\n\r\n"):
+                pieces.append(connection.recv(2**20))
+        eventually(lambda: stage.engine_saw()["finished_streams"] == 1)
+    numbers = [int(found) for found in re.findall(rb'"content":"(\d+) x', b"".join(pieces))]
+    assert numbers == list(range(count))
