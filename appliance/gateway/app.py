@@ -35,12 +35,18 @@ from appliance.gateway.routes.fleet import fleet_routes
 from appliance.gateway.routes.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.routes.metrics import Measured, Metrics
 from appliance.gateway.routes.models import LIST_PATHS, Endpoint, ForSomeModels, list_routes
+from appliance.gateway.wire import ollama_paths
 from appliance.gateway.wire.api_error import ApiError, dialect_of, internal_error, lacking, too_busy
 from appliance.gateway.wire.http_answers import CheckHttp
 from appliance.system.lack import is_lack, tell
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+Routes = dict[str, tuple[tuple[str, ...], Endpoint]]
+"""Methods and endpoint of each path."""
+
+"""Takes a model's name and a `keep_alive`. Called on the event loop, so it returns at once."""
 
 
 class App:
@@ -107,7 +113,7 @@ def create_app(
     sessions = Sessions(keys.first) if keys else None
     pages, files = page_routes(libraries)
     feeds = Feeds(roster, partial(Feed, requests=requests, recent=recent, doctor=doctor, fleet=fleet))
-    routes = {
+    routes: Routes = {
         **_engine_routes(roster, reading, tell_every_s, requests),
         **{route.path: (("GET",), route.all) for route in lists},
         **{path: (("GET",), endpoint) for path, endpoint in documents.items()},
@@ -123,8 +129,13 @@ def create_app(
     if usage:
         requests.listen(usage.note)
         routes[path_of("usage")] = (("GET",), UsageEndpoint(usage))
+    ollama = _Ollama({path: endpoint for path, (_, endpoint) in routes.items()}, roster, reading, fleet)
+    routes |= {path: (methods, ollama) for path, methods in ollama_paths.METHODS.items()}
     rest = _Rest(roster)
-    door: ASGIApp = _Door(routes, {**{f"{route.path}/": route.one for route in lists}, **files}, rest)
+    below: Routes = {path: (("GET",), endpoint) for path, endpoint in files.items()}
+    below |= {f"{route.path}/": (("GET",), route.one) for route in lists}
+    below[ollama_paths.BLOBS] = (("GET", "POST"), ollama)
+    door: ASGIApp = _Door(routes, below, rest)
     if keys is not None:
         door = RequireKey(door, keys, sessions, _named_door(door, accounts, roster, requests) if accounts else None)
     door = CheckHttp(door)
@@ -137,8 +148,8 @@ def _named_door(app: ASGIApp, accounts: Accounts, backends: Sequence[Backend], r
     return NamedDoor(
         app,
         accounts,
-        work=frozenset(route.path for route in routes if route.needs_model),
-        free=frozenset({*LIST_PATHS, *(route.path for route in routes if not route.needs_model)}),
+        work=frozenset({*ollama_paths.WORK, *(route.path for route in routes if route.needs_model)}),
+        free=frozenset({*LIST_PATHS, *ollama_paths.FREE, *(route.path for route in routes if not route.needs_model)}),
         below=tuple(f"{path}/" for path in LIST_PATHS),
     )
 
@@ -149,9 +160,7 @@ def _engine_restarts(roster: Roster) -> Callable[[], int] | None:
     return lambda: sum(backend.engine_restarts() for backend in roster if backend.engine_restarts is not None)
 
 
-def _engine_routes(
-    roster: Roster, reading: Traffic, tell_every_s: float, requests: RequestLog
-) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
+def _engine_routes(roster: Roster, reading: Traffic, tell_every_s: float, requests: RequestLog) -> Routes:
     """Return the routes of the engine. All models of a gateway are served by one engine, so all have the same ones."""
 
     def endpoint_of(route: EngineRoute, backend: Backend) -> Endpoint:
@@ -195,12 +204,10 @@ def _elsewhere(words: str) -> Endpoint:
 
 
 class _Door:
-    """Routes requests: a known path to its endpoint, a GET below one of the `prefixes` to the endpoint of that prefix,
-    every other request to the rest of the gateway."""
+    """Routes requests: a known path to its endpoint, a path below one of the `prefixes` to the endpoint of that prefix
+    if it has the method, every other request to the rest of the gateway."""
 
-    def __init__(
-        self, routes: Mapping[str, tuple[tuple[str, ...], Endpoint]], prefixes: Mapping[str, Endpoint], rest: _Rest
-    ) -> None:
+    def __init__(self, routes: Routes, prefixes: Routes, rest: _Rest) -> None:
         self._routes = routes
         self._prefixes = prefixes
         self._rest = rest
@@ -251,9 +258,10 @@ class _Door:
             raise too_busy()
 
     def _below(self, scope: Scope) -> Endpoint | None:
-        if scope["method"] not in ("GET", "HEAD"):
-            return None
-        return next((one for prefix, one in self._prefixes.items() if scope["path"].startswith(prefix)), None)
+        for prefix, (methods, endpoint) in self._prefixes.items():
+            if scope["path"].startswith(prefix) and scope["method"] in _with_head(methods):
+                return endpoint
+        return None
 
 
 def _with_head(methods: Iterable[str]) -> tuple[str, ...]:
@@ -287,7 +295,30 @@ class _Rest:
         return create_own_app(self._backends)
 
 
-def _health_routes(traffic: Traffic, progress: Callable[[], Progress]) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
+class _Ollama:
+    """Ollama's API, made when one of its paths is first requested. `endpoints` are those of all other paths."""
+
+    def __init__(
+        self,
+        endpoints: Mapping[str, Endpoint],
+        roster: Roster,
+        reading: Traffic,
+        fleet: FleetDoor | None,
+    ) -> None:
+        self._parts = (endpoints, roster, reading, fleet)
+        self._made: Endpoint | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._made is None:
+            # Imported here, so that a start does not wait for it. It takes about 10 ms, and a failed import is retried
+            # with the next request.
+            from appliance.gateway.routes.ollama import OllamaApi
+
+            self._made = OllamaApi(*self._parts)
+        await self._made(scope, receive, send)
+
+
+def _health_routes(traffic: Traffic, progress: Callable[[], Progress]) -> Routes:
     async def live(_scope: Scope, _receive: Receive, send: Send) -> None:
         await ResponseWriter(send, "openai").document({"status": "live"})
 

@@ -206,7 +206,9 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/completion" and self.server.options.hang_on_completion:
             select.select([self.connection], [], [])  # neither an answer nor work, as after a lock that nobody lets go
             self.server.ledger.add("disconnects", 1)
-            return
+            return None
+        if self.server.options.says:
+            return self.reply(200, json.loads(self.server.options.says.read_text())["whole"])
         text = prompt_of(request)
         words = max(1, len(text.split()))
         is_of_tokens = path == "/completion" and isinstance(request.get("prompt"), list)
@@ -229,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
         if request.get("return_tokens"):
             made = reply["timings"]["predicted_n"]
             reply["tokens"] = [0] * made if self.server.options.loop else list(range(made))
-        self.reply(200, reply)
+        return self.reply(200, reply)
 
     def token_timings(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return timings like llama-server's: tokens that the slot already holds are not read again, and n tokens take
@@ -275,6 +277,12 @@ class Handler(BaseHTTPRequestHandler):
     def send_events(self, path: str, text: str) -> bool:
         """Stream an answer. Returns False if the client left before the end."""
         options = self.server.options
+        if options.says:
+            for event in json.loads(options.says.read_text())["events"]:
+                self.send_event(event)
+            self.send_chunk(b"data: [DONE]\n\n")
+            self.send_chunk(b"")
+            return True
         words = itertools.cycle(text.split() or ["nothing"])
         for index, word in enumerate(words if options.until else itertools.islice(words, options.chunks)):
             if options.until and options.until.exists():
@@ -415,6 +423,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--log-every-s", type=float, default=0.0, help="it says so often that it waits")
     add("--chunk-interval", type=float, default=0.01, metavar="SECONDS")
     add("--chunks", type=int, default=5)
+    add("--says", type=Path, metavar="FILE", help="answers as in the file: `events` of a stream, one `whole` document")
     add("--until", type=Path, metavar="FILE", help="not so many chunks: a stream goes on until the file is there")
     add("--error-line", metavar="TEXT", help="logged at level E while loading, with other lines after it")
     add("--log-line", action="append", default=[], metavar="TEXT", help="written as it is while loading; repeatable")

@@ -701,7 +701,7 @@ class Handler(BaseHTTPRequestHandler):
             said = self.next_of(answer)
             if said is None:
                 return self.send_failure(path)
-            self.send_event(self.event(path, request, said["token"]))
+            self.send_event(self.event(path, request, said["token"], is_last=said["is_last"]))
             if said["is_last"]:
                 break
         if (request.get("stream_options") or {}).get("include_usage"):
@@ -725,10 +725,11 @@ class Handler(BaseHTTPRequestHandler):
             if self.client_left(0):
                 raise ConnectionResetError
 
-    def event(self, path: str, request: dict[str, Any], number: int) -> dict[str, Any]:
+    def event(self, path: str, request: dict[str, Any], number: int, *, is_last: bool) -> dict[str, Any]:
         if path == "/v1/messages":
             return {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "word "}}
-        choice: dict[str, Any] = {"index": 0, "finish_reason": None, "text": "word ", "delta": {"content": "word "}}
+        reason = "length" if is_last else None
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "text": "word ", "delta": {"content": "word "}}
         if request.get("return_token_ids"):
             choice["token_ids"] = [number]
         return {"id": "cmpl-1", "object": "text_completion", "choices": [choice]}

@@ -73,6 +73,20 @@ def test_a_named_key_may_use_the_model_and_nothing_else(serving: Serving) -> Non
     assert code_of(serving, f"{key}x") == (401, "invalid_api_key")
 
 
+def test_a_named_key_may_use_the_model_by_ollamas_api(serving: Serving) -> None:
+    key = added(serving, "llm", "--requests-per-minute", "2")
+    for path in ("/api/tags", "/api/ps", "/api/version"):
+        assert serving.ask("GET", path, key=key)[0] == 200, path
+    assert serving.ask("POST", "/api/show", {"model": "small"}, key=key)[0] == 200
+    status, refused = serving.ask("POST", "/api/pull", {"model": "small"}, key=key)
+    assert (status, list(refused)) == (403, ["error"])
+    chat = {**CHAT, "stream": False}
+    assert [serving.ask("POST", "/api/chat", chat, key=key)[0] for _ in range(3)] == [200, 200, 429]
+    rows = [row for row in serving.document("usage?by=key")["rows"] if row["key"] == "llm"]
+    assert [(row["requests"], row["errors"]) for row in rows] == [(2, 0)]
+    assert rows[0]["tokens_out"] > 0
+
+
 def test_an_admin_key_may_do_all(serving: Serving) -> None:
     key = added(serving, "boss", "--admin")
     assert serving.ask("GET", "/appliance/v1/status", key=key)[0] == 200

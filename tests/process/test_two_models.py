@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import ollama
 import openai
 import pytest
 
@@ -198,6 +199,22 @@ async def test_the_list_names_all_models(homes: Homes) -> None:
         assert names == [("left",), ("right",)]
         for of_one in names:
             assert [(await front.chat(name))[0] for name in of_one] == [200] * len(of_one)
+
+
+async def test_ollamas_client_reaches_each_by_its_name(homes: Homes) -> None:
+    async with one_gateway(homes) as front:
+        headers = {"Authorization": f"Bearer {front.key}"}
+        async with ollama.AsyncClient(host=front.url, headers=headers, timeout=60) as client:
+            assert [model.model for model in (await client.list()).models] == ["left", "right"]
+            assert [model.model for model in (await client.ps()).models] == ["left", "right"]
+            for name, served in (("left", front.left), ("right:latest", front.right)):
+                parts = [part async for part in await client.chat(name, MESSAGES, stream=True)]
+                assert {part.model for part in parts} == {name}
+                assert json.loads((await engine_saw(served))[-1]["body"])["model"] == name.removesuffix(":latest")
+            with pytest.raises(ollama.ResponseError, match="model 'middle' not found") as caught:
+                await client.generate("middle", "one two")
+            assert caught.value.status_code == 404
+        assert await front.ask("POST", "/api/generate", {"prompt": "one"}) == (400, {"error": "model is required"})
 
 
 async def test_an_unknown_model_is_refused_in_openais_form(homes: Homes) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ollama
 import openai
 import pytest
 
@@ -17,7 +18,7 @@ from appliance.console.progress import Phase
 from appliance.engines.vllm.api.client_errors import ERRORS
 from appliance.engines.vllm.api.routes import ROUTES
 from appliance.gateway.engine.backend import ListedModel
-from tests.process.stages.gateway import Stage, eventually, on_stage, read_until
+from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_until
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
 ENDLESS = {"model": "m", "messages": MESSAGES, "max_tokens": 10**6, "stream": True}
@@ -134,3 +135,18 @@ def test_what_only_an_embedder_answers_is_refused_for_a_model_that_gives_text(pa
     assert f"POST {path}" not in stage.engine_saw()["counts"]
     stage.listed = ListedModel(id="m", phase=Phase.READY, is_embedding=True)
     assert stage.ask("POST", path, {"model": "m", "input": "a"}).status == 404  # the engine's own answer, here
+
+
+def test_ollamas_client_is_answered(stage: Stage) -> None:
+    with ollama.Client(host=stage.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        *parts, last = client.chat("m", MESSAGES, stream=True, options={"num_predict": 4})
+        assert "".join(part.message.content or "" for part in parts) == "word word word word "
+        assert (last.done, last.done_reason, last.eval_count) == (True, "length", 4)
+        whole = client.chat("m", MESSAGES, options={"num_predict": 4})
+        assert whole.message.content == "word word word word "
+        running = client.chat("m", MESSAGES, stream=True, options={"num_predict": 10**6})
+        next(running)
+        kill_core(stage)
+        with pytest.raises(ollama.ResponseError, match="the engine ended while it worked on this request"):
+            list(running)
+    eventually(lambda: counted(stage, "/api/chat") == {"200": 2.0, "502": 1.0})

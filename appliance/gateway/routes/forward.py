@@ -316,15 +316,16 @@ def keep_alive_in(body: bytes) -> tuple[bytes, float | None]:
     """Return the body without Ollama's `keep_alive` and LM Studio's `ttl`, which no engine knows, and the seconds that
     they ask for. Raises ApiError (400)."""
     body, found = without_fields(body, KEEP_ALIVE_FIELDS)
-    seconds = None
-    for name, value in found.items():
-        if value is None:
-            continue
-        try:
-            seconds = parse_keep_alive(value)
-        except ValueError as problem:
-            raise ApiError(400, "invalid_request", f"{name} {problem}: {str(value)[:80]!r}") from None
-    return body, seconds
+    each = [seconds_to_keep(name, value) for name, value in found.items() if value is not None]
+    return body, each[-1] if each else None
+
+
+def seconds_to_keep(name: str, value: object) -> float:
+    """Return the seconds that a client's `keep_alive` or `ttl` asks for. Raises ApiError (400)."""
+    try:
+        return parse_keep_alive(value)
+    except ValueError as problem:
+        raise ApiError(400, "invalid_request", f"{name} {problem}: {str(value)[:80]!r}") from None
 
 
 async def relay(

@@ -22,7 +22,7 @@ from appliance.values import dataclass
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-_SERVES = frozenset({Phase.READY, Phase.HELD})
+SERVES = frozenset({Phase.READY, Phase.HELD})
 _COMES = frozenset({Phase.STARTING, Phase.LOADING, Phase.TUNING, Phase.RESTARTING})
 # Request parameters that every engine accepts, in OpenRouter's terms.
 _PARAMETERS = (
@@ -78,7 +78,7 @@ class ForSomeModels:
                 f"{model.id} is a reranker, which returns scores and cannot answer {self._route.path}: use /v1/rerank"
             )
             raise ApiError(400, "model_is_reranker", detail)
-        if self._route.only_for_embedders and not model.is_embedding and model.phase in _SERVES:
+        if self._route.only_for_embedders and not model.is_embedding and model.phase in SERVES:
             detail = f"{model.id} is a text model, which cannot answer {self._route.path}: serve an embedding model"
             raise ApiError(400, "model_gives_text", detail)
         await self._endpoint(scope, receive, send)
@@ -142,7 +142,7 @@ def entry(model: ListedModel) -> dict[str, Any]:
         "context_length": context,
         "context_window": context,
         "max_model_len": context,
-        "loaded_context_length": context if model.phase in _SERVES else None,
+        "loaded_context_length": context if model.phase in SERVES else None,
         "max_context_length": model.native_context,
         "meta": _known({
             "n_ctx": context,
@@ -174,7 +174,7 @@ def _router_state(model: ListedModel) -> str:
 def lm_studio_entry(model: ListedModel) -> dict[str, Any]:
     """Return a model's entry in /api/v0/models. Clients of LM Studio parse it strictly: exactly these fields, and these
     words for the state."""
-    state = "loaded" if model.phase in _SERVES else "loading" if model.phase in _COMES else "not-loaded"
+    state = "loaded" if model.phase in SERVES else "loading" if model.phase in _COMES else "not-loaded"
     # LM Studio has no word for a reranker, and its clients refuse a list with an unknown word.
     kind = "embeddings" if model.is_embedding else "vlm" if "image" in model.input_modalities else "llm"
     return _known({

@@ -1,7 +1,7 @@
 """All errors that come from the gateway and not from the engine, in the form of the client's API.
 
-The body has only the keys of OpenAI's errors, or those of Anthropic's and the code. The header `x-appliance-error`
-therefore marks the error as ours.
+The body has only the keys of OpenAI's or Ollama's errors, or those of Anthropic's and the code. The header
+`x-appliance-error` therefore marks the error as ours.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.console.progress import Phase, Progress
 from appliance.engine_route import Dialect, ErrorRule
+from appliance.gateway.wire.ollama_paths import is_ollama
 
 if TYPE_CHECKING:
     from starlette.types import Send
@@ -35,7 +36,9 @@ _ANTHROPIC_KINDS = {
 
 def dialect_of(path: str) -> Dialect:
     """Return the API whose clients use this path, whether or not the path is known."""
-    return "anthropic" if path == ANTHROPIC or path.startswith((f"{ANTHROPIC}/", f"{ANTHROPIC}?")) else "openai"
+    if path == ANTHROPIC or path.startswith((f"{ANTHROPIC}/", f"{ANTHROPIC}?")):
+        return "anthropic"
+    return "ollama" if is_ollama(path.partition("?")[0]) else "openai"
 
 
 class ApiError(Exception):
@@ -62,6 +65,8 @@ class ApiError(Exception):
             default = "invalid_request_error" if self.status < 500 else "api_error"
             kind = _ANTHROPIC_KINDS.get(self.status, default)
             return {"type": "error", "error": {"type": kind, "message": self.detail, "code": self.code}}
+        if dialect == "ollama":
+            return {"error": self.detail}
         return {"error": {"message": self.detail, "type": self.kind, "param": None, "code": self.code}}
 
     def body(self, dialect: Dialect = "openai") -> bytes:
