@@ -12,6 +12,8 @@ HEAD = """# Settings
 Every setting is a flag, a variable and a line of `/data/appliance.yaml`, the same words in each. Flags win over
 variables, variables over the file. `appliance plan --explain` prints each value with its source.
 
+`models:` in the file names several models, each with settings of its own: [several-models.md](several-models.md).
+
 `--users` is the number of people; `--parallel` is an expert's override of what follows from it.
 
 """
