@@ -10,7 +10,7 @@ from dataclasses import dataclass
 DAY_S = 86_400.0
 MIB_OF_GB = 1e9 / 2**20
 SMALLEST_GB, LARGEST_GB = 0.3, 40.0
-REQUESTS = 6000
+REQUESTS = 20_000
 KINDS = ("skewed", "daily", "agents", "drifting", "mixed")
 EQUAL_EVERY = 4  # of so many traces of a kind, one has models of equal size
 
