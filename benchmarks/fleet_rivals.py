@@ -107,9 +107,7 @@ def reload_s(trace: Trace, make_rule: Callable[[Trace], Rule], *, keep_alive_s: 
 
 def ollama_s(trace: Trace) -> float:
     """Return the best for Ollama of: least recently used or by name, keep_alive of 5 minutes or for ever."""
-    return min(
-        reload_s(trace, rule, keep_alive_s=keep) for rule in (Lru, ByName) for keep in (KEEP_ALIVE_S, inf)
-    )
+    return min(reload_s(trace, rule, keep_alive_s=keep) for rule in (Lru, ByName) for keep in (KEEP_ALIVE_S, inf))
 
 
 def router_s(trace: Trace) -> float:

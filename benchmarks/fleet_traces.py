@@ -54,9 +54,7 @@ def make_trace(seed: int) -> Trace:
     for make in parts:
         found += make(rng, names, REQUESTS // len(parts))
     found.sort(key=lambda each: each.at_s)
-    return Trace(
-        seed=seed, kind=kind, is_equal=is_equal, models=models, free_mib=free_mib, requests=tuple(found)
-    )
+    return Trace(seed=seed, kind=kind, is_equal=is_equal, models=models, free_mib=free_mib, requests=tuple(found))
 
 
 def _models(rng: random.Random, is_equal: bool) -> dict[str, Model]:
@@ -109,7 +107,8 @@ def _daily(rng: random.Random, names: Sequence[str], count: int) -> list[Request
     while len(found) < count:
         at_s += rng.expovariate(1 / gap_s)
         now = [
-            weight * (0.02 + max(0.0, math.cos(2 * math.pi * (at_s - peak) / DAY_S))) for weight, peak in zip(weights, peaks)
+            weight * (0.02 + max(0.0, math.cos(2 * math.pi * (at_s - peak) / DAY_S)))
+            for weight, peak in zip(weights, peaks, strict=True)
         ]
         found += _chat(rng, rng.choices(names, now)[0], at_s)
     return found

@@ -13,7 +13,7 @@ from math import exp, fsum, log, log2
 OCTAVES = 21  # the last one also has what is longer than 2**21 s, 24 days
 MEMORY = 0.95  # each interval that reaches an octave leaves so much of the earlier ones' weight
 PRIOR_HAZARD = 0.35  # of an octave that no interval reached
-PRIOR_WEIGHT = 1.0  # in intervals
+PRIOR_WEIGHT = 0.5  # in intervals
 NEVER_USED = 0.05  # chance of a model without a request
 # An eviction that is regretted at once costs more than one that is regretted tomorrow, since another load might have
 # evicted the model before tomorrow anyway. Chosen on even seeds of benchmarks/fleet.py.
