@@ -104,12 +104,14 @@ class Devices:
         del self._held[name]
 
     def change_foreign(self) -> None:
-        """Let a program beside ours end, or take some of what is free."""
+        """Let programs beside ours shrink, or grow until about as much is free as some model needs: the hard case."""
         place = self._rng.choice(list(self._loads.devices))
         if self._rng.random() < 0.5:
             self._foreign[place] *= self._rng.random()
-        else:
-            self._take(place, self._rng.random() * self._loads.foreign * self._loads.devices[place])
+            return
+        needs = [each.needs[place] for made in self._loads.variants.values() for each in made if place in each.needs]
+        left_mib = self._rng.choice(needs) * self._rng.uniform(1, 1 + 2 * ERROR) + self._rng.uniform(0, 2 * RESERVE_MIB)
+        self._take(place, self.probe()[place] - left_mib)
 
     def _take(self, place: str, mib: float) -> None:
         most = self._loads.foreign * self._loads.devices[place] - self._foreign[place]
