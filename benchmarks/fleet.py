@@ -206,7 +206,7 @@ def _print(rows: Sequence[Row]) -> None:
     for column in ("traces", "", "best rival", "worst", f"above {AIM}", *RIVALS, "optimum", "best rivals"):
         table.add_column(column, justify="left" if column in ("traces", "best rivals") else "right")
     groups: list[tuple[str, Callable[[Row], bool]]] = [
-        *((kind, lambda row, kind=kind: row.kind == kind) for kind in KINDS),  # type: ignore[misc]
+        *((kind, lambda row, kind=kind: row.kind == kind) for kind in KINDS),
         ("sizes differ", lambda row: not row.is_equal),
         ("sizes are equal", lambda row: row.is_equal),
         ("all", lambda row: True),

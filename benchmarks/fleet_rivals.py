@@ -142,7 +142,9 @@ def least_s(trace: Trace) -> float:
     each set of models that fits, the least spent so far if at least these models are loaded."""
     models = list(trace.models.values())
     sets = np.arange(1 << len(models))
-    held = sum(np.where(sets >> bit & 1, model.mib, 0.0) for bit, model in enumerate(models))
+    held = np.zeros(len(sets))
+    for bit, model in enumerate(models):
+        held += np.where(sets >> bit & 1, model.mib, 0.0)
     fits = held <= trace.free_mib * (1 + 1e-12)
     least = np.where(sets == 0, 0.0, np.inf)
     seen, before = set[str](), ""

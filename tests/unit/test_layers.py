@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "tune": {"probe", "settings", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
+    "fleet": set(),
     "gateway": set(),
     "weights": {"volume", "model", "settings"},
     "start": {"weights", "probe", "model", "settings", "plan", "engines", "profile"},
@@ -126,6 +127,8 @@ STRICT_LEAVES = {
 WITHOUT_IO = (
     "appliance/plan/",
     "appliance/moe/",
+    "appliance/fleet/admit",
+    "appliance/fleet/use",
     "appliance/engines/llama/planning/",
     "appliance/engines/llama/process/server",
     "appliance/engines/llama/process/perplexity",
