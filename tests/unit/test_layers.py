@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "tune": {"probe", "settings", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
+    "fleet": set(),
     "gateway": set(),
     "fleet": set(),
     "weights": {"volume", "model", "settings"},
@@ -133,6 +134,8 @@ STRICT_LEAVES = {
 WITHOUT_IO = (
     "appliance/plan/",
     "appliance/moe/",
+    "appliance/fleet/admit",
+    "appliance/fleet/use",
     "appliance/engines/llama/planning/",
     "appliance/engines/llama/process/server",
     "appliance/engines/llama/process/perplexity",
