@@ -19,6 +19,7 @@ from appliance.race import first_of
 
 TURN_S = 20.0  # how long a loaded model goes on with new requests while another waits for its memory
 ASK_AGAIN_S = 5.0  # memory that other programs hold may change at any time
+REFUSALS_MAX = 3
 FAILED_S = 5.0  # so long after a failed load, requests get its error without another load
 TELL_EVERY_S = 5.0  # proxies and clients give up after 30 s of silence at the earliest
 EVENTS_KEPT = 20
@@ -46,6 +47,7 @@ class _Wish:
         self.waits_for: tuple[str, ...] = ()
         self.reason = ""
         self.asked_at = float("-inf")
+        self.refusals = 0  # loads that found less memory than the decision before them
 
     @property
     def is_wanted(self) -> bool:
@@ -420,7 +422,15 @@ class Fleet:
                 return False
             await self._evict(decision, name)
         beside = ", ".join(each for each in self.loaded if each != name)
-        await self._load(state, wish, f"beside {beside}" if beside else "nothing else is loaded")
+        try:
+            await self._load(state, wish, f"beside {beside}" if beside else "nothing else is loaded")
+        except ModelDoesNotFitError as error:
+            # Others took memory after it was looked at. Nothing was loaded, so the decision is made anew.
+            wish.refusals += 1
+            if wish.refusals > REFUSALS_MAX or not returnable:
+                raise
+            wish.reason = error.message
+            return False
         return True
 
     async def _evict(self, decision: Evict, name: str) -> None:

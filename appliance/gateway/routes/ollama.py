@@ -87,7 +87,7 @@ class OllamaApi:
             await reply.document({"models": [listing.running(model) for model in loaded]})
         elif path == paths.SHOW:
             name = requests.name_of(requests.parse(await self._read(scope, receive)))
-            await reply.document(listing.shown(self._listed(await self._found(name))))
+            await reply.document(listing.shown(self._listed(await self._found(name, is_exact=True))))
         else:
             raise ApiError(501, "store_not_offered", _STORE)
 
@@ -132,14 +132,15 @@ class OllamaApi:
         with self._reading.admitted(is_work=False) as must_end:
             return await unless_over(read_body(receive, declared_length(scope)), must_end=must_end)
 
-    async def _found(self, name: str) -> Backend:
-        """Return the model of that name, with or without `:latest`. Raises ApiError."""
+    async def _found(self, name: str, *, is_exact: bool = False) -> Backend:
+        """Return the model of that name, with or without `:latest`; else the first one, unless `is_exact`, where that
+        answers unknown names. Raises ApiError."""
         if not name:
             raise ApiError(400, "model_required", "model is required")
         if (found := self._find(name)) is None:
             await self._roster.look()
             found = self._find(name)
-        if found is None and not self._roster.is_strict:
+        if found is None and not (is_exact or self._roster.is_strict):
             return self._roster.first
         if found is None:
             raise ApiError(404, "model_not_found", f"model '{name[:200]}' not found")

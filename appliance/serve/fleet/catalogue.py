@@ -19,9 +19,6 @@ from appliance.values import dataclass
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# A model that is loaded on demand leaves room for others; the first one takes what is left.
-CACHE_MIB = 1024
-
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
@@ -60,7 +57,7 @@ def of_file(settings: Settings, contents: ImageContents) -> Iterator[Named]:
     for entry in settings.models:
         if entry is first:
             continue
-        own = _on_demand(settings.of_entry(entry))
+        own = settings.of_entry(entry)
         check_settings(own, contents.engine)
         check_files(own)
         path = _path_of(entry.values["model"], own)
@@ -80,7 +77,7 @@ def on_volume(
 
     called = dict(_of_recipe(contents, environment))
     seen = {path.resolve() for path in known}
-    own = _on_demand(settings.of_another())
+    own = settings.of_another()
     for stored in list_store(volume_store(settings.models_dir)).models:
         path = stored.path
         if stored.problem or stored.format != contents.engine.model_format or path.resolve() in seen:
@@ -124,10 +121,6 @@ def _of_recipe(contents: ImageContents, environment: Mapping[str, str]) -> Itera
             continue
         if recipe and (path := path_of(variant, contents.settings.models_dir, hub)):
             yield path, (names_of(recipe, variant)[-1],)
-
-
-def _on_demand(settings: Settings) -> Settings:
-    return settings if settings.is_set("cache_ram_mib") else replace(settings, cache_ram_mib=CACHE_MIB)
 
 
 def _path_of(model: str, settings: Settings) -> Path | None:
