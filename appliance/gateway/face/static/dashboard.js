@@ -6,6 +6,7 @@ import { Curve } from "./curve.js";
 import { clean, clock, count, gib, seconds, share, speed, word } from "./format.js";
 import { html, Login, post } from "./session.js";
 import { watch } from "./stream.js";
+import { write } from "./storage.js";
 import { language, switchLanguage, t } from "./strings.js";
 
 const LATEST = 100;
@@ -236,7 +237,7 @@ function Machine({ state }) {
 function flipTheme(redraw) {
   const root = document.documentElement;
   root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
-  localStorage.setItem("theme", root.dataset.theme);
+  write("theme", root.dataset.theme);
   redraw();
 }
 
