@@ -92,6 +92,7 @@ MAY_IMPORT = {
         "start",
         "selection",
         "preview",
+        "gateway",
     },
     "host": {"run", "settings"},
 }  # fmt: skip
