@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from appliance.command import Command
 from appliance.console.report import Report
 from appliance.engines.engine import Host, Inputs, Node, Space
+from appliance.errors import FatalError
 from appliance.model import plain_name
 from appliance.plan import Allocated, KvCheck, MemoryPeak, Plan
 from appliance.probe import Hardware
@@ -30,6 +31,7 @@ from appliance.serve.model.unkept import Unkept
 from appliance.settings import Settings
 from appliance.start.checks import usable_gpus
 from appliance.start.inputs import StartInputs
+from appliance.supervisor import Crash
 from appliance.values import dataclass
 from appliance.volume import hold_files
 
@@ -100,6 +102,13 @@ class ServedModel:
         self.meter = Meter(self.hardware, environment, gpus)
         self.energy_use = EnergyUse()
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
+
+    def report_death(self, crash: Crash) -> FatalError:
+        """Log that the engine died while it served, and return the error that it would end with."""
+        error = self.start.engine.as_error(crash, served=True)
+        facts = {"exit_code": error.exit_code, "hint": error.hint, "log": list(crash.log[-20:])}
+        self.report.error("engine_died", f"engine {crash.describe()}", **facts)
+        return error
 
     @property
     def settings(self) -> Settings:

@@ -66,7 +66,7 @@ function LastProblem({ log, now }) {
   if (!last) return html`<p class="muted">${t("noProblem")} ${restarts}</p>`;
   return html`<div class=${`problem ${last.level}`}>
     <p><strong>${t("lastProblem")}</strong> (${t(last.level)}, <time>${clock(Date.parse(last.time) / 1000)}</time>,${" "}
-      <code>${clean(last.event)}</code>): ${clean(last.message)}</p>
+      <code>${clean(last.event)}</code>${last.exit_code ? `, ${t("exitCode", last.exit_code)}` : ""}): ${clean(last.message)}</p>
     ${last.hint && html`<p>${clean(last.hint)}</p>`}
     ${restarts && html`<p>${restarts}</p>`}
   </div>`;

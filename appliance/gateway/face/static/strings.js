@@ -31,6 +31,7 @@ const WORDS = {
   left: ["about {0} left", "剩余约 {0}"],
   since: ["for {0}", "已持续 {0}"],
   lastProblem: ["Last problem", "最近的问题"],
+  exitCode: ["exit code {0}", "退出码 {0}"],
   noProblem: ["No problem since the start.", "启动以来没有问题。"],
   restarts: ["engine restarts: {0}, of them after a hang: {1}", "引擎重启 {0} 次，其中 {1} 次因无响应"],
   why: ["Why this plan", "为何这样配置"],
