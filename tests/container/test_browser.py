@@ -99,7 +99,7 @@ def test_a_first_start_is_watched_from_its_beginning(seen: dict[str, Any]) -> No
 def test_a_fetch_shows_what_how_much_how_fast_and_how_long(seen: dict[str, Any]) -> None:
     words = seen["start"]["fetching"]
     assert MODEL.name in words
-    assert re.search(r"· about .+ left · 0\.0\d / 0\.10 GB, \d+\.\d MB/s", words), words
+    assert re.search(r"· about .+ left · \d+\.\d / 98\.4 MB, \d+\.\d MB/s", words), words
     assert 0 < float(words.split()[-1]) < 1, "the bar"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from appliance.command import Command
 from appliance.console.report import Report
+from appliance.engines.endings import POLICY
 from appliance.engines.engine import Host, Inputs, Node, Space
 from appliance.errors import FatalError
 from appliance.model import plain_name
@@ -106,7 +107,9 @@ class ServedModel:
     def report_death(self, crash: Crash) -> FatalError:
         """Log that the engine died while it served, and return the error that it would end with."""
         error = self.start.engine.as_error(crash, served=True)
-        facts = {"exit_code": error.exit_code, "hint": error.hint, "log": list(crash.log[-20:])}
+        # The engine is started again, not the container.
+        hint = "; ".join(("the appliance starts it again", (error.hint or "").removesuffix(f"; {POLICY}")))
+        facts = {"exit_code": error.exit_code, "hint": hint, "log": list(crash.log[-20:])}
         self.report.error("engine_died", f"engine {crash.describe()}", **facts)
         return error
 

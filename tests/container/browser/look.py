@@ -148,14 +148,19 @@ def first_start(looker: Looker) -> dict[str, Any]:
             if phase and phase not in phases:
                 phases.append(phase)
                 looker.picture(page, f"dashboard-{phase}")
-            if phase == "fetching" and not fetching and "MB/s" in (words := page.inner_text("#now .phase")):
-                fetching = f"{words} {page.get_attribute('#now progress', 'value')}"
+            if phase == "fetching" and not fetching and (fetching := fetch_shown(page)):
                 looker.picture(page, "dashboard-fetching")
                 (looker.folder / "hurry").touch()
             if phase == "ready" and page.locator("#curve canvas").count() == 2:
                 break
             time.sleep(0.1)
     return {"login": login, "refused": refused, "phases": phases, "fetching": fetching}
+
+
+def fetch_shown(page: Page) -> str:
+    """Return the words beside the bar and the bar's value, once both tell of a rate; empty before that."""
+    words, value = page.inner_text("#now .phase"), page.get_attribute("#now progress", "value")
+    return f"{words} {value}" if "MB/s" in words and float(value or 0) > 0.02 else ""
 
 
 def error(looker: Looker) -> dict[str, Any]:
@@ -205,6 +210,7 @@ def chat(looker: Looker) -> dict[str, Any]:
         page.goto(f"{looker.address}/chat/")
         looker.note_paint(page, "chat")
         limit(page, 24)  # a small model may go on for ever
+        page.fill(".settings input >> nth=0", "0")  # or end after two words, when it has to be stopped
         send(page, "What is a lighthouse for? One sentence.")
         seen["answer"] = page.inner_text("article.answer .markdown")
         seen["figures"] = page.inner_text("article.answer footer small")

@@ -43,7 +43,14 @@ function doneOf(now) {
 function fetched(facts) {
   if (!facts?.bytes_total) return "";
   const rate = facts.bytes_per_s ? `, ${(facts.bytes_per_s / 1e6).toFixed(1)} MB/s` : "";
-  return ` · ${(facts.bytes_done / 1e9).toFixed(2)} / ${(facts.bytes_total / 1e9).toFixed(2)} GB${rate}`;
+  const [unit, word] = facts.bytes_total < 1e9 ? [1e6, "MB"] : [1e9, "GB"];
+  return ` · ${(facts.bytes_done / unit).toFixed(1)} / ${(facts.bytes_total / unit).toFixed(1)} ${word}${rate}`;
+}
+
+/** Returns what the phase works on. The message of a fetch has the figures that stand beside it in the page's language. */
+function doing(now, tuning, isMeasuring) {
+  if (isMeasuring) return tuning.message;
+  return (now.facts?.bytes_total && now.facts.file) || now.message;
 }
 
 function Phase({ now, tuning }) {
@@ -51,7 +58,7 @@ function Phase({ now, tuning }) {
   const isBusy = BUSY.has(now.phase) || isMeasuring;
   const done = isBusy ? doneOf(now) : null;
   const left = now.facts?.seconds_left;
-  const words = isMeasuring ? tuning.message : now.message;
+  const words = doing(now, tuning, isMeasuring);
   return html`<div class="phase">
     <p role="status"><strong class=${`pill ${now.phase}`}>${word("phase", now.phase)}</strong> ${clean(words)}${" "}
       <small>${t("since", seconds(now.elapsed_s))}${left != null ? ` · ${t("left", seconds(left))}` : ""}${fetched(now.facts)}</small></p>
