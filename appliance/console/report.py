@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from appliance.console.progress import Phase, Progress
 
 KEPT_LINES = 50
+KEPT_FACTS = ("exit_code", "hint")  # of a line, for pages: the code that docs/errors.md explains, and what to do
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
@@ -31,7 +32,8 @@ class Report:
         self.progress = Progress(phase=Phase.STARTING)
         self.began = time.monotonic()
         self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
-        """The latest lines, oldest first: `time`, `level`, `event`, `message`."""
+        """The latest lines, oldest first: `time`, `level`, `event`, `message`, and those of `KEPT_FACTS` that are
+        known."""
 
     def for_slot(self) -> Report:
         """Return a report of one model: its own phase, in the same log."""
@@ -71,7 +73,7 @@ class Report:
     def _say(self, level: str, event: str, message: str, facts: dict[str, Any]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"time": now, "level": level, "event": event, "message": message}
-        self.recent.append(row)
+        self.recent.append({**row, **{name: facts[name] for name in KEPT_FACTS if facts.get(name)}})
         if self._is_text:
             self._say_text(level, message)
             return

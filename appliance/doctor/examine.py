@@ -11,9 +11,10 @@ from pathlib import Path
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
+from appliance.doctor.keys import key_check, named_keys_check
 from appliance.doctor.losses import energy_check, running_checks, speed_checks
 from appliance.doctor.other_work import other_work_check, query_work
-from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, settings_checks, volume_check
+from appliance.doctor.parts import engine_check, model_checks, port_check, settings_checks, volume_check
 from appliance.engines.engine import Devices, Engine, Inputs, Install, KernelResult
 from appliance.errors import FatalError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -109,7 +110,7 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
 def _examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool) -> Findings:
     hardware = probe(settings.data_dir, environment)
     hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
-    checks = [volume_check(settings, hardware), key_check(settings)]
+    checks = [volume_check(settings, hardware), key_check(settings), named_keys_check(settings)]
     port = port_check(settings)  # same order as a start: it listens after it has read its model and before it plans
     try:
         image, facts = load_facts(settings)

@@ -1,11 +1,10 @@
-"""Checks of the appliance's own parts: volume, key and port, image and engine, model."""
+"""Checks of the appliance's own parts: volume and port, image and engine, model."""
 
 from __future__ import annotations
 
 import errno
 import http.client
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from appliance.probe.machine.network import why_unreachable
 from appliance.settings import Settings
 from appliance.start.attachments import check_files
 from appliance.start.image import check_settings
-from appliance.volume import open_volume, read_key
+from appliance.volume import open_volume
 
 SPARE_MIB = 1024  # room for profiles, caches and one more small model
 _NO_DRIVER = "start the container with --gpus all on a machine with a GPU"
@@ -44,21 +43,6 @@ def volume_check(settings: Settings, hardware: Hardware) -> Check:
         )
     is_full = space.free_mib is not None and space.free_mib < SPARE_MIB
     return judged("volume", seen, "free some space, or remove models that are not served" if is_full else None)
-
-
-def key_check(settings: Settings) -> Check:
-    if not settings.auth:
-        return warned(
-            "key", "authentication is off", "everyone who reaches the port can use the model: set APPLIANCE_AUTH=on"
-        )
-    try:
-        has_key = bool(read_key(settings.key_path))
-    except FatalError as error:
-        return failed("key", error)
-    if not has_key:
-        return passed("key", "none yet: the first start creates it")
-    is_open = bool(settings.key_path.stat().st_mode & stat.S_IRWXO)
-    return judged("key", "there is one", "other users can read it: chmod 640 secrets/api_key" if is_open else None)
 
 
 def port_check(settings: Settings, root: Path = Path("/")) -> Check:

@@ -35,7 +35,8 @@ from appliance.errors import (
 )
 from appliance.values import dataclass
 
-LAST_LINES = "the last lines of its log are above"
+LAST_LINES = "the log has its last lines"
+POLICY = "a restart policy starts the container again"  # of an error that ends the container
 REBUILD = "the image is damaged or was changed; pull or build it again"
 MORE = "give the container more memory, or use a smaller --ctx-size or model"
 OTHER_GPU = "check `nvidia-smi` on the host and that the container was started with `--gpus`"
@@ -209,7 +210,7 @@ def hint_while_serving(kind: type[FatalError] | None, remedy: str) -> str:
     """Return the hint for an engine that ended while it served. Remedies other than for memory and GPUs are about
     starting, so they are left out."""
     keeps = kind is not None and issubclass(kind, (*MEMORY, *OF_THE_DEVICE))
-    return f"{remedy if keeps else LAST_LINES}; a restart policy starts the container again"
+    return f"{remedy if keeps else LAST_LINES}; {POLICY}"
 
 
 def mib_of(number: str, unit: float = 1.0) -> float:

@@ -9,16 +9,21 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.container.stages.containers import ROOT, Stage, started, volume, wait_for
+from tests.container.stages.containers import MODEL, ROOT, Stage, started, volume, wait_for
+from tests.fakes.hub.running import REPO, running_hub
+from tests.ports import free_port
 
 HERE = Path(__file__).parent / "browser"
 SCRIPT = ROOT / "images/builder/web_libraries.py"
 PAGES_BYTES_MAX = 100_000
+PACE = 2_000_000  # bytes per second of the fetch, until it was seen
+KILL = "kill -9 $(grep -l llama-server /proc/[0-9]*/comm | cut -d/ -f3)"
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 # Set to a folder, the pictures are kept there: those in docs/pictures were made so.
 PICTURES = os.environ.get("APPLIANCE_TEST_PICTURES")
@@ -43,33 +48,72 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def seen(browser: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Return what one look at a first start saw: the dashboard is open from its first seconds."""
+    """Return what one look at a first start saw: the dashboard is open from its first seconds, and the model comes from
+    a slow hub."""
     folder = Path(PICTURES) if PICTURES else tmp_path_factory.mktemp("pictures")
     folder.chmod(0o777)
-    env = {"APPLIANCE_TUNE": "first", "APPLIANCE_BUDGET_S": "60" if PICTURES else "15"}
-    with volume() as name, started(name, env=env) as stage:
-        wait_for(lambda: "listening" in stage.names(), 60, stage.logs)
-        yield {**look(browser, stage, folder), "pictures": folder}
+    place = tmp_path_factory.mktemp("hub") / "files" / REPO
+    place.mkdir(parents=True)
+    (place / MODEL.name).symlink_to(MODEL)
+    pace = (f"--bytes-per-s={PACE}", f"--pace-until={folder / 'hurry'}")
+    with volume(model=False) as name, running_hub(place.parents[1], *pace) as hub:
+        env = {"APPLIANCE_TUNE": "first", "APPLIANCE_BUDGET_S": "60" if PICTURES else "15", "APPLIANCE_MODEL": REPO}
+        with started(name, env={**env, **hub.environment()}, host_port=free_port()) as stage:
+            wait_for(lambda: "listening" in stage.names(), 60, stage.logs)
+            yield {**look(browser, stage, folder), "pictures": folder}
 
 
 def look(browser: str, stage: Stage, folder: Path) -> dict[str, Any]:
+    """Let the browser look, and end the engine when it asks for that."""
     argv = [
         *("docker", "run", "--rm", "--network", f"container:{stage.container.id}", "--env", "KEY"),
         *("--volume", f"{HERE / 'look.py'}:/look.py:ro", "--volume", f"{folder}:/pictures"),
-        *(browser, "python3", "/look.py", "http://127.0.0.1:11435", "/pictures"),
+        *(browser, "python3", "/look.py", stage.base, "/pictures"),
     ]
-    done = subprocess.run(
-        argv, env={**os.environ, "KEY": stage.key()}, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{stage.logs()[-2000:]}"
-    found: dict[str, Any] = json.loads(done.stdout)
+    kill = folder / "kill"
+    with (
+        subprocess.Popen(
+            argv, env={**os.environ, "KEY": stage.key()}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as looking,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        told = beside.submit(looking.communicate, timeout=600)
+        wait_for(lambda: kill.exists() or told.done(), 600, stage.logs)
+        if kill.exists():
+            stage.run("/bin/sh", "-c", KILL)
+        out, err = told.result()
+    for mark in (kill, folder / "hurry"):
+        mark.unlink(missing_ok=True)
+    assert looking.returncode == 0, f"{err[-3000:]}\n{stage.logs()[-2000:]}"
+    found: dict[str, Any] = json.loads(out)
     return found
 
 
 def test_a_first_start_is_watched_from_its_beginning(seen: dict[str, Any]) -> None:
     phases = seen["start"]["phases"]
     assert phases[-1] == "ready", phases
-    assert "tuning" in phases, phases
+    for phase in ("fetching", "tuning"):
+        assert phase in phases, phases
+
+
+def test_a_fetch_shows_what_how_much_how_fast_and_how_long(seen: dict[str, Any]) -> None:
+    words = seen["start"]["fetching"]
+    assert MODEL.name in words
+    assert re.search(r"· about .+ left · \d+\.\d / 98\.4 MB, \d+\.\d MB/s", words), words
+    assert 0 < float(words.split()[-1]) < 1, "the bar"
+
+
+def test_an_error_shows_its_code_and_what_to_do(seen: dict[str, Any]) -> None:
+    words = seen["error"]["words"]
+    assert "engine_died, exit code 45" in words
+    assert "killed by SIGKILL" in words
+    assert len(words.splitlines()) > 1, "what to do"
+
+
+def test_what_other_programs_keep_in_the_browser_breaks_nothing(seen: dict[str, Any]) -> None:
+    """Errors of the page would be in `errors`. Two planted chats are left, and one that is new."""
+    planted = {"chats": 3, "pictures": 0, "elements": 0, "evil": None, "language": "en"}
+    assert seen["planted"] == planted
 
 
 def test_the_login_says_nothing_of_the_appliance(seen: dict[str, Any]) -> None:
@@ -125,6 +169,7 @@ def test_nobody_is_kept_out(seen: dict[str, Any]) -> None:
         "dashboard-dark",
         "dashboard-phone",
         "dashboard-chinese",
+        "dashboard-error",
     }
     assert {*seen["axe"]} == names
     assert {name: found for name, found in seen["axe"].items() if found} == {}

@@ -484,6 +484,7 @@ def test_an_engine_that_dies_while_serving_comes_back_five_times(home: Home) -> 
         died = [event for event in serving.events if event["event"] == "engine_died"]
         assert len(died) >= 5
         assert any("fake engine was asked to die" in line for line in died[0]["log"])
+        assert (died[0]["exit_code"], bool(died[0]["hint"])) == (45, True)
         assert "fake engine was asked to die" in serving.text.split("error: ")[-1]
         assert serving.engine_pids() == []
     assert len(home.started) == 6

@@ -63,7 +63,6 @@ MAY_IMPORT = {
     "supervisor": set(),
     "fleet": set(),
     "gateway": set(),
-    "fleet": set(),
     "weights": {"volume", "model", "settings"},
     "start": {"weights", "probe", "model", "settings", "plan", "engines", "profile"},
     "selection": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start"},
@@ -97,6 +96,7 @@ MAY_IMPORT = {
         "start",
         "selection",
         "preview",
+        "gateway",
     },
     "host": {"run", "settings"},
 }  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from appliance.gateway.wire.edges import Edges
 from appliance.gateway.wire.usage import Usage, parse_usage
 from appliance.values import dataclass
 
@@ -54,7 +55,7 @@ class Answer(Protocol):
     def is_stream(self) -> bool: ...
 
     @property
-    def edges(self) -> bytes: ...
+    def edges(self) -> Edges: ...
 
 
 class Watched(Protocol):

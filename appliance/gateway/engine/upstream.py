@@ -16,6 +16,7 @@ from typing import cast
 
 import httptools
 
+from appliance.gateway.wire.edges import Edges
 from appliance.gateway.wire.events import has_content
 from appliance.system.lack import is_lack, tell
 
@@ -96,9 +97,12 @@ class Response(asyncio.Protocol):
         return kind == b"text/event-stream" and self.header(b"content-encoding") is None
 
     @property
-    def edges(self) -> bytes:
-        """The beginning and the end of the body so far, in this order. They overlap if the body is short."""
-        return self._first_piece + b"".join(self._last_pieces)[-LAST_BYTES:]
+    def edges(self) -> Edges:
+        """The beginning and the end of the body so far."""
+        end = b"".join(self._last_pieces)[-LAST_BYTES:]
+        has_all = len(self._last_pieces) < LAST_PIECES and len(end) < LAST_BYTES
+        begin = b"" if has_all else self._first_piece
+        return Edges(begin=begin, end=end, is_stream=self.is_stream, is_whole=self._is_whole)
 
     @property
     def is_owed(self) -> bool:

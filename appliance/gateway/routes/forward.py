@@ -130,6 +130,17 @@ class ResponseWriter:
             await self.finish(gap + error.event(self._dialect))
 
 
+def _note(exchange: Exchange, requests: RequestLog) -> None:
+    """Add the row of a request that ended, also if a fault keeps its causes from being found."""
+    row = exchange.finished()
+    slowed_by: tuple[str, ...] = ()
+    try:
+        if exchange.watched is not None:
+            slowed_by = exchange.watched.end(row)
+    finally:
+        requests.add(replace(row, slowed_by=slowed_by))
+
+
 def _length(count: int) -> tuple[bytes, bytes]:
     return b"content-length", b"%d" % count
 
@@ -176,10 +187,7 @@ class EngineEndpoint:
             await self._answer(scope, receive, send, exchange)
         finally:
             if self._requests is not None:
-                row = exchange.finished()
-                if exchange.watched is not None and (slowed_by := exchange.watched.end(row)):
-                    row = replace(row, slowed_by=slowed_by)
-                self._requests.add(row)
+                _note(exchange, self._requests)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         reply = ResponseWriter(send, self._route.dialect, scope.get(WRITE_NOW))
@@ -199,6 +207,17 @@ class EngineEndpoint:
         except ClientLeft:
             if not reply.is_whole:
                 exchange.leave(int(CLIENT_LEFT))
+        except Exception as error:
+            await self._fail(scope, reply, exchange, api_error.of_fault(error))
+            raise  # a fault of our own, which the server logs
+
+    async def _fail(self, scope: Scope, reply: ResponseWriter, exchange: Exchange, error: ApiError) -> None:
+        """Note a fault of our own everywhere that a request is counted, and end a begun stream with it."""
+        exchange.fail(error.status)
+        if reply.is_started:
+            scope[FAILED] = str(error.status)
+            if not reply.is_whole:
+                await reply.refuse(error)
 
     async def _exchange(
         self,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.console.progress import Phase, Progress
 from appliance.engine_route import Dialect, ErrorRule
 from appliance.gateway.wire.ollama_paths import is_ollama
+from appliance.system.lack import is_lack
 
 if TYPE_CHECKING:
     from starlette.types import Send
@@ -162,6 +163,11 @@ def lacking() -> ApiError:
 
 def internal_error() -> ApiError:
     return ApiError(500, "internal_error", "the gateway failed on this request", kind="server_error")
+
+
+def of_fault(error: Exception) -> ApiError:
+    """Return the error for an exception that nothing expected; it tells nothing of the exception."""
+    return lacking() if is_lack(error) else internal_error()
 
 
 def shutting_down() -> ApiError:

@@ -1,29 +1,36 @@
-"""What an engine's answer says of its tokens and times, read from the first and last pieces of its body."""
+"""What an engine's answer says of its tokens and times, read from the beginning and the end of its body."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from appliance.gateway.wire.edges import Edges, Member, first_members, last_members, parse_object
 from appliance.values import dataclass
 
-# In the text of an answer quotes are escaped, so these never match there.
-_OBJECT = re.compile(rb'"(usage|timings)"\s*:\s*(?=\{)')
-_FINISH = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"(\w{1,40})"')
-_INCOMPLETE = re.compile(rb'"incomplete_details"\s*:\s*\{\s*"reason"\s*:\s*"max_output_tokens"')
-_ENDINGS = {
-    b"stop": "stop",
-    b"end_turn": "stop",
-    b"stop_sequence": "stop",
-    b"length": "length",
-    b"max_tokens": "length",
-    b"tool_calls": "tool_calls",
-    b"function_call": "tool_calls",
-    b"tool_use": "tool_calls",
+# Lines of a stream without any of them are not parsed.
+_TOLD = re.compile(rb'"(?:usage|timings)"\s*:\s*\{|"(?:finish_reason|stop_reason)"\s*:\s*"')
+_DATA = b"data:"
+# The events whose usage is that of the object inside, in Anthropic's API and in OpenAI's responses.
+_INNER = {
+    "message_start": "message",
+    "response.completed": "response",
+    "response.incomplete": "response",
+    "response.failed": "response",
 }
-_DECODER = json.JSONDecoder()
+_NAMES = frozenset({"usage", "timings", "choices", "finish_reason", "stop_reason", "incomplete_details"})
+_DOCUMENT, _INSIDE, _CHOICE = 1, 2, 3  # depths of the members of a document, of an object inside it, of a choice
+_ENDINGS = {
+    "stop": "stop",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "max_tokens": "length",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "tool_use": "tool_calls",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,31 +45,80 @@ class Usage:
     ending: str | None = None  # stop, length or tool_calls
 
 
-def parse_usage(body: bytes) -> Usage:
-    """Return what `body` says, which may lack a middle part.
+def parse_usage(edges: Edges) -> Usage:
+    """Return what the answer says so far.
 
     Reads `usage` in the forms of OpenAI's chat and responses APIs and of Anthropic's, and `timings` as one engine
-    adds them. Of several, later ones count.
+    adds them, where an engine writes them: in the document itself, or in an event or its inner object. Of several,
+    later ones count.
     """
     found: dict[str, Any] = {}
-    for name, fields in _objects(body):
-        found |= _of_timings(fields) if name == b"timings" else _of_usage(fields)
-    endings = _FINISH.findall(body)
-    ending = _ENDINGS.get(endings[-1]) if endings else None
-    if ending is None and _INCOMPLETE.search(body):
-        ending = "length"
-    return Usage(**found, ending=ending)
+    for document in _events(edges) if edges.is_stream else _documents(edges):
+        found |= _of_document(document)
+    return Usage(**found)
 
 
-def _objects(body: bytes) -> Iterator[tuple[bytes, Mapping[str, Any]]]:
-    for match in _OBJECT.finditer(body):
-        text = body[match.end() : match.end() + 4096].decode(errors="replace")
-        try:
-            found, _ = _DECODER.raw_decode(text)
-        except (ValueError, RecursionError):  # cut off where pieces are missing
-            continue
-        if isinstance(found, dict):
-            yield match[1], found
+def _documents(edges: Edges) -> Iterator[Mapping[str, Any]]:
+    """Yield what is known of the one document."""
+    if not edges.begin:
+        yield parse_object(edges.end) or {}
+        return
+    first = list(first_members(edges.begin, _NAMES))
+    # The kept end of an incomplete document may be any part of it.
+    last = list(last_members(edges.end, _NAMES)) if edges.is_whole else []
+    has_choices = "choices" in _members_at(_DOCUMENT, first)
+    for members in (first, last):
+        # The array that a choice is in may be cut off, so it is known by its depth.
+        yield _members_at(_DOCUMENT, members) | {"choices": [_members_at(_CHOICE, members)] if has_choices else []}
+
+
+def _events(edges: Edges) -> Iterator[Mapping[str, Any]]:
+    """Yield the events with numbers or endings. Texts have no line breaks of their own: each line is the engine's."""
+    for line in edges.begin.split(b"\n")[:-1]:
+        yield from _event(line)
+    first, *lines = edges.end.split(b"\n")
+    if edges.begin and lines and not first.startswith(_DATA):
+        # The end of a cut event: the last one of OpenAI's responses repeats the answer and may be longer than is kept.
+        members = list(last_members(first, _NAMES))
+        yield from (_members_at(depth, members) for depth in (_INSIDE, _DOCUMENT))
+    for line in (first, *lines):
+        yield from _event(line)
+
+
+def _event(line: bytes) -> Iterator[Mapping[str, Any]]:
+    if not (line.startswith(_DATA) and _TOLD.search(line)):
+        return
+    event = parse_object(line[len(_DATA) :]) or {}
+    inner = event.get(_INNER.get(str(event.get("type")), ""))
+    yield inner if isinstance(inner, dict) else event
+
+
+def _members_at(depth: int, members: Iterable[Member]) -> dict[str, Any]:
+    """Return the values of the members at `depth`, of several with one name the first."""
+    found: dict[str, Any] = {}
+    for member in members:
+        if member.depth == depth:
+            found.setdefault(member.name, member.value)
+    return found
+
+
+def _of_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    usage, timings = _object(document.get("usage")), _object(document.get("timings"))
+    return _of_usage(usage) | _of_timings(timings) | _known(ending=_ending(document))
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _ending(document: Mapping[str, Any]) -> str | None:
+    choices = document.get("choices")
+    told = [_object(choice).get("finish_reason") for choice in choices] if isinstance(choices, list) else []
+    told += [document.get("stop_reason"), _object(document.get("delta")).get("stop_reason")]
+    if endings := [ending for ending in told if isinstance(ending, str)]:
+        return _ENDINGS.get(endings[-1])
+    is_cut = _object(document.get("incomplete_details")).get("reason") == "max_output_tokens"
+    return "length" if is_cut else None
 
 
 def _of_timings(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +144,7 @@ def _of_usage(fields: Mapping[str, Any]) -> dict[str, Any]:
     return _known(tokens_in=read, tokens_cached=cached, tokens_out=written_out)
 
 
-def _known(**fields: float | None) -> dict[str, Any]:
+def _known(**fields: float | str | None) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -188,7 +188,7 @@ class Follower:
         error = served.start.engine.as_error(crash, served=self._is_group_ready)
         if await self._is_blamed(session, replace(me, ended=shortened(error.message))) and not self._was_group_ready:
             raise error
-        served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+        served.report_death(crash)
 
     async def _is_blamed(self, session: aiohttp.ClientSession, me: FollowerStatus) -> bool:
         """True if the leader says that this host's engine failed first. The leader looks at its own engine before."""

@@ -158,7 +158,7 @@ class Leader:
             raise EngineDiedError(message, hint="the log of the host that is named says more")
 
     def _name_loss(self, served: ServedModel, crash: Crash) -> str:
-        served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+        served.report_death(crash)
         return f"the leader's engine {crash.describe()}"
 
     async def _next_words(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:

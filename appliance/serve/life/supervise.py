@@ -98,7 +98,7 @@ async def _until_given_up(served: ServedModel, tasks: Tasks) -> Crash:
 def _ending(served: ServedModel, crash: Crash) -> FatalError:
     plan = served.host.plan
     if crash.signal == signal.SIGILL and plan is not None and plan.cpu_variant is not None:
-        _report_death(served, crash)
+        served.report_death(crash)
         return CpuUnsupportedError(f"the engine {crash.describe()}", log=crash.log)
     return served.start.engine.as_error(crash, served=True)
 
@@ -122,15 +122,10 @@ async def _follow_state(served: ServedModel) -> Crash:
         is_hung = False
         if supervisor is before and was_ready and not is_ready and crash is not None:
             served.report.phase(Phase.RESTARTING, crash.describe())
-            _report_death(served, crash)
-            await doubt_peak(served, served.host.plan, served.start.engine.as_error(crash, served=True))
+            await doubt_peak(served, served.host.plan, served.report_death(crash))
         if crash is not None and await served.memory_kills.note(served.start, served.host.plan, crash):
             return crash
         if is_ready and (not was_ready or supervisor is not before):
             await outlast(partial(on_ready, served), "looking at the engine")
         was_ready, before = is_ready, supervisor
         await asyncio.sleep(FOLLOW_EVERY_S)
-
-
-def _report_death(served: ServedModel, crash: Crash) -> None:
-    served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from appliance.command import Command
 from appliance.console.report import Report
+from appliance.engines.endings import POLICY
 from appliance.engines.engine import Host, Inputs, Node, Space
+from appliance.errors import FatalError
 from appliance.model import plain_name
 from appliance.plan import Allocated, KvCheck, MemoryPeak, Plan
 from appliance.probe import Hardware
@@ -31,6 +33,7 @@ from appliance.serve.model.unkept import Unkept
 from appliance.settings import Settings
 from appliance.start.checks import usable_gpus
 from appliance.start.inputs import StartInputs
+from appliance.supervisor import Crash
 from appliance.values import dataclass
 from appliance.volume import hold_files
 
@@ -103,6 +106,15 @@ class ServedModel:
         self.meter = Meter(self.hardware, environment, gpus)
         self.energy_use = EnergyUse()
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
+
+    def report_death(self, crash: Crash) -> FatalError:
+        """Log that the engine died while it served, and return the error that it would end with."""
+        error = self.start.engine.as_error(crash, served=True)
+        # The engine is started again, not the container.
+        hint = "; ".join(("the appliance starts it again", (error.hint or "").removesuffix(f"; {POLICY}")))
+        facts = {"exit_code": error.exit_code, "hint": hint, "log": list(crash.log[-20:])}
+        self.report.error("engine_died", f"engine {crash.describe()}", **facts)
+        return error
 
     @property
     def settings(self) -> Settings:

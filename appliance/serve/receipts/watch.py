@@ -12,7 +12,7 @@ from appliance.probe.load.conditions import Conditions, conditions
 from appliance.probe.load.meter import Reading
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.receipts.causes import Cause, Facts, capped_share, causes
-from appliance.serve.receipts.prompts import Engine, Prompts, hashes_of
+from appliance.serve.receipts.prompts import Engine, Prompts, hashes_of, prompt_of
 from appliance.serve.receipts.reference import Reference, reference_of
 
 if TYPE_CHECKING:
@@ -88,8 +88,9 @@ class RequestWatch:
         self._phase = served.report.progress.phase
         self._held_words = served.report.progress.sentence() if self._phase is Phase.HELD else ""
         self._was_tuning = served.tuning.is_busy is True
-        self._hashes = hashes_of(body)
-        self._shared, self._read_by = watcher.prompts.find(self._hashes, len(body))
+        prompt = prompt_of(body)
+        self._hashes = hashes_of(prompt)
+        self._shared, self._read_by = watcher.prompts.find(self._hashes, len(prompt))
         self._before = watcher.in_thread(watcher.sample)
         meter = served.meter
         self._has_energy = meter.has_gpus or not meter.why_unknown or meter.last is None

@@ -73,7 +73,7 @@ async def unless_stalled(
             if stalled.cancelled()
             else f"engine made no progress for {timeout_s:g} s while {doing}"
         )
-        raise EngineNotReadyError(message, hint="the last lines of its log are above", log=supervisor.log_tail)
+        raise EngineNotReadyError(message, hint="the log has its last lines", log=supervisor.log_tail)
     result: T = working.result()
     return result
 

@@ -216,7 +216,7 @@ class _Check:
         else:
             of = "an unknown number of" if reader.chunks is None else min(reader.chunks, chunk_spec.chunks)
             message = f"engine {reader.name} read {reader.rows} of {of} chunks of text and ended"
-            error = EngineNotReadyError(message, hint="the last lines of its log are above", log=crash.log)
+            error = EngineNotReadyError(message, hint="the log has its last lines", log=crash.log)
         if isinstance(error, EngineError):
             self._note_failure(plan, chunk_spec, error)
         raise error

@@ -1,6 +1,8 @@
 """Looks at the pages of an appliance in Chromium, and prints what it saw as JSON. Runs in the image beside this file.
 
 python3 look.py ADDRESS FOLDER     with the API key in KEY; pictures are written into FOLDER
+
+Makes a file FOLDER/hurry when it has seen the model being fetched, and FOLDER/kill when the engine has to die.
 """
 
 from __future__ import annotations
@@ -28,6 +30,25 @@ HOSTILE = (
 )
 # The worst that a page of another program on the same host can do with the browser's cookies.
 FOREIGN = b"<!doctype html><title>other</title>"
+# What another program at the same address may have kept under the names of the chat page.
+PLANTED = {
+    "chats": [
+        None,
+        {"id": "a", "title": {"x": 1}, "messages": [{"role": "user", "text": 7}, {"role": "assistant", "calls": {}}]},
+        {"id": "a", "title": "twice", "messages": [{"role": "user", "text": "hi"}]},
+        {
+            "id": "b",
+            "title": HOSTILE,
+            "messages": [
+                {"role": "user", "text": HOSTILE, "images": ["https://evil.example/p.png", "javascript:window.evil=4"]},
+                {"role": "assistant", "text": HOSTILE, "reasoning": [HOSTILE], "seconds": "x", "speed": {}},
+            ],
+        },
+    ],
+    "chat-settings": {"system": {"x": 1}, "max_tokens": []},
+    "language": "xx",
+    "theme": "<script>",
+}
 
 
 class Looker:
@@ -107,6 +128,7 @@ class Looker:
 def first_start(looker: Looker) -> dict[str, Any]:
     """Log in, and watch the dashboard until the model is ready and measured."""
     phases: list[str] = []
+    fetching = ""
     with looker.page() as page:
         page.goto(f"{looker.address}/")
         page.wait_for_selector("#key")
@@ -126,10 +148,59 @@ def first_start(looker: Looker) -> dict[str, Any]:
             if phase and phase not in phases:
                 phases.append(phase)
                 looker.picture(page, f"dashboard-{phase}")
+            if phase == "fetching" and not fetching and (fetching := fetch_shown(page)):
+                looker.picture(page, "dashboard-fetching")
+                (looker.folder / "hurry").touch()
             if phase == "ready" and page.locator("#curve canvas").count() == 2:
                 break
             time.sleep(0.1)
-    return {"login": login, "refused": refused, "phases": phases}
+    return {"login": login, "refused": refused, "phases": phases, "fetching": fetching}
+
+
+def fetch_shown(page: Page) -> str:
+    """Return the words beside the bar and the bar's value, once both tell of a rate; empty before that."""
+    words, value = page.inner_text("#now .phase"), page.get_attribute("#now progress", "value")
+    return f"{words} {value}" if "MB/s" in words and float(value or 0) > 0.02 else ""
+
+
+def error(looker: Looker) -> dict[str, Any]:
+    """Look at the dashboard after the engine was killed."""
+    with looker.page() as page:
+        page.goto(f"{looker.address}/")
+        page.wait_for_selector("#requests tbody tr")
+        (looker.folder / "kill").touch()
+        page.wait_for_selector("#now .problem.error")
+        words = page.inner_text("#now .problem.error")
+        page.wait_for_selector("#curve canvas")
+        page.wait_for_selector("#machine .doctor li")
+        looker.examine(page, "dashboard-error")
+        looker.picture(page, "dashboard-error")
+    return {"words": words}
+
+
+def planted(looker: Looker) -> dict[str, Any]:
+    """Open the chat page on what another program has kept under its names, and every chat of it."""
+    with looker.page() as page:
+        page.goto(f"{looker.address}/chat/")
+        page.wait_for_selector(".composer textarea")
+        for name, value in PLANTED.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            page.evaluate("([name, text]) => localStorage.setItem(name, text)", [name, text])
+        page.reload()
+        page.wait_for_selector(".composer textarea")
+        titles = page.locator("aside button.title")
+        for number in range(titles.count()):
+            titles.nth(number).click()
+            page.wait_for_timeout(200)
+        seen = {
+            "chats": titles.count(),
+            "pictures": page.locator("article img").count(),
+            "elements": page.locator(".markdown :is(script, img, style, iframe, form, button)").count(),
+            "evil": page.evaluate("window.evil ?? null"),
+            "language": page.evaluate("document.documentElement.lang"),
+        }
+        page.evaluate("localStorage.clear()")
+    return seen
 
 
 def chat(looker: Looker) -> dict[str, Any]:
@@ -139,6 +210,7 @@ def chat(looker: Looker) -> dict[str, Any]:
         page.goto(f"{looker.address}/chat/")
         looker.note_paint(page, "chat")
         limit(page, 24)  # a small model may go on for ever
+        page.fill(".settings input >> nth=0", "0")  # or end after two words, when it has to be stopped
         send(page, "What is a lighthouse for? One sentence.")
         seen["answer"] = page.inner_text("article.answer .markdown")
         seen["figures"] = page.inner_text("article.answer footer small")
@@ -287,7 +359,9 @@ def main() -> int:
         )
         looker = Looker(browser, address, os.environ["KEY"], folder)
         seen = {"start": first_start(looker), "chat": chat(looker), "dashboard": dashboard(looker)}
+        seen["planted"] = planted(looker)
         seen["foreign"] = foreign_page(looker)
+        seen["error"] = error(looker)
         browser.close()
     print(
         json.dumps(

@@ -63,10 +63,10 @@ def executed(container: Container, *argv: str, **variables: str) -> tuple[int, s
 class Stage:
     """One container of the image; `kwargs` are docker-py's."""
 
-    def __init__(self, container: DockerContainer) -> None:
+    def __init__(self, container: DockerContainer, port: int | None = None) -> None:
         self._outer = container
         self.container: Container = container.get_wrapped_container()
-        self.base = f"http://127.0.0.1:{container.get_exposed_port(PORT)}"
+        self.base = f"http://127.0.0.1:{port or container.get_exposed_port(PORT)}"
 
     def logs(self) -> str:
         return self.container.logs().decode(errors="replace")
@@ -157,12 +157,18 @@ def started(
     env: dict[str, str] | None = None,
     read_only_volume: bool = False,
     image: str = IMAGE,
+    host_port: int | None = None,
     **kwargs: Any,
 ) -> Iterator[Stage]:
-    """Start a container with the hardened options; do not wait until it is ready."""
+    """Start a container with the hardened options; do not wait until it is ready. With `host_port` it listens there on
+    the network of this machine, and reaches what a test serves on 127.0.0.1."""
     options = {**HARDENED, **kwargs}
     mounts = options.pop("tmpfs")
-    container = DockerContainer(image, **options).with_exposed_ports(PORT)
+    if host_port is None:
+        container = DockerContainer(image, **options).with_exposed_ports(PORT)
+    else:
+        container = DockerContainer(image, network_mode="host", **options)
+        env = {"APPLIANCE_HOST": "127.0.0.1", "APPLIANCE_PORT": str(host_port), **(env or {})}
     for path in mounts:
         container = container.with_tmpfs_mount(path)
     for name, value in {**SETTINGS, **(env or {})}.items():
@@ -173,7 +179,7 @@ def started(
         container = container.with_volume_mapping(volume_name, "/data", "ro" if read_only_volume else "rw")
     try:
         container.start()
-        yield Stage(container)
+        yield Stage(container, host_port)
     finally:
         container.stop()
 

@@ -73,6 +73,16 @@ def test_a_start_says_it_as_words() -> None:
     assert "\x1b[31m" not in to.getvalue()
 
 
+def test_pages_get_the_code_of_a_problem_and_what_to_do() -> None:
+    report = Report("json", io.StringIO())
+    report.error("engine_died", "engine was killed", exit_code=45, hint="see its log", log=["a", "b"])
+    report.warning("auth_off", "authentication is off", hint=None)
+    died, other = report.recent
+    assert (died["exit_code"], died["hint"]) == (45, "see its log")
+    assert "log" not in died
+    assert other.keys() == {"time", "level", "event", "message"}
+
+
 @pytest.mark.parametrize("word", ["a b", "it's", f"/data/{NAME}'\\n\udcff.gguf"])
 def test_bash_takes_a_quoted_word_as_it_was(word: str) -> None:
     assert shown(quoted(word)) == quoted(word)

@@ -14,13 +14,15 @@ from appliance.doctor.check import Check, failed, passed, warned
 from appliance.doctor.examine import Findings
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
+from appliance.doctor.keys import key_check, named_keys_check
 from appliance.doctor.other_work import other_work_check
-from appliance.doctor.parts import key_check, port_check, volume_check
+from appliance.doctor.parts import port_check, volume_check
 from appliance.doctor.show import as_json, show
 from appliance.engines.engine import Devices
 from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
 from appliance.engines.llama.process.devices import parse_devices, parse_kept
 from appliance.errors import ConfigError, CpuUnsupportedError, NoKernelError
+from appliance.gateway.accounts.named_keys import add_key
 from appliance.plan import RuledOut
 from appliance.probe import CoreGroup, Gpu, GpuHolder, GpuProbe, Hardware
 from appliance.probe.load.load import LoadSample
@@ -236,6 +238,84 @@ def test_the_key_is_never_shown(tmp_path: Path) -> None:
     settings.key_path.write_bytes(b"\xff\xfe")
     assert key_check(settings).exit_code == 50
     assert key_check(replace(settings, auth=False)).status == "warn"
+
+
+def with_named_keys(folder: Path, *names: str) -> Settings:
+    settings = Settings(data_dir=folder)
+    settings.named_keys_path.parent.mkdir()
+    for name in names:
+        add_key(settings.named_keys_path, name, {})
+    return settings
+
+
+def test_named_keys_are_counted_and_never_named(tmp_path: Path) -> None:
+    assert (named_keys_check(Settings(data_dir=tmp_path)).status, named_keys_check(Settings()).value) == (
+        "pass",
+        "none",
+    )
+    settings = with_named_keys(tmp_path, "anna", "ci")
+    add_key(settings.named_keys_path, "boss", {}, is_admin=True, until="2020-02-29")
+    check = named_keys_check(settings)
+    assert (check.status, check.value) == ("pass", "3 keys, 1 of administrators, 1 past the last day")
+    assert named_keys_check(replace(settings, auth=False)).value == "not used: authentication is off"
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "groups", "remedy"),
+    [
+        (0o644, 0, {0}, "other users can read or change it: chmod 640"),
+        (0o642, 0, {0}, "other users can read or change it: chmod 640"),
+        (0o640, 1000, {1000}, "mode 0640, so this user may not be able to read it: chgrp 0"),
+        (0o600, 1000, {0}, "mode 0600, so this user may not be able to read it: chgrp 0"),
+        (0o640, 1000, {0, 1000}, None),
+        (0o600, 0, {0}, None),
+    ],
+)
+def test_who_may_read_the_named_keys(
+    tmp_path: Path, mode: int, user: int, groups: set[int], remedy: str | None
+) -> None:
+    """Users and groups are those of the file plus a difference: a test may run as anybody."""
+    settings = with_named_keys(tmp_path, "ci")
+    settings.named_keys_path.chmod(mode)
+    own = settings.named_keys_path.stat()
+    check = named_keys_check(settings, own.st_uid + user, {own.st_gid + group for group in groups})
+    assert (check.status, check.exit_code) == ("warn" if remedy else "pass", 0)
+    assert (remedy or "") in (check.remedy or "")
+    assert bool(check.remedy) == bool(remedy)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda row: b"{", "file of named keys is damaged"),
+        (lambda row: json.dumps({"keys": [row, {**row, "sha256": "0" * 64}]}).encode(), "two keys have the same name"),
+        (lambda row: json.dumps({"keys": [row, {**row, "name": "b"}]}).encode(), "two keys have the same sha256"),
+        (lambda row: json.dumps({"keys": [{**row, "streams": 0}]}).encode(), "key 1 has an invalid streams"),
+    ],
+)
+def test_a_damaged_file_of_named_keys_is_a_warning(
+    tmp_path: Path, change: Callable[[dict[str, object]], bytes], says: str
+) -> None:
+    """A start goes on without them, so it is no failure."""
+    settings = with_named_keys(tmp_path, "anna")
+    (row,) = json.loads(settings.named_keys_path.read_text())["keys"]
+    settings.named_keys_path.write_bytes(change(row))
+    check = named_keys_check(settings)
+    assert (check.status, check.exit_code) == ("warn", 0)
+    assert says in check.value
+    assert f"rm {settings.named_keys_path}" in (check.remedy or "")
+    assert not {"anna", row["sha256"]} & {*check.value.split()}
+
+
+def test_named_keys_that_cannot_be_read_tell_the_owner(tmp_path: Path) -> None:
+    settings = with_named_keys(tmp_path)
+    settings.named_keys_path.mkdir(mode=0o700)
+    check = named_keys_check(settings)
+    assert check.status == "warn"
+    assert check.value.startswith(f"none is accepted: file of named keys cannot be read: {settings.named_keys_path}: ")
+    assert f"(it belongs to {settings.named_keys_path.stat().st_uid}:" in check.value
+    assert "mode 0700" in check.value
+    assert check.remedy == "check owner and mode of the volume"
 
 
 def test_a_port_that_another_program_has_fails_with_10(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from appliance.errors import ConfigError
 from appliance.gateway.accounts.accounts import LOOK_EVERY_S, PRESENTED_MAX, Accounts
 from appliance.gateway.accounts.named_keys import KEYS_MAX, add_key, remove_key, rotate_key
+from appliance.gateway.wire.api_error import ApiError
 from tests.unit.gateway.test_key_limits import Clock
 
 
@@ -85,3 +86,17 @@ def test_there_is_a_most_of_keys(tmp_path: Path) -> None:
         add_key(path, f"key{number}", {})
     with pytest.raises(ConfigError, match="there are 256 named keys, which is the limit"):
         add_key(path, "one-more", {})
+
+
+async def test_each_container_counts_the_limits_of_a_key_for_itself(tmp_path: Path) -> None:
+    """docs/api.md says so: two on one volume admit up to twice the limit together."""
+    path, clock = tmp_path / "keys.json", Clock()
+    presented = [add_key(path, "ci", {"requests_per_minute": 2}).encode()]
+    for accounts in (Accounts(path, clock), Accounts(path, clock)):
+        key = await accounts.find(presented)
+        assert key is not None
+        for _ in range(2):
+            with accounts.meter(key).admitted(key):
+                pass
+        with pytest.raises(ApiError, match="limited to 2 requests a minute"), accounts.meter(key).admitted(key):
+            pass

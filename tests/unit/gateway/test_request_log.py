@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.gateway.clients.request_log import Exchange, FinishedRequest, RequestLog
+from appliance.gateway.wire.edges import Edges
 
 
 @dataclass
 class Told:
     """What an engine answered."""
 
-    edges: bytes = b""
+    body: bytes = b""
     status: int = 200
     first_content: float | None = None
     is_stream: bool = False
+
+    @property
+    def edges(self) -> Edges:
+        return Edges(end=self.body, is_stream=self.is_stream)
 
 
 def finished(answer: Told | None = None, **failure: Any) -> FinishedRequest:

@@ -3,7 +3,7 @@
 import { h, render } from "./preact.module.js";
 import { useEffect, useRef, useState } from "./hooks.module.js";
 import { ask, fromMarkdown } from "./answer.js";
-import { fresh, keep, keepSettings, kept, requestFor, settings } from "./chats.js";
+import { fresh, keep, keepSettings, kept, requestFor, settings, TITLE } from "./chats.js";
 import { clean, count, seconds, speed } from "./format.js";
 import { html, Login } from "./session.js";
 import { language, switchLanguage, t } from "./strings.js";
@@ -165,7 +165,7 @@ function App() {
 
   const put = (id, messages) =>
     setChats((all) => {
-      const title = messages.find((one) => one.role === "user")?.text.slice(0, 60) ?? "";
+      const title = messages.find((one) => one.role === "user")?.text.slice(0, TITLE) ?? "";
       return all.map((one) => (one.id === id ? { ...one, title, messages } : one));
     });
 

@@ -6,6 +6,7 @@ import { Curve } from "./curve.js";
 import { clean, clock, count, gib, seconds, share, speed, word } from "./format.js";
 import { html, Login, post } from "./session.js";
 import { watch } from "./stream.js";
+import { write } from "./storage.js";
 import { language, switchLanguage, t } from "./strings.js";
 
 const LATEST = 100;
@@ -42,7 +43,14 @@ function doneOf(now) {
 function fetched(facts) {
   if (!facts?.bytes_total) return "";
   const rate = facts.bytes_per_s ? `, ${(facts.bytes_per_s / 1e6).toFixed(1)} MB/s` : "";
-  return ` · ${(facts.bytes_done / 1e9).toFixed(2)} / ${(facts.bytes_total / 1e9).toFixed(2)} GB${rate}`;
+  const [unit, word] = facts.bytes_total < 1e9 ? [1e6, "MB"] : [1e9, "GB"];
+  return ` · ${(facts.bytes_done / unit).toFixed(1)} / ${(facts.bytes_total / unit).toFixed(1)} ${word}${rate}`;
+}
+
+/** Returns what the phase works on. The message of a fetch has the figures that stand beside it in the page's language. */
+function doing(now, tuning, isMeasuring) {
+  if (isMeasuring) return tuning.message;
+  return (now.facts?.bytes_total && now.facts.file) || now.message;
 }
 
 function Phase({ now, tuning }) {
@@ -50,7 +58,7 @@ function Phase({ now, tuning }) {
   const isBusy = BUSY.has(now.phase) || isMeasuring;
   const done = isBusy ? doneOf(now) : null;
   const left = now.facts?.seconds_left;
-  const words = isMeasuring ? tuning.message : now.message;
+  const words = doing(now, tuning, isMeasuring);
   return html`<div class="phase">
     <p role="status"><strong class=${`pill ${now.phase}`}>${word("phase", now.phase)}</strong> ${clean(words)}${" "}
       <small>${t("since", seconds(now.elapsed_s))}${left != null ? ` · ${t("left", seconds(left))}` : ""}${fetched(now.facts)}</small></p>
@@ -65,7 +73,7 @@ function LastProblem({ log, now }) {
   if (!last) return html`<p class="muted">${t("noProblem")} ${restarts}</p>`;
   return html`<div class=${`problem ${last.level}`}>
     <p><strong>${t("lastProblem")}</strong> (${t(last.level)}, <time>${clock(Date.parse(last.time) / 1000)}</time>,${" "}
-      <code>${clean(last.event)}</code>): ${clean(last.message)}</p>
+      <code>${clean(last.event)}</code>${last.exit_code ? `, ${t("exitCode", last.exit_code)}` : ""}): ${clean(last.message)}</p>
     ${last.hint && html`<p>${clean(last.hint)}</p>`}
     ${restarts && html`<p>${restarts}</p>`}
   </div>`;
@@ -236,7 +244,7 @@ function Machine({ state }) {
 function flipTheme(redraw) {
   const root = document.documentElement;
   root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
-  localStorage.setItem("theme", root.dataset.theme);
+  write("theme", root.dataset.theme);
   redraw();
 }
 

@@ -1,5 +1,7 @@
 // All words of the dashboard and of the login, in English and in Chinese. Words of the appliance itself are not translated.
 
+import { read, write } from "./storage.js";
+
 const WORDS = {
   title: ["Appliance", "Appliance"],
   chat: ["Chat", "聊天"],
@@ -29,6 +31,7 @@ const WORDS = {
   left: ["about {0} left", "剩余约 {0}"],
   since: ["for {0}", "已持续 {0}"],
   lastProblem: ["Last problem", "最近的问题"],
+  exitCode: ["exit code {0}", "退出码 {0}"],
   noProblem: ["No problem since the start.", "启动以来没有问题。"],
   restarts: ["engine restarts: {0}, of them after a hang: {1}", "引擎重启 {0} 次，其中 {1} 次因无响应"],
   why: ["Why this plan", "为何这样配置"],
@@ -130,8 +133,8 @@ const WORDS = {
   kept: ["Chats are kept in this browser only.", "聊天记录只保存在此浏览器中。"],
 };
 
-const kept = localStorage.getItem("language");
-export const language = kept ?? (navigator.language.startsWith("zh") ? "zh" : "en");
+const kept = read("language");
+export const language = ["en", "zh"].includes(kept) ? kept : navigator.language.startsWith("zh") ? "zh" : "en";
 document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
 
 /** Returns the words for `name`, with `values` in the places {0}, {1}, … */
@@ -142,6 +145,6 @@ export function t(name, ...values) {
 
 /** Keeps the other language and shows the page in it. */
 export function switchLanguage() {
-  localStorage.setItem("language", language === "zh" ? "en" : "zh");
+  write("language", language === "zh" ? "en" : "zh");
   location.reload();
 }

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from appliance.gateway.wire.edges import Edges
 from appliance.gateway.wire.ollama_paths import CHAT, EMBED, EMBEDDINGS
 from appliance.gateway.wire.usage import Usage, parse_usage
 
 Document = dict[str, Any]
 
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
+TOLD_KEPT = 4  # an engine tells them in its last event, or in the last two
 _CUT_SHORT = "the answer ended before its last part"
 
 
@@ -101,7 +103,7 @@ class Lines:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._pending = b""
-        self._told = b""  # the events that tell tokens and times
+        self._told: list[bytes] = []  # the last events that tell tokens and times
         self._receipt: object = None
         self._reason: str | None = None
         self._calls: dict[int, _Call] = {}
@@ -142,7 +144,7 @@ class Lines:
             yield self._failure(error_text(data, 500))
             return
         if b'"usage"' in data or b'"timings"' in data:
-            self._told = (self._told + data)[-8192:]
+            self._told = [*self._told, b"data: " + data][-TOLD_KEPT:]
             self._receipt = receipt_of(document) or self._receipt
         for choice in document.get("choices") or ():
             said = choice.get("delta") or {"content": choice.get("text")}
@@ -177,9 +179,8 @@ class Lines:
 
     def _last(self) -> bytes:
         self.has_ended = True
-        return line_of(
-            self._writer.last(self._writer.part(), self._reason or "stop", parse_usage(self._told), self._receipt)
-        )
+        usage = parse_usage(Edges(end=b"\n".join(self._told), is_stream=True))
+        return line_of(self._writer.last(self._writer.part(), self._reason or "stop", usage, self._receipt))
 
     def _failure(self, text: str) -> bytes:
         self.has_ended = self.has_failed = True
@@ -213,7 +214,8 @@ def _whole_text(writer: Writer, document: Mapping[str, Any]) -> Document:
         _made(call.get("id") or "", call["function"]["name"], call["function"]["arguments"], place)
         for place, call in enumerate(said.get("tool_calls") or ())
     ]
-    usage = parse_usage(json.dumps({name: document.get(name) or {} for name in ("usage", "timings")}).encode())
+    told = {name: document.get(name) or {} for name in ("usage", "timings")}
+    usage = parse_usage(Edges(end=json.dumps(told).encode()))
     text, thinking, logprobs = said.get("content") or "", thinking_of(said), logprobs_of(choice)
     shown = writer.part(text, thinking=thinking, calls=calls, logprobs=logprobs)
     return writer.last(shown, reason_of(choice.get("finish_reason")), usage, receipt_of(document))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from appliance.probe.load.conditions import Conditions
 from appliance.probe.load.load import GpuMoment
 from appliance.serve.receipts.causes import Cause, Facts, capped_share, causes
-from appliance.serve.receipts.prompts import FIRST, KEPT, MARKS, Engine, Prompts, hashes_of
+from appliance.serve.receipts.prompts import FIRST, KEPT, MARKS, Engine, Prompts, hashes_of, prompt_of
 from appliance.serve.receipts.reference import Reference, reference_of
 from appliance.tune.figures.curve import Curve, Point
 from tests.builders import PLANS, profile
@@ -19,6 +20,7 @@ from tests.builders import PLANS, profile
 SLOW = Facts(seconds=4.0, expected_s=1.0)
 CROWDED = Conditions(interval_s=4.0, cpus=2, own_cpu=0.5, foreign_cpu=0.5)
 ENGINE = Engine(restarts=0, number=1)
+STREAMED = (b"", b'"stream":true,"stream_options":{"include_usage":true},')
 
 
 def one_of(**facts: object) -> Facts:
@@ -133,3 +135,27 @@ def test_a_plan_that_was_not_measured_has_no_reference() -> None:
     assert reference_of(PLANS[0], None) is None
     assert reference_of(PLANS[0], profile()) is not None
     assert reference_of(PLANS[3], profile()) is None
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt", "input"])
+def test_members_before_a_prompt_change_nothing_in_it(name: str) -> None:
+    """SDKs write `stream` before the messages, and leave it out of a request that does not stream."""
+    prompt = json.dumps("a tower east of the river " * 40)
+    plain, streamed = (b'{"model":"any",%b"%b":%b}' % (more, name.encode(), prompt.encode()) for more in STREAMED)
+    prompts = Prompts()
+    prompts.note(hashes_of(prompt_of(plain)), ENGINE)
+    assert prompts.find(hashes_of(prompt_of(streamed)), len(prompt_of(streamed))) == (1.0, ENGINE)
+
+
+def test_other_tools_before_the_same_messages_are_another_prompt() -> None:
+    """Templates put tools first, so none of the cache holds."""
+    rest = b'"messages":[{"role":"user","content":"%b"}]}' % (b"x" * 2000)
+    first, second = (b'{"tools":[{"name":"%b"}],' % name + rest for name in (b"f", b"g"))
+    prompts = Prompts()
+    prompts.note(hashes_of(prompt_of(first)), ENGINE)
+    assert prompts.find(hashes_of(prompt_of(second)), len(prompt_of(second))) == (0.0, None)
+
+
+def test_a_body_without_a_known_part_is_its_own_prompt() -> None:
+    assert prompt_of(b"--boundary\r\n") == b"--boundary\r\n"
+    assert prompt_of(b"") == b""
