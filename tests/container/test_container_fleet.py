@@ -24,6 +24,12 @@ STEPS = int(os.environ.get("APPLIANCE_TEST_STEPS", "40"))
 FILE = "tune: off\nmodels:\n" + "".join(f"  {name}: {{model: {name}.gguf, ctx_size: 2048}}\n" for name in NAMES)
 
 
+@pytest.fixture
+def client(stage: Stage) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stage.base}/v1", api_key=stage.key(), max_retries=0, timeout=300) as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
     with volume() as name:
@@ -66,9 +72,8 @@ def test_the_file_names_the_models_and_the_first_is_loaded(stage: Stage) -> None
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_random_requests_are_all_answered_and_nothing_is_killed(stage: Stage) -> None:
+def test_random_requests_are_all_answered_and_nothing_is_killed(stage: Stage, client: openai.OpenAI) -> None:
     """Three clients ask random models, whole or streamed, some of which leave early."""
-    client = openai.OpenAI(base_url=f"{stage.base}/v1", api_key=stage.key(), max_retries=0, timeout=300)
     rng = random.Random(7)
     lock = threading.Lock()
 
@@ -105,10 +110,9 @@ def test_random_requests_are_all_answered_and_nothing_is_killed(stage: Stage) ->
     assert [status["engine_restarts"] for status in restarts] == [0, 0, 0]
 
 
-def test_a_hundred_first_requests_make_one_load(stage: Stage) -> None:
+def test_a_hundred_first_requests_make_one_load(stage: Stage, client: openai.OpenAI) -> None:
     requests.post(f"{stage.base}/models/unload", json={"model": "beta"}, headers=stage.authorized(), timeout=60)
     before = {row["name"]: row["loads"] for row in fleet(stage)["models"]}
-    client = openai.OpenAI(base_url=f"{stage.base}/v1", api_key=stage.key(), max_retries=0, timeout=300)
     messages: Any = [{"role": "user", "content": "hi"}]
 
     def ask(_: int) -> str:
