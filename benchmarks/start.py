@@ -39,7 +39,7 @@ LIMIT_S = 60.0
 def main() -> int:
     options = _parse()
     bench = Bench(options.image)
-    with _volume() as bench.volume:
+    with volume() as bench.volume:
         _put_model(bench)
         _measure_once(bench)
         result = _beside_load(bench, options.runs) if options.beside_load else _in_pairs(bench, options.pairs)
@@ -74,8 +74,8 @@ def _in_pairs(bench: Bench, pairs: int) -> dict[str, object]:
     appliance, bare = ([pair[side] for pair in found] for side in ("appliance", "bare"))
     return {
         "pairs": pairs,
-        "appliance_s": _spread(appliance),
-        "bare_s": _spread(bare),
+        "appliance_s": spread(appliance),
+        "bare_s": spread(bare),
         "difference_s": round(statistics.median(a - b for a, b in zip(appliance, bare, strict=True)), 3),
         "ratio": round(statistics.median(a / b for a, b in zip(appliance, bare, strict=True)), 3),
     }
@@ -88,7 +88,7 @@ def _beside_load(bench: Bench, runs: int) -> dict[str, object]:
         seconds = [_first_token(bench, APPLIANCE) for _ in range(runs)]
     print(f"starts beside load: {', '.join(f'{value:.3f}' for value in seconds)}", file=sys.stderr)
     worst = max(seconds) / statistics.median(seconds)
-    return {"runs": runs, "appliance_s": _spread(seconds), "worst_over_median": round(worst, 2)}
+    return {"runs": runs, "appliance_s": spread(seconds), "worst_over_median": round(worst, 2)}
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def _spread(seconds: list[float]) -> dict[str, float]:
+def spread(seconds: list[float]) -> dict[str, float]:
     return {
         "median": round(statistics.median(seconds), 3),
         "min": round(min(seconds), 3),
@@ -153,15 +153,15 @@ def _first_token(bench: Bench, side: Side) -> float:
     name = f"appliance-bench-{uuid.uuid4().hex[:8]}"
     publish = ("--publish", f"127.0.0.1:{port}:11435", "--volume", f"{bench.volume}:/data", "--name", name)
     began = time.monotonic()
-    _run("docker", "run", "--detach", *HARDENED, *publish, *side[0], bench.image, *side[1])
+    run("docker", "run", "--detach", *HARDENED, *publish, *side[0], bench.image, *side[1])
     try:
         while not _has_answered(port):
             if time.monotonic() - began > LIMIT_S:
-                sys.exit(f"error: no token within {LIMIT_S:g} s\n\n{_run('docker', 'logs', name)}")
+                sys.exit(f"error: no token within {LIMIT_S:g} s\n\n{run('docker', 'logs', name)}")
             time.sleep(0.01)
         return time.monotonic() - began
     finally:
-        _run("docker", "rm", "--force", name)
+        run("docker", "rm", "--force", name)
 
 
 def _has_answered(port: int) -> bool:
@@ -185,13 +185,13 @@ def _has_answered(port: int) -> bool:
 
 
 @contextmanager
-def _volume() -> Iterator[str]:
+def volume() -> Iterator[str]:
     name = f"appliance-bench-{uuid.uuid4().hex[:8]}"
-    _run("docker", "volume", "create", name)
+    run("docker", "volume", "create", name)
     try:
         yield name
     finally:
-        _run("docker", "volume", "rm", "--force", name)
+        run("docker", "volume", "rm", "--force", name)
 
 
 def _put_model(bench: Bench) -> None:
@@ -213,7 +213,7 @@ def _engine_flags(bench: Bench) -> list[str]:
 
 
 def _appliance(bench: Bench, *words: str, stdin: object = subprocess.DEVNULL) -> str:
-    return _run(
+    return run(
         "docker", "run", "--rm", "-i", *HARDENED, "-v", f"{bench.volume}:/data", bench.image, *words, stdin=stdin
     )
 
@@ -224,7 +224,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _run(*argv: str, stdin: object = subprocess.DEVNULL) -> str:
+def run(*argv: str, stdin: object = subprocess.DEVNULL) -> str:
     done = subprocess.run(argv, stdin=stdin, capture_output=True, text=True, check=False)  # type: ignore[call-overload]
     if done.returncode:
         sys.exit(f"error: {shlex.join(argv)} ended with {done.returncode}\n{done.stderr}")
