@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import FatalError
-from appliance.model import find_model, plain_name
+from appliance.model import find_model, list_models, plain_name
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.settings import ModelEntry, Settings, hub_settings
 from appliance.start.attachments import check_files
@@ -71,12 +71,14 @@ def on_volume(
 
     Reads folders, and headers of files. A file that cannot be served is left out: `appliance models` tells why.
     """
+    seen = {path.resolve() for path in known}
+    if all(path.resolve() in seen for path in list_models(settings.models_dir)):
+        return
     # here: a start with one model never needs them
     from appliance.model.files.find import is_attachment
     from appliance.weights.stores.stores import list_store, volume_store
 
     called = dict(_of_recipe(contents, environment))
-    seen = {path.resolve() for path in known}
     own = settings.of_another()
     for stored in list_store(volume_store(settings.models_dir)).models:
         path = stored.path

@@ -12,7 +12,7 @@ from appliance.fleet.member import Weighed
 from appliance.plan import Plan
 from appliance.probe import Hardware
 from appliance.profile import Profile, best_of
-from appliance.serve.fleet.memory import added, firm_of, free_on, held_by, less, needed_by
+from appliance.serve.fleet.memory import added, free_on, held_by, less, mapped_mib, needed_by
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.serve.gateway.stop import put_to_sleep
 from appliance.serve.life.bring_up import load, prepare, tasks_of
@@ -68,10 +68,10 @@ class SlotMember:
         return held_by(plan, allocated_mib=allocated_mib, peak=served.gpu_memory)
 
     @property
-    def firm(self) -> dict[str, float]:
-        """What it holds without caches that grow with use, MiB by place."""
+    def mapped_mib(self) -> float:
+        """Host memory of its weights that are mapped from their file."""
         plan = self.slot.plan
-        return firm_of(plan) if plan else {}
+        return mapped_mib(plan) if plan else 0.0
 
     @property
     def reload_s(self) -> float:

@@ -29,14 +29,15 @@ def held_by(plan: Plan, *, allocated_mib: float | None = None, peak: MemoryPeak 
     return places
 
 
-def firm_of(plan: Plan) -> dict[str, float]:
-    """Return what a loaded plan holds by place without caches that grow with use, MiB."""
-    return _places(plan, _without_growth)
+def mapped_mib(plan: Plan) -> float:
+    """Return the weights that a plan maps from their file, MiB: needed memory that the kernel counts as free."""
+    is_mapped = dict(plan.knobs).get("load_mode") == "mmap"
+    return max(0.0, plan.memory.weights - plan.memory.repacked) if is_mapped else 0.0
 
 
 def needed_by(plan: Plan) -> dict[str, float]:
     """Return the free memory that loading the plan needs by place, MiB, with what its planner leaves free."""
-    places = firm_of(plan)
+    places = _places(plan, _without_growth)
     places[HOST] /= HOST_SHARE
     for share in plan.placement.shares:
         if not share.gpu.is_unified:

@@ -267,9 +267,8 @@ class Models:
             # Pinned models are always there: measuring beside them is measuring this machine as it serves.
             served.sharing.note(is_shared=bool({*loaded, *wanted} - pinned - {name}))
         # Other containers leave room for what must be there; a prompt cache that may grow later is not claimed.
-        firm = {name: member.firm for name, member in self._members.items() if name in loaded}
-        unseen = sum(self._unseen_mib(name, places) for name, places in firm.items())
-        self._lock.write(self._fleet.holds(), {HOST: unseen})
+        mapped = sum(member.mapped_mib for name, member in self._members.items() if name in loaded)
+        self._lock.write(self._fleet.holds(), {HOST: mapped})
 
     # Models that come
 
