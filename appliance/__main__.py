@@ -82,7 +82,9 @@ def _run(argv: list[str]) -> int:
     verb: Callable[[argparse.Namespace, Settings, Mapping[str, str]], int] = options.run
     environment = process_environment()
     flags = {name: value for name in SETTINGS if (value := getattr(options, name, None)) is not None}
-    return verb(options, load_settings(flags, environment), environment)
+    settings = load_settings(flags, environment)
+    # All verbs but `serve` are about one model: the one that is named, by its name in the file too, else the first.
+    return verb(options, settings if options.verb == "serve" else settings.first_model()[0], environment)
 
 
 def _with_verb(argv: Sequence[str]) -> list[str]:

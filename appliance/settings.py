@@ -606,6 +606,23 @@ class Settings:
         sources = {**before.sources, **dict.fromkeys(entry.values, entry.source)}
         return replace(before, **entry.values, sources=MappingProxyType(sources))
 
+    def first_model(self) -> tuple[Settings, ModelEntry | None]:
+        """Return the settings of the model that is loaded first, and its entry in the file if it has one.
+
+        That is the one that `model` names, else the first of the file.
+        """
+        if not self.models:
+            return self, None
+        entry = self.models[0]
+        if self.is_set("model"):
+            wanted = (self.model or "").casefold()
+            named = [each for each in self.models if wanted in map(str.casefold, (each.name, *each.aliases))]
+            named = named or [each for each in self.models if each.values["model"].casefold() == wanted]
+            if not named:
+                return self, None
+            entry = named[0]
+        return self.of_entry(entry, is_first=True), entry
+
     def of_another(self) -> Settings:
         """Return the settings of a model that is not the first one."""
         defaults: dict[str, Any] = {name: SETTINGS[name].default for name in OF_ONE_MODEL}

@@ -45,14 +45,17 @@ def without_fields(body: bytes, names: frozenset[str]) -> tuple[bytes, dict[str,
         return body, {}
     # Cut out, not written anew: what is wrong elsewhere in the body is for the engine to report.
     pieces, at = [], 0
-    for number, field in enumerate(fields):
+    kept = [field for field in fields if field.key not in names]
+    last_kept = kept[-1].end if kept else fields[0].key_begin
+    for field, after in zip(fields, (*fields[1:], None), strict=True):
         if field.key not in names:
             continue
-        kept_before = number and at < fields[number - 1].end
-        is_last = number + 1 == len(fields)
-        begin = fields[number - 1].end if is_last and kept_before else max(at, field.key_begin)
-        pieces.append(text[at:begin])
-        at = field.end if is_last else fields[number + 1].key_begin
+        if field.end > last_kept:  # none that stays follows: the comma before goes, too
+            pieces.append(text[at:last_kept])
+            at = fields[-1].end
+            break
+        pieces.append(text[at : field.key_begin])
+        at = after.key_begin if after else field.end
     return "".join((*pieces, text[at:])).encode(), found
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import FatalError
 from appliance.model import find_model, list_models, plain_name
 from appliance.serve.gateway.slot import ModelSlot
-from appliance.settings import ModelEntry, Settings, hub_settings
+from appliance.settings import Settings, hub_settings
 from appliance.start.attachments import check_files
 from appliance.start.image import ImageContents, check_settings
 from appliance.values import dataclass
@@ -32,28 +32,10 @@ class Named:
     size_bytes: int | None = None
 
 
-def first_settings(settings: Settings) -> tuple[Settings, ModelEntry | None]:
-    """Return the settings of the model that is loaded first, and its entry in the file if it has one.
-
-    That is the one that `model` names, else the first of the file.
-    """
-    if not settings.models:
-        return settings, None
-    entry = settings.models[0]
-    if settings.is_set("model"):
-        wanted = (settings.model or "").casefold()
-        named = [each for each in settings.models if wanted in map(str.casefold, (each.name, *each.aliases))]
-        named = named or [each for each in settings.models if each.values["model"].casefold() == wanted]
-        if not named:
-            return settings, None
-        entry = named[0]
-    return settings.of_entry(entry, is_first=True), entry
-
-
 def of_file(settings: Settings, contents: ImageContents) -> Iterator[Named]:
     """Yield the models of the settings file without the first one. Raises ConfigError (10) for a setting that means
     nothing to the image's engine."""
-    _, first = first_settings(settings)
+    _, first = settings.first_model()
     for entry in settings.models:
         if entry is first:
             continue

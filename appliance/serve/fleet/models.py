@@ -18,7 +18,7 @@ from appliance.plan.plan import SMALLEST_CONTEXT, SPEED_KEPT
 from appliance.probe import Hardware
 from appliance.race import first_of
 from appliance.serve.engine.choose_plan import start_from_profile
-from appliance.serve.fleet.catalogue import Named, first_settings, of_file, on_volume, slot_of
+from appliance.serve.fleet.catalogue import Named, of_file, on_volume, slot_of
 from appliance.serve.fleet.member import SlotMember
 from appliance.serve.fleet.memory import HOST, added, free_on, less, needed_by
 from appliance.serve.fleet.volume_lock import VolumeLock
@@ -62,7 +62,7 @@ class Models:
     async def opened(cls, settings: Settings, environment: Mapping[str, str], report: Report) -> AsyncIterator[Models]:
         """Open the first model, and those of the settings file. Raises as `open_slot`, and ConfigError (10) for models
         that have to stay loaded and do not fit together."""
-        own, entry = first_settings(settings)
+        own, entry = settings.first_model()
         models = cls(open_slot(own, environment, report.for_slot()), settings, report)
         first = models.slots[0]
         first.more_names = entry.aliases if entry else ()
