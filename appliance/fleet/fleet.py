@@ -108,6 +108,10 @@ class Fleet:
     def is_loaded(self, name: str) -> bool:
         return name in self._states and self._states[name].is_loaded
 
+    def why(self, name: str) -> str:
+        """Return why the model is loaded, or is not, in words; empty if that was never decided."""
+        return self._states[name].why if name in self._states else ""
+
     def was_loaded(self, name: str) -> bool:
         """True if the model was loaded at least once."""
         return name in self._states and self._states[name].loads > 0

@@ -27,6 +27,11 @@ class Gate(Protocol):
         ...
 
     @property
+    def why(self) -> str:
+        """Beside which models it was loaded, or why it was unloaded, in words."""
+        ...
+
+    @property
     def waits(self) -> bool:
         """True if requests for the model wait until it is loaded; False during the start of the first one."""
         ...

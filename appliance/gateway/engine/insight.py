@@ -17,8 +17,9 @@ class Insight(Protocol):
         """Which answers have a receipt: `asked`, `always` or `off`."""
         ...
 
-    def watch(self, body: bytes, traffic: Traffic) -> Watched | None:
-        """Watch an inference request whose body has come; None if nothing serves."""
+    def watch(self, body: bytes, traffic: Traffic, *, load_s: float = 0.0, loaded: str = "") -> Watched | None:
+        """Watch an inference request whose body has come; None if nothing serves. It has waited `load_s` for its model,
+        about which `loaded` says more."""
         ...
 
     def watts(self) -> float | None:

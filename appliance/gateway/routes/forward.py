@@ -47,6 +47,7 @@ WHOLE_REPLY_BYTES = 8 * 2**20
 BODY_BYTES_MAX = 64 * 2**20  # limit of a request's body, which stays in memory while the engine answers
 # Attempts to repeat alone a request that did not fit together with others: newer requests may crowd it out again.
 ATTEMPTS_ALONE = 2
+LOAD_LEAST_S = 0.02
 KEEP_ALIVE_FIELDS = frozenset({"keep_alive", "ttl"})
 
 
@@ -235,13 +236,12 @@ class EngineEndpoint:
         body = await unless_over(reading, must_end=must_end)
         if self._route.fault is not None and (why := self._route.fault(body)) is not None:
             raise ApiError(400, "invalid_request", why)
-        if self._insight is not None and self._insight.receipts != "off":
-            exchange.watched = self._insight.watch(body, self._traffic)
         serving = self._through_gate(scope, body, reply, exchange)
         await unless_over(serving, until_client_left(receive), must_end=must_end)
 
     async def _through_gate(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         if self._gate is None or not self._gate.waits:
+            self._watch(body, exchange)
             await self._serve(scope, keep_alive_in(body)[0], reply, exchange)
             return
         if _refuses_loading(scope) and not self._gate.is_loaded:
@@ -250,8 +250,16 @@ class EngineEndpoint:
         is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
         began = time.monotonic()
         async with self._gate.held(reply.comment if is_stream else None, keep_alive_s):
-            exchange.held_s += time.monotonic() - began
+            waited_s = time.monotonic() - began
+            # What is shorter is a turn of the loop: the model was loaded already.
+            load_s = waited_s if waited_s >= LOAD_LEAST_S else 0.0
+            exchange.held_s += load_s
+            self._watch(body, exchange, load_s=load_s, loaded=self._gate.why)
             await self._serve(scope, body, reply, exchange)
+
+    def _watch(self, body: bytes, exchange: Exchange, *, load_s: float = 0.0, loaded: str = "") -> None:
+        if self._insight is not None and self._insight.receipts != "off":
+            exchange.watched = self._insight.watch(body, self._traffic, load_s=load_s, loaded=loaded)
 
     async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         progress = self._progress()

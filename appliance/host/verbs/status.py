@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -75,6 +76,7 @@ class Status:
     image: str
     cell: str | None
     version: str | None
+    fleet: dict[str, Any] | None  # all models of the container, if there are several
 
     def speed_words(self) -> str:
         if self.speed:
@@ -119,6 +121,7 @@ def query_status(client: APIClient, found: Found) -> Status:
         image=found.image,
         cell=found.labels.get(containers.CELL),
         version=told.get("version"),
+        fleet=told.get("fleet"),
     )
 
 
@@ -172,7 +175,33 @@ def as_text(status: Status) -> str:
         "endpoint": status.endpoint or "",
         "image": f"{status.image}{f', version {status.version}' if status.version else ''}",
     }
-    return "\n".join(f"{label:<9} {value}" for label, value in rows.items() if value)
+    lines = [f"{label:<9} {value}" for label, value in rows.items() if value]
+    return "\n".join([*lines, *(_models(status.fleet) if status.fleet else ())])
+
+
+def _models(fleet: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each model that is loaded, being loaded, kept or waited for, and the number of the others."""
+    from appliance.host.start.follow import duration  # here: --json does not need rich, which costs 50 ms
+
+    models, waiting = fleet["models"], {row["name"]: row for row in fleet["waiting"]}
+    shown = [
+        row for row in models if row["is_loaded"] or row["is_loading"] or row["is_pinned"] or row["name"] in waiting
+    ]
+    width = max((len(row["name"]) for row in shown), default=0)
+    for row in shown:
+        words = [row["state"]]
+        if row["is_loaded"]:
+            words.append(", ".join(f"{mib:,} MiB of {place}" for place, mib in row["holds_mib"].items()))
+            words.append(
+                f"answers {row['answering']}" if row["answering"] else f"idle for {duration(row['idle_s'] or 0.0)}"
+            )
+            words.append("pinned" if row["is_pinned"] else row["why"])
+        elif row["name"] in waiting:
+            words.append(f"{waiting[row['name']]['requests']} waiting: {waiting[row['name']]['reason']}")
+        label = "models" if row is shown[0] else ""
+        yield f"{label:<9} {row['name']:<{width}}  {'; '.join(word for word in words if word)}"
+    if others := len(models) - len(shown):
+        yield f"{'' if shown else 'models':<9} {others} more, which are loaded when they are asked for"
 
 
 def _now(status: Status) -> str:

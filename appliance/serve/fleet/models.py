@@ -331,6 +331,10 @@ class SlotGate:
         return self._fleet.is_loaded(self._name)
 
     @property
+    def why(self) -> str:
+        return self._fleet.why(self._name)
+
+    @property
     def waits(self) -> bool:
         return not self._is_first or self._fleet.was_loaded(self._name)
 

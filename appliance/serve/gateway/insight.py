@@ -29,13 +29,13 @@ class SlotInsight:
     def receipts(self) -> str:
         return self._slot.settings.receipts
 
-    def watch(self, body: bytes, traffic: Traffic) -> RequestWatch | None:
+    def watch(self, body: bytes, traffic: Traffic, *, load_s: float = 0.0, loaded: str = "") -> RequestWatch | None:
         served = self._slot.served
         if served is None:
             return None
         if self._watcher is None or self._watcher.served is not served:
             self._watcher = Watcher(served)
-        return RequestWatch(self._watcher, body, traffic)
+        return RequestWatch(self._watcher, body, traffic, load_s=load_s, loaded=loaded)
 
     def watts(self) -> float | None:
         served = self._slot.served

@@ -23,6 +23,7 @@ class Cause(StrEnum):
     PARALLEL_REQUESTS = "parallel_requests"  # other requests ran at the same time
     COLD_CACHE = "cold_cache"  # the prompt had been read before, and was not in the cache any more
     RESTART = "restart"  # the engine was restarted, so that its cache was empty
+    MODEL_LOAD = "model_load"  # the model was not loaded, or waited for the memory of another
     TUNING = "tuning"  # the request waited for a measurement to end, or ran beside one
 
 
@@ -32,6 +33,7 @@ class Facts:
 
     seconds: float
     expected_s: float  # by the profile, with all of the prompt in the cache that had been read before
+    load_s: float = 0.0  # waited until the model was loaded
     held_s: float = 0.0  # waited for an engine that was away on purpose
     lost_s: float = 0.0  # to read the part of the prompt again that had been read before
     lost_by: Cause = Cause.COLD_CACHE  # what emptied the cache
@@ -63,14 +65,15 @@ def causes(facts: Facts) -> tuple[Cause, ...]:
 
 def _shares(facts: Facts) -> Iterator[tuple[Cause, float]]:
     """Yield each cause with the time that it may have cost."""
-    ran_s = facts.seconds - facts.held_s
+    ran_s = facts.seconds - facts.held_s - facts.load_s
+    yield Cause.MODEL_LOAD, facts.load_s
     yield Cause.TUNING, facts.held_s
     if facts.is_beside_tuning:
         yield Cause.TUNING, ran_s / 2  # the other engine computed as well
     yield facts.lost_by, facts.lost_s
     if facts.is_first_after_restart:
         # Pages and kernels are loaded as the first answer needs them: all that nothing else explains.
-        yield Cause.RESTART, facts.excess_s - facts.lost_s - facts.held_s
+        yield Cause.RESTART, facts.excess_s - facts.lost_s - facts.held_s - facts.load_s
     yield Cause.PARALLEL_REQUESTS, ran_s * facts.beside / (1 + facts.beside)
     if facts.conditions is not None and facts.conditions.crowd:
         cores, cpus = (facts.conditions.foreign_cpu or 0.0) * (facts.conditions.cpus or 0), facts.conditions.cpus or 1

@@ -77,11 +77,17 @@ class Watcher:
 class RequestWatch:
     """One request, from the moment when its body has come. See `appliance.gateway.engine.insight.Watched`."""
 
-    def __init__(self, watcher: Watcher, body: bytes, traffic: Traffic) -> None:
+    def __init__(
+        self, watcher: Watcher, body: bytes, traffic: Traffic, *, load_s: float = 0.0, loaded: str = ""
+    ) -> None:
+        """The request has waited `load_s` for its model, about which `loaded` says more."""
         served = watcher.served
         self._watcher = watcher
         self._traffic = traffic
-        self._began = time.monotonic()
+        self._load_s = load_s
+        self._loaded = loaded
+        self._watched = time.monotonic()
+        self._began = self._watched - load_s
         self._work_s = traffic.work_s
         self._arrivals = traffic.arrivals
         self._engine = watcher.engine
@@ -133,8 +139,8 @@ class RequestWatch:
 
     @property
     def _beside(self) -> float:
-        """Mean number of other requests since this one began."""
-        seconds = time.monotonic() - self._began
+        """Mean number of other requests since the model was there for this one."""
+        seconds = time.monotonic() - self._watched
         worked_s = self._traffic.work_s - self._work_s
         # This request itself is among the running ones, or was until just now.
         return max(0.0, worked_s / seconds - 1) if seconds > 0 else 0.0
@@ -160,7 +166,8 @@ class RequestWatch:
         return Facts(
             seconds=seconds,
             expected_s=expected_s,
-            held_s=row.waited_s if self._held_words else 0.0,
+            held_s=row.waited_s - self._load_s if self._held_words else 0.0,
+            load_s=self._load_s,
             lost_s=0.0 if row.tokens_cached is None else reference.prefill_s(cached, known),
             lost_by=lost_by,
             is_first_after_restart=engine.restarts > (before_last.restarts if before_last else 0),
@@ -183,6 +190,8 @@ class RequestWatch:
         """Say what the request waited for; None if it did not wait, or if that is unknown."""
         if not row.waited_s:
             return None
+        if self._load_s:
+            return f"the model was loaded: {self._loaded}"
         if self._held_words:
             return self._held_words
         return "other requests" if self._beside >= BESIDE else None

@@ -38,7 +38,7 @@ class Faulty:
         if part == self._part:
             raise self._error
 
-    def watch(self, body: bytes, traffic: Traffic) -> Faulty:
+    def watch(self, body: bytes, traffic: Traffic, *, load_s: float = 0.0, loaded: str = "") -> Faulty:
         self._reach("watch")
         return self
 

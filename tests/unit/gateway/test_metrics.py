@@ -37,7 +37,7 @@ class Known:
 
     receipts = "off"
 
-    def watch(self, body: bytes, traffic: Traffic) -> None:
+    def watch(self, body: bytes, traffic: Traffic, *, load_s: float = 0.0, loaded: str = "") -> None:
         return None
 
     def watts(self) -> float | None:

@@ -122,6 +122,7 @@ class Recorded:
     """A fleet and its gate that note what is asked of them."""
 
     is_loaded = waits = True
+    why = "beside others"
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, str | float | None]] = []

@@ -34,6 +34,7 @@ PLANTED = [
     (Cause.COLD_CACHE, {"lost_s": 2.5}),
     (Cause.RESTART, {"lost_s": 2.5, "lost_by": Cause.RESTART}),
     (Cause.RESTART, {"is_first_after_restart": True}),
+    (Cause.MODEL_LOAD, {"load_s": 2.5}),
     (Cause.TUNING, {"held_s": 2.5}),
     (Cause.TUNING, {"is_beside_tuning": True}),
 ]
