@@ -23,6 +23,8 @@ HERE = Path(__file__).parent / "browser"
 SCRIPT = ROOT / "images/builder/web_libraries.py"
 PAGES_BYTES_MAX = 100_000
 PACE = 2_000_000  # bytes per second of the fetch, until it was seen
+# What the page asks for, by the name of the file that it makes.
+SECOND = "cp -L /data/models/models--*/snapshots/*/*.gguf /data/models/second.gguf"
 KILL = "kill -9 $(grep -l llama-server /proc/[0-9]*/comm | cut -d/ -f3)"
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 # Set to a folder, the pictures are kept there: those in docs/pictures were made so.
@@ -70,7 +72,7 @@ def look(browser: str, stage: Stage, folder: Path) -> dict[str, Any]:
         *("--volume", f"{HERE / 'look.py'}:/look.py:ro", "--volume", f"{folder}:/pictures"),
         *(browser, "python3", "/look.py", stage.base, "/pictures"),
     ]
-    kill = folder / "kill"
+    wanted = {folder / "second": SECOND, folder / "kill": KILL}
     with (
         subprocess.Popen(
             argv, env={**os.environ, "KEY": stage.key()}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -78,11 +80,12 @@ def look(browser: str, stage: Stage, folder: Path) -> dict[str, Any]:
         ThreadPoolExecutor(1) as beside,
     ):
         told = beside.submit(looking.communicate, timeout=600)
-        wait_for(lambda: kill.exists() or told.done(), 600, stage.logs)
-        if kill.exists():
-            stage.run("/bin/sh", "-c", KILL)
+        for mark, words in wanted.items():
+            wait_for(lambda mark=mark: mark.exists() or told.done(), 600, stage.logs)
+            if mark.exists():
+                stage.run("/bin/sh", "-c", words)
         out, err = told.result()
-    for mark in (kill, folder / "hurry"):
+    for mark in (*wanted, folder / "hurry"):
         mark.unlink(missing_ok=True)
     assert looking.returncode == 0, f"{err[-3000:]}\n{stage.logs()[-2000:]}"
     found: dict[str, Any] = json.loads(out)
@@ -101,6 +104,16 @@ def test_a_fetch_shows_what_how_much_how_fast_and_how_long(seen: dict[str, Any])
     assert MODEL.name in words
     assert re.search(r"· about .+ left · \d+\.\d / 98\.4 MB, \d+\.\d MB/s", words), words
     assert 0 < float(words.split()[-1]) < 1, "the bar"
+
+
+def test_another_model_that_comes_is_shown_loaded_and_unloaded(seen: dict[str, Any]) -> None:
+    found = seen["models"]
+    assert not found["was_shown"], "one model needs no list"
+    assert "not loaded" in found["before"] or "asleep" in found["before"]
+    assert "ready" in found["loaded"]
+    assert "GiB" in found["loaded"]
+    assert "beside" in found["loaded"]
+    assert "asleep" in found["after"]
 
 
 def test_an_error_shows_its_code_and_what_to_do(seen: dict[str, Any]) -> None:

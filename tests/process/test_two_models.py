@@ -139,7 +139,8 @@ async def _is_ready(front: Front, tasks: Sequence[asyncio.Task[None]]) -> bool:
     for task in tasks:
         if task.done():
             task.result()
-    return (await front.ask("GET", "/health/ready"))[0] == 200
+    _, listed = await front.ask("GET", "/v1/models")
+    return [model["state"] for model in listed.get("data", ())] == ["ready", "ready"]
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ class SlotMember:
         on_lost: Callable[[str, FatalError], None],
     ) -> None:
         self.slot = slot
-        self.name = slot.name
+        self.name = slot.fleet_name
         self.is_pinned = is_pinned
         self.cached_tokens = 0  # of the last request: about what its cache holds
         self._backend = backend

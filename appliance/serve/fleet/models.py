@@ -65,9 +65,12 @@ class Models:
         own, entry = settings.first_model()
         models = cls(open_slot(own, environment, report.for_slot()), settings, report)
         first = models.slots[0]
+        first.fleet_name = first.name
         first.more_names = entry.aliases if entry else ()
-        first.beside = partial(models._beside, first.name)
-        models._named[first.name] = Named(name=first.name, settings=own, is_pinned=bool(entry and entry.is_pinned))
+        first.beside = partial(models._beside, first.fleet_name)
+        models._named[first.fleet_name] = Named(
+            name=first.fleet_name, settings=own, is_pinned=bool(entry and entry.is_pinned)
+        )
         for named in of_file(settings, first.contents):
             models._take(named)
         try:
@@ -105,8 +108,8 @@ class Models:
         for slot in self.slots:
             self._add_member(slot)
         for slot in self.slots:
-            if slot is self.slots[0] or self._named[slot.name].is_pinned:
-                self._fleet.want(slot.name)
+            if slot is self.slots[0] or self._named[slot.fleet_name].is_pinned:
+                self._fleet.want(slot.fleet_name)
         running = [asyncio.create_task(self._fleet.run(), name="fleet"), asyncio.create_task(self._watch_volume())]
         try:
             while True:
@@ -122,11 +125,11 @@ class Models:
             await asyncio.gather(*(member.end() for member in self._members.values()), return_exceptions=True)
 
     def gate(self, slot: ModelSlot) -> SlotGate:
-        return SlotGate(slot.name, self._fleet, self._settings.load_wait_s, is_first=slot is self.slots[0])
+        return SlotGate(slot.fleet_name, self._fleet, self._settings.load_wait_s, is_first=slot is self.slots[0])
 
     def document(self) -> dict[str, Any]:
         found = self._fleet.document()
-        states = {slot.name: str(slot.state) for slot in self.slots}
+        states = {slot.fleet_name: str(slot.state) for slot in self.slots}
         models = [{**row, "state": states.get(row["name"], "")} for row in found["models"]]
         others = {place: round(mib) for place, mib in self._lock.of_others().items()}
         return {**found, "models": models, "other_containers_mib": others}
@@ -139,29 +142,31 @@ class Models:
 
     def _take(self, named: Named) -> ModelSlot:
         slot = slot_of(named, self.slots[0], len(self.slots))
+        slot.fleet_name = named.name
         slot.report.phase(Phase.ASLEEP)
-        slot.beside = partial(self._beside, slot.name)
-        self._named[slot.name] = named
+        slot.beside = partial(self._beside, slot.fleet_name)
+        self._named[slot.fleet_name] = named
         self.slots.append(slot)
         return slot
 
     def _add_member(self, slot: ModelSlot) -> None:
-        backend = self._roster.named(slot.name) if self._roster else None
+        backend = self._roster.named(slot.fleet_name) if self._roster else None
         if backend is None:
-            message = f"the gateway does not know the model {slot.name}"
+            message = f"the gateway does not know the model {slot.fleet_name}"
             raise RuntimeError(message)
         member = SlotMember(
             slot,
             backend,
-            is_pinned=self._named[slot.name].is_pinned,
+            is_pinned=self._named[slot.fleet_name].is_pinned,
             beside=self._hardware_beside,
             on_lost=self._fleet.lost,
         )
-        self._members[slot.name] = member
+        self._members[slot.fleet_name] = member
         self._fleet.add(member)
 
     def _note(self, row: FinishedRequest) -> None:
-        if (member := self._members.get(row.model)) is not None and row.tokens_in:
+        member = next((each for each in self._members.values() if each.slot.name == row.model), None)
+        if member is not None and row.tokens_in:
             member.cached_tokens = row.tokens_in + (row.tokens_out or 0)
 
     # What is free for a model
@@ -209,10 +214,10 @@ class Models:
                 found = find_model(slot)
                 if isinstance(found, ServedModel):
                     slot.take(found)
-                    estimates[slot.name] = _estimate(found, hardware)
+                    estimates[slot.fleet_name] = _estimate(found, hardware)
             except FatalError as error:
                 hint = f"; {error.hint}" if error.hint else ""
-                words = f"{slot.name} cannot be served as it is: {error.message}{hint}"
+                words = f"{slot.fleet_name} cannot be served as it is: {error.message}{hint}"
                 self._report.warning("model_unusable", words)
         pinned = {name: mib for name, mib in estimates.items() if self._named[name].is_pinned}
         self._refuse_pinned(hardware, first.served, pinned)
@@ -225,8 +230,8 @@ class Models:
     def _refuse_pinned(self, hardware: Hardware, first: ServedModel, pinned: Mapping[str, Places]) -> None:
         """Raise ConfigError (10) if the models that have to stay loaded do not fit together."""
         everything = {**pinned}
-        if self._named[self.slots[0].name].is_pinned:
-            everything[self.slots[0].name] = _estimate(first, hardware)
+        if self._named[self.slots[0].fleet_name].is_pinned:
+            everything[self.slots[0].fleet_name] = _estimate(first, hardware)
         wanted, free = added(*everything.values()), free_on(hardware)
         over = {place: mib for place, mib in wanted.items() if mib > free.get(place, 0.0)}
         if len(everything) > 1 and over:
@@ -243,7 +248,7 @@ class Models:
 
         A start that measures first takes minutes, in which another container may serve: it goes without.
         """
-        if self._measures_first and not self._fleet.was_loaded(self.slots[0].name):
+        if self._measures_first and not self._fleet.was_loaded(self.slots[0].fleet_name):
             yield
             return
         if self._lock_of_start is None:
@@ -275,7 +280,7 @@ class Models:
     async def _watch_volume(self) -> None:
         while True:
             folders = await asyncio.to_thread(self._folder_times)
-            if folders != self._seen and self._fleet.was_loaded(self.slots[0].name):
+            if folders != self._seen and self._fleet.was_loaded(self.slots[0].fleet_name):
                 self._seen = folders
                 await self._look(is_due=True)
             await asyncio.sleep(LOOK_EVERY_S)
@@ -290,7 +295,9 @@ class Models:
         """Look for models that have come to the volume; at most every FRESH_S seconds, unless `is_due`."""
         loop = asyncio.get_running_loop()
         async with self._looking:
-            if self._roster is None or not (is_due or loop.time() - self._looked_at >= FRESH_S):
+            if self._roster is None or not self._fleet.was_loaded(self.slots[0].fleet_name):
+                return  # the first model may be on its way to the volume
+            if not (is_due or loop.time() - self._looked_at >= FRESH_S):
                 return
             self._looked_at = loop.time()
             first = self.slots[0]
@@ -300,7 +307,7 @@ class Models:
                 self._welcome(named)
 
     def _path_of(self, slot: ModelSlot) -> Path | None:
-        return slot.served.inputs.model.path if slot.served else self._named[slot.name].path
+        return slot.served.inputs.model.path if slot.served else self._named[slot.fleet_name].path
 
     def _welcome(self, named: Named) -> None:
         if self._roster is None:

@@ -56,6 +56,7 @@ class ModelSlot:
         self.socket_path = socket_paths(contents.settings.runtime_dir, number)[0]
         self.pending: Pending | None = None
         self.served: ServedModel | None = None
+        self.fleet_name = ""  # its name in the fleet and in the gateway's list, which a fetch does not change
         self.more_names: tuple[str, ...] = ()  # further names that clients may use
         self.size_bytes: int | None = None  # of its files, if known before the model is opened
         self.beside: Beside = lambda hardware: hardware

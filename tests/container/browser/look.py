@@ -2,7 +2,8 @@
 
 python3 look.py ADDRESS FOLDER     with the API key in KEY; pictures are written into FOLDER
 
-Makes a file FOLDER/hurry when it has seen the model being fetched, and FOLDER/kill when the engine has to die.
+Makes a file FOLDER/hurry when it has seen the model being fetched, FOLDER/second when another model has to come, and
+FOLDER/kill when the engine has to die.
 """
 
 from __future__ import annotations
@@ -161,6 +162,31 @@ def fetch_shown(page: Page) -> str:
     """Return the words beside the bar and the bar's value, once both tell of a rate; empty before that."""
     words, value = page.inner_text("#now .phase"), page.get_attribute("#now progress", "value")
     return f"{words} {value}" if "MB/s" in words and float(value or 0) > 0.02 else ""
+
+
+def models(looker: Looker) -> dict[str, Any]:
+    """Watch another model come, load it and unload it."""
+    with looker.page() as page:
+        page.goto(f"{looker.address}/")
+        page.wait_for_selector("#requests tbody tr")
+        was_shown = page.query_selector("#models") is not None
+        (looker.folder / "second").touch()
+        row = "#models tr:has(th:has-text('second'))"
+        page.wait_for_selector(row)
+        before = page.inner_text(row)
+        page.click(f"{row} button")
+        page.wait_for_selector(f"{row} .pill.ready")
+        loaded = page.inner_text(row)
+        looker.examine(page, "models")
+        page.locator("#models").scroll_into_view_if_needed()
+        looker.picture(page, "dashboard-models")
+        page.click(f"{row} a")
+        page.wait_for_selector("#now .pill")
+        until(page, "document.querySelector('header .model').textContent === 'second'")
+        page.wait_for_selector("#why tbody tr")
+        page.click(f"{row} button")
+        page.wait_for_selector(f"{row} .pill:not(.ready)")
+        return {"was_shown": was_shown, "before": before, "loaded": loaded, "after": page.inner_text(row)}
 
 
 def error(looker: Looker) -> dict[str, Any]:
@@ -361,6 +387,7 @@ def main() -> int:
         seen = {"start": first_start(looker), "chat": chat(looker), "dashboard": dashboard(looker)}
         seen["planted"] = planted(looker)
         seen["foreign"] = foreign_page(looker)
+        seen["models"] = models(looker)
         seen["error"] = error(looker)
         browser.close()
     print(

@@ -211,7 +211,8 @@ function App() {
         <${Settings} found=${found} onChange=${(next) => (keepSettings(next), setFound(next))} />
       </${Sidebar}>
       <main>
-        ${models && !SERVES.has(chosen?.state) && html`<p class="banner" role="status">${t("notReady", clean(chosen?.state ?? "–"))}</p>`}
+        ${chosen?.state === "asleep" && html`<p class="muted" role="status">${t("loadsFirst")}</p>`}
+        ${models && chosen?.state !== "asleep" && !SERVES.has(chosen?.state) && html`<p class="banner" role="status">${t("notReady", clean(chosen?.state ?? "–"))}</p>`}
         <div class="messages" role="log" aria-label=${t("chat")} aria-busy=${isBusy}>
           ${messages.length === 0 && html`<p class="muted">${t("kept")}</p>`}
           ${messages.map((message, at) =>

@@ -3,6 +3,7 @@
 import { h, render } from "./preact.module.js";
 import { useEffect, useState } from "./hooks.module.js";
 import { Curve } from "./curve.js";
+import { Models } from "./fleet.js";
 import { clean, clock, count, gib, seconds, share, speed, word } from "./format.js";
 import { html, Login, post } from "./session.js";
 import { watch } from "./stream.js";
@@ -287,6 +288,7 @@ function App() {
     ${state.now &&
     html`<main class="dashboard">
       <${Now} state=${state} /><${Why} state=${state} /><${CurveView} state=${state} />
+      ${state.fleet?.models.length > 1 && html`<${Models} fleet=${state.fleet} model=${state.now.model} />`}
       <${Requests} state=${state} /><${Machine} state=${state} />
     </main>`}`;
 }

@@ -2,8 +2,9 @@
 
 import { statusOf } from "./session.js";
 
-const PATH = "/appliance/v1/events";
-const NAMES = ["now", "status", "plan", "profile", "tuning", "hardware", "log", "doctor", "requests", "request"];
+const MODEL = new URLSearchParams(location.search).get("model");
+const PATH = `/appliance/v1/events${MODEL ? `?model=${encodeURIComponent(MODEL)}` : ""}`;
+const NAMES = ["now", "status", "plan", "profile", "tuning", "hardware", "log", "doctor", "fleet", "requests", "request"];
 // Until the next try: longer each time, and not the same for all pages of a server that was restarted.
 const AGAIN_MS = [1000, 2000, 4000, 8000, 15000];
 
