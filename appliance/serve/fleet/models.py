@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
-from appliance.fleet.fleet import Fleet, LoadWaitError
+from appliance.fleet.fleet import Fleet, FleetEndedError, LoadWaitError
 from appliance.plan.plan import SMALLEST_CONTEXT, SPEED_KEPT
 from appliance.probe import Hardware
 from appliance.race import first_of
@@ -337,7 +337,7 @@ class SlotGate:
 
     @asynccontextmanager
     async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[None]:
-        from appliance.gateway.wire.api_error import load_failed, load_waits  # here: no start needs it
+        from appliance.gateway.wire.api_error import load_failed, load_waits, shutting_down  # here: no start needs it
 
         async with AsyncExitStack() as stack:
             try:
@@ -346,6 +346,8 @@ class SlotGate:
                 )
             except LoadWaitError as error:
                 raise load_waits(str(error), error.about_s) from None
+            except FleetEndedError:
+                raise shutting_down() from None
             except FatalError as error:
                 told = f"{error.message}; {error.hint}" if error.hint else error.message
                 raise load_failed(self._name, told, error.exit_code) from error
