@@ -20,7 +20,7 @@ from appliance.race import first_of
 from appliance.serve.engine.choose_plan import start_from_profile
 from appliance.serve.fleet.catalogue import Named, first_settings, of_file, on_volume, slot_of
 from appliance.serve.fleet.member import SlotMember
-from appliance.serve.fleet.memory import HOST, added, free_on, less, needed_by
+from appliance.serve.fleet.memory import HOST, added, beside_containers, free_on, less, needed_by
 from appliance.serve.fleet.volume_lock import VolumeLock
 from appliance.serve.gateway.listen import backend_of
 from appliance.serve.gateway.slot import ModelSlot
@@ -174,10 +174,7 @@ class Models:
         others = self._lock.of_others()
         if not held and not others and not (self._reserved.keys() - {name}):
             return hardware
-        if others:
-            memory = hardware.memory
-            left_mib = max(0, round(memory.available_mib - others.get(HOST, 0.0)))
-            hardware = replace(hardware, memory=replace(memory, available_mib=left_mib))
+        hardware = beside_containers(hardware, others)
         unseen = {HOST: sum(self._unseen_mib(each, places) for each, places in held.items())}
         kept = (mib for each, mib in self._reserved.items() if each != name and each not in held)
         return less(hardware, added(unseen, *kept))
