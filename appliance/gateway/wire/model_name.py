@@ -43,17 +43,14 @@ def without_fields(body: bytes, names: frozenset[str]) -> tuple[bytes, dict[str,
         return body, {}
     if not found:
         return body, {}
-    # Cut out, not written anew: what is wrong elsewhere in the body is for the engine to report.
-    pieces, at = [], 0
+    # Cut out, not written anew: what is wrong elsewhere in the body is for the engine to report. A field goes with the
+    # comma before it, the first ones with the comma after them.
+    pieces = [text[: fields[0].key_begin]]
     for number, field in enumerate(fields):
         if field.key not in names:
-            continue
-        kept_before = number and at < fields[number - 1].end
-        is_last = number + 1 == len(fields)
-        begin = fields[number - 1].end if is_last and kept_before else max(at, field.key_begin)
-        pieces.append(text[at:begin])
-        at = field.end if is_last else fields[number + 1].key_begin
-    return "".join((*pieces, text[at:])).encode(), found
+            begin = fields[number - 1].end if len(pieces) > 1 else field.key_begin
+            pieces.append(text[begin : field.end])
+    return "".join((*pieces, text[fields[-1].end :])).encode(), found
 
 
 def with_model(body: bytes, content_type: bytes, name: str) -> bytes:
