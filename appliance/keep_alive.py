@@ -18,7 +18,10 @@ def parse_keep_alive(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         message = "is neither a number of seconds nor a duration"
         raise ValueError(message)
-    seconds = _seconds(value.strip().casefold()) if isinstance(value, str) else float(value)
+    try:
+        seconds = _seconds(value.strip().casefold()) if isinstance(value, str) else float(value)
+    except OverflowError:  # JSON has integers of any length
+        return FOREVER
     if math.isnan(seconds):
         message = "is no number"
         raise ValueError(message)

@@ -163,9 +163,9 @@ class Coordinator:
     def _bring(self, name: str) -> bool:
         """Return True if the model is loaded or refused, False if it has to wait."""
         match admit(name, self.loads.variants[name], self._residents(), self._free()):
-            case Wait(names=names):
+            case Wait(victims=victims):
                 self.counts.waits += 1
-                self.awaited = frozenset(names)
+                self.awaited = frozenset(victims)
                 return False
             case Refuse():
                 self.counts.refused += sum(each[0] == name for each in self.waiting)

@@ -67,10 +67,15 @@ class Evict:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Ask again when one of the models that are named has answered."""
+    """Ask again when one of the models that are named has answered.
+
+    `victims` are those and the idle ones that have to go with them. None of them may take new requests for long: with
+    two that answer by turns, the wait has no end.
+    """
 
     reason: str
     names: tuple[str, ...]
+    victims: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +132,7 @@ def _make_room(
         if victims is not None:
             awaited = tuple(each for each in victims if each in answering)
             reason = f"{name} ({variant.key}) fits when an answer has ended: {', '.join(awaited)}"
-            return Wait(reason=reason, names=awaited)
+            return Wait(reason=reason, names=awaited, victims=victims)
     return None
 
 

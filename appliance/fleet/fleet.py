@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -23,8 +24,13 @@ REFUSALS_MAX = 3
 FAILED_S = 5.0  # so long after a failed load, requests get its error without another load
 TELL_EVERY_S = 5.0  # proxies and clients give up after 30 s of silence at the earliest
 EVENTS_KEPT = 20
+TRACEBACK_LINES = 40  # of an unforeseen error, in the log
 
 Tell = Callable[[str], Awaitable[None]]
+
+
+class FleetEndedError(Exception):
+    """Raised for a request whose model is not loaded any more, since everything stops."""
 
 
 class LoadWaitError(Exception):
@@ -43,8 +49,8 @@ class _Wish:
         self.waiters: set[asyncio.Future[None]] = set()
         self.is_explicit = False  # a client asked for the load itself, and does not wait for it
         self.is_prepared = False
-        self.preparing: asyncio.Task[None] | None = None
-        self.waits_for: tuple[str, ...] = ()
+        self.waits_for: tuple[str, ...] = ()  # models that answer; once one of them is idle, it is decided anew
+        self.needs_gone: frozenset[str] = frozenset()  # these, and idle ones that have to go with them
         self.reason = ""
         self.asked_at = float("-inf")
         self.refusals = 0  # loads that found less memory than the decision before them
@@ -66,6 +72,8 @@ class _State:
         self.keep_alive_s = member.keep_alive_s
         self.history = UseHistory()
         self.wish: _Wish | None = None
+        self.preparing: asyncio.Task[None] | None = None  # it may outlive its wish until its cancellation has ended
+        self.is_preparing_given_up = False
         self.is_unwanted = False  # a client asked to unload it
         self.failure: tuple[float, FatalError] | None = None
         self.loads = self.evictions = 0
@@ -98,6 +106,7 @@ class Fleet:
         self._states: dict[str, _State] = {}
         self._changed = asyncio.Event()
         self._lost_first: FatalError | None = None
+        self._has_ended = False
         self._free: Places = {}
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
 
@@ -141,7 +150,8 @@ class Fleet:
         """Wait until the model is loaded, and keep it loaded while the block runs.
 
         With `tell`, the wait has no limit, and `tell` gets the reason every few seconds; else LoadWaitError is raised
-        after `wait_s`. Raises the FatalError of a load that failed. Cancelled, the wish is withdrawn.
+        after `wait_s`. Raises the FatalError of a load that failed, and FleetEndedError once `run` has ended.
+        Cancelled, the wish is withdrawn.
         """
         state = self._states[name]
         state.history.note(self._clock())
@@ -162,10 +172,14 @@ class Fleet:
             self._wake()
 
     def unload(self, name: str) -> None:
-        """Unload this model after its running answers, and forget a wish that no request waits for."""
+        """Unload this model after its running answers, and forget a wish that no request waits for.
+
+        The first model's start is not given up: requests for it do not wait before, so nobody could wish for it again.
+        """
         state = self._states[name]
-        state.is_unwanted = state.is_loaded or state.is_loading
-        if state.wish is not None:
+        starts = self._is_starting(state) and state.wish is not None
+        state.is_unwanted = state.is_loaded or state.is_loading or starts
+        if state.wish is not None and not starts:
             state.wish.is_explicit = False
             self._withdraw_if_unwanted(state)
         self._wake()
@@ -191,7 +205,10 @@ class Fleet:
                 if wait_s > 0:
                     await first_of(self._changed.wait(), timeout_s=None if wait_s == FOREVER else wait_s)
         finally:
-            tasks = [state.wish.preparing for state in self._states.values() if state.wish and state.wish.preparing]
+            self._has_ended = True
+            for state in self._states.values():
+                self._end_wish(state, FleetEndedError("nothing is loaded any more"))
+            tasks = [state.preparing for state in self._states.values() if state.preparing]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -239,8 +256,12 @@ class Fleet:
         if state.is_loaded and not self._is_over(state):
             state.leases += 1
             return
+        if self._has_ended:
+            message = "nothing is loaded any more"
+            raise FleetEndedError(message)
         if state.failure is not None and self._clock() - state.failure[0] < FAILED_S:
-            raise state.failure[1]
+            # Each raise adds to the traceback, whose frames hold the bodies of requests.
+            raise state.failure[1].with_traceback(None)
         wish = self._wish_of(state)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wish.waiters.add(waiter)
@@ -274,7 +295,7 @@ class Fleet:
         """True if a loaded model takes no new requests: another waits for its memory, or it is to be unloaded."""
         name, now = state.member.name, self._clock()
         return state.is_unwanted or any(
-            name in other.wish.waits_for and now - other.wish.arrived_at >= self._turn_s
+            name in other.wish.needs_gone and now - other.wish.arrived_at >= self._turn_s
             for other in self._states.values()
             if other.wish is not None
         )
@@ -289,8 +310,9 @@ class Fleet:
         wish = state.wish
         if wish is None or wish.is_wanted or state.is_loading:
             return
-        if wish.preparing is not None:
-            wish.preparing.cancel()
+        if state.preparing is not None and not wish.is_prepared:
+            state.is_preparing_given_up = True
+            state.preparing.cancel()
         state.wish = None
         self._on_change()
         self._wake()
@@ -309,14 +331,25 @@ class Fleet:
                 waiter.set_result(None)
         self._on_change()
 
-    def _fail(self, state: _State, error: FatalError) -> None:
-        wish, state.wish = state.wish, None
+    def _fail(self, state: _State, error: Exception) -> None:
+        """Tell all who wait for the model that it cannot be loaded. An error that is no FatalError is a bug, or a file
+        or process that went away at the wrong moment: no reason to end the other models."""
+        if not isinstance(error, FatalError):
+            words = f"{state.member.name} failed in an unforeseen way: {type(error).__name__}: {error}"
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            self._report.error("model_bug", words, log=lines[-TRACEBACK_LINES:])
+            error = FatalError(words, hint="the log has the details")
         state.failure = (self._clock(), error)
         self._say("model_not_loaded", f"{state.member.name} cannot be loaded: {error.message}")
+        self._end_wish(state, error)
+        self._on_change()
+
+    @staticmethod
+    def _end_wish(state: _State, error: Exception) -> None:
+        wish, state.wish = state.wish, None
         for waiter in wish.waiters if wish else ():
             if not waiter.done():
                 waiter.set_exception(error)
-        self._on_change()
 
     async def _step(self) -> float:
         """Do at most one thing; returns after how many seconds to look again, 0 after something was done."""
@@ -350,21 +383,32 @@ class Fleet:
         """Begin to prepare the model if that was not done; True once it is done."""
         if wish.is_prepared or state.is_loaded:
             return True
-        if wish.preparing is None:
-            wish.preparing = asyncio.create_task(state.member.prepare(), name=f"preparing {state.member.name}")
-            wish.preparing.add_done_callback(lambda _task: self._wake())
+        task = state.preparing
+        if task is None:
+            self._prepare(state)
             return False
-        if not wish.preparing.done():
+        if not task.done():
             return False
-        if wish.preparing.cancelled():
+        was_given_up, state.preparing, state.is_preparing_given_up = state.is_preparing_given_up, None, False
+        error = _error_of(task)
+        if error is not None and was_given_up:  # of an earlier wish
+            self._prepare(state)
             return False
-        error = wish.preparing.exception()
-        if isinstance(error, FatalError) and not (state is self._first and not state.loads):
+        if error is not None:
+            if self._is_starting(state):
+                raise error  # the start fails
             self._fail(state, error)
             return False
-        wish.preparing.result()
         wish.is_prepared = True
         return True
+
+    def _prepare(self, state: _State) -> None:
+        state.preparing = asyncio.create_task(state.member.prepare(), name=f"preparing {state.member.name}")
+        state.preparing.add_done_callback(lambda _task: self._wake())
+
+    def _is_starting(self, state: _State) -> bool:
+        """True for the first model before its first load, whose failure ends everything."""
+        return state is self._first and not state.loads
 
     def _why_unload(self, state: _State) -> str | None:
         if not state.is_loaded or state.leases:
@@ -397,14 +441,16 @@ class Fleet:
         try:
             async with self._lock():
                 return await self._decided(state, wish, may_evict=may_evict)
-        except FatalError as error:
-            if state is self._first and not state.loads:
+        except Exception as error:  # a bug in one model is told to its clients, and ends no other
+            if self._is_starting(state):
                 raise  # the start fails
             self._fail(state, error)
             return True
 
     async def _decided(self, state: _State, wish: _Wish, *, may_evict: bool) -> bool:
         name = state.member.name
+        if state.wish is not wish:  # its clients left while another container had the lock
+            return True
         if not self.loaded:
             await self._load(state, wish, "nothing else is loaded")
             return True
@@ -420,11 +466,14 @@ class Fleet:
             raise ModelDoesNotFitError(decision.reason, hint="set a smaller ctx_size for it, or unpin another model")
         if isinstance(decision, Wait):
             wish.waits_for, wish.reason = decision.names, decision.reason
+            wish.needs_gone = frozenset(decision.victims)
             return False
         if isinstance(decision, Evict):
             if not may_evict:
                 return False
             await self._evict(decision, name)
+            if state.wish is not wish:  # its clients left while the engines of the victims were stopped
+                return True
         beside = ", ".join(each for each in self.loaded if each != name)
         try:
             await self._load(state, wish, f"beside {beside}" if beside else "nothing else is loaded")
@@ -448,22 +497,25 @@ class Fleet:
 
     async def _load(self, state: _State, wish: _Wish, why: str) -> None:
         name, began = state.member.name, self._clock()
-        state.is_loading, state.is_unwanted = True, False
+        state.is_loading = True
+        state.is_unwanted = state.is_unwanted and self._is_starting(state)
         self._on_change()
         loading = asyncio.create_task(state.member.load(), name=f"loading {name}")
         try:
-            await self._until_loaded(loading, state, wish)
+            is_given_up = await self._until_loaded(loading, state, wish)
         finally:
             state.is_loading = False
             if not loading.done():
                 loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-        if loading.cancelled():
-            if state.wish is wish:
-                state.wish = None
+        error = _error_of(loading)
+        if loading.cancelled() and is_given_up:
+            state.is_unwanted = False
+            self._withdraw_if_unwanted(state)  # unless a client asked for it while its engine was stopped
             self._on_change()
             return
-        loading.result()
+        if error is not None:
+            raise error
         state.is_loaded, state.failure, state.sent_away_for = True, None, None
         state.loads += 1
         state.load_seconds += self._clock() - began
@@ -474,15 +526,18 @@ class Fleet:
         self._say("model_loaded", f"{name} is loaded: {why}")
         self._grant(state)
 
-    async def _until_loaded(self, loading: asyncio.Task[None], state: _State, wish: _Wish) -> None:
-        """Wait for the load. If nobody wants it any more while others wait, it is cancelled."""
+    async def _until_loaded(self, loading: asyncio.Task[None], state: _State, wish: _Wish) -> bool:
+        """Wait for the load. If nobody wants it any more, and others wait or a client asked to unload it, it is
+        cancelled; returns True then."""
+        is_given_up = False
         while not loading.done():
             await first_of(asyncio.shield(loading), self._changed.wait())
             self._changed.clear()
             others = any(other.wish is not None and other is not state for other in self._states.values())
-            if not wish.is_wanted and others and not loading.done():
-                loading.cancel()
+            if not wish.is_wanted and (others or state.is_unwanted) and not loading.done():
+                is_given_up = loading.cancel()
                 await asyncio.wait((loading,))
+        return is_given_up
 
     async def _unload(self, state: _State, why: str) -> None:
         name = state.member.name
@@ -491,7 +546,10 @@ class Fleet:
         self._say("model_unloaded", f"{name} is unloaded: {why}")
         self._on_change()
         state.keep_alive_s = state.member.keep_alive_s
-        await state.member.unload()
+        try:
+            await state.member.unload()
+        except Exception as error:  # the next look at free memory shows whether it still holds any
+            self._report.error("not_stopped", f"the engine of {name} may be left: {type(error).__name__}: {error}")
 
     def _residents(self) -> list[Resident]:
         now = self._clock()
@@ -511,7 +569,7 @@ class Fleet:
 
     def _sentence(self, name: str, wish: _Wish) -> str:
         state = self._states[name]
-        if state.is_loading or (wish.preparing is not None and not wish.is_prepared):
+        if state.is_loading or (state.preparing is not None and not wish.is_prepared):
             return state.member.progress
         loading = next((each.member.name for each in self._states.values() if each.is_loading), None)
         return wish.reason or (f"{name} waits until {loading} is loaded" if loading else f"{name} waits to be loaded")
@@ -522,3 +580,13 @@ class Fleet:
 
     def _wake(self) -> None:
         self._changed.set()
+
+
+def _error_of(task: asyncio.Task[None]) -> Exception | None:
+    """Return why a task that is done has failed; None if it has not. Raises KeyboardInterrupt and the like."""
+    if task.cancelled():
+        return FatalError("it was cancelled from within")
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    return error

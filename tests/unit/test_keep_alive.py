@@ -52,3 +52,8 @@ def test_text_from_clients_is_seconds_or_refused(text: str) -> None:
 
 def test_it_is_shown_in_words() -> None:
     assert [shown(seconds) for seconds in (FOREVER, 300.0, 90.0, 0.0)] == ["for ever", "5 min", "90 s", "0 s"]
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_an_integer_beyond_every_float_is_for_ever(value: int) -> None:
+    assert parse_keep_alive(value) == FOREVER

@@ -122,7 +122,7 @@ def load_waits(detail: str, seconds: float) -> ApiError:
 
 def load_failed(name: str, detail: str, exit_code: int) -> ApiError:
     """Return the error for a model that could not be loaded. A retry cannot help if model or settings are at fault."""
-    status = 503 if exit_code in (32, 41, 42, 43, 45, 50) else 400
+    status = 503 if exit_code in (1, 32, 41, 42, 43, 45, 50) else 400
     kind = "service_unavailable" if status == 503 else "invalid_request_error"
     headers = (_retry(RETRY_LATER_S),) if status == 503 else ()
     return ApiError(

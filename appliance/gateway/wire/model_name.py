@@ -43,20 +43,14 @@ def without_fields(body: bytes, names: frozenset[str]) -> tuple[bytes, dict[str,
         return body, {}
     if not found:
         return body, {}
-    # Cut out, not written anew: what is wrong elsewhere in the body is for the engine to report.
-    pieces, at = [], 0
-    kept = [field for field in fields if field.key not in names]
-    last_kept = kept[-1].end if kept else fields[0].key_begin
-    for field, after in zip(fields, (*fields[1:], None), strict=True):
+    # Cut out, not written anew: what is wrong elsewhere in the body is for the engine to report. A field goes with the
+    # comma before it, the first ones with the comma after them.
+    pieces = [text[: fields[0].key_begin]]
+    for number, field in enumerate(fields):
         if field.key not in names:
-            continue
-        if field.end > last_kept:  # none that stays follows: the comma before goes, too
-            pieces.append(text[at:last_kept])
-            at = fields[-1].end
-            break
-        pieces.append(text[at : field.key_begin])
-        at = after.key_begin if after else field.end
-    return "".join((*pieces, text[at:])).encode(), found
+            begin = fields[number - 1].end if len(pieces) > 1 else field.key_begin
+            pieces.append(text[begin : field.end])
+    return "".join((*pieces, text[fields[-1].end :])).encode(), found
 
 
 def with_model(body: bytes, content_type: bytes, name: str) -> bytes:

@@ -82,6 +82,18 @@ def less(hardware: Hardware, taken: Mapping[str, float]) -> Hardware:
     return replace(hardware, memory=usable, gpus=replace(hardware.gpus, gpus=cards))
 
 
+def beside_containers(hardware: Hardware, claimed: Mapping[str, float]) -> Hardware:
+    """Return the hardware with less host memory free, by what models of other containers may still grow into, MiB.
+
+    A claim of more than the machine has is no figure of a model, and must not stop this start: it is passed over.
+    """
+    memory = hardware.memory
+    mib = claimed.get(HOST, 0.0)
+    if not 0 < mib <= memory.total_mib:
+        return hardware
+    return replace(hardware, memory=replace(memory, available_mib=max(0, round(memory.available_mib - mib))))
+
+
 def _within(mib: float, total_mib: int | None) -> int:
     return max(0, round(mib if total_mib is None else min(mib, total_mib)))
 

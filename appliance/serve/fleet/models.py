@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
-from appliance.fleet.fleet import Fleet, LoadWaitError
+from appliance.fleet.fleet import Fleet, FleetEndedError, LoadWaitError
 from appliance.plan.plan import SMALLEST_CONTEXT, SPEED_KEPT
 from appliance.probe import Hardware
 from appliance.race import first_of
 from appliance.serve.engine.choose_plan import start_from_profile
 from appliance.serve.fleet.catalogue import Named, of_file, on_volume, slot_of
 from appliance.serve.fleet.member import SlotMember
-from appliance.serve.fleet.memory import HOST, added, free_on, less, needed_by
+from appliance.serve.fleet.memory import HOST, added, beside_containers, free_on, less, needed_by
 from appliance.serve.fleet.volume_lock import VolumeLock
 from appliance.serve.gateway.listen import backend_of
 from appliance.serve.gateway.slot import ModelSlot
@@ -179,10 +179,7 @@ class Models:
         others = self._lock.of_others()
         if not held and not others and not (self._reserved.keys() - {name}):
             return hardware
-        if others:
-            memory = hardware.memory
-            left_mib = max(0, round(memory.available_mib - others.get(HOST, 0.0)))
-            hardware = replace(hardware, memory=replace(memory, available_mib=left_mib))
+        hardware = beside_containers(hardware, others)
         unseen = {HOST: sum(self._unseen_mib(each, places) for each, places in held.items())}
         kept = (mib for each, mib in self._reserved.items() if each != name and each not in held)
         return less(hardware, added(unseen, *kept))
@@ -347,7 +344,7 @@ class SlotGate:
 
     @asynccontextmanager
     async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[None]:
-        from appliance.gateway.wire.api_error import load_failed, load_waits  # here: no start needs it
+        from appliance.gateway.wire.api_error import load_failed, load_waits, shutting_down  # here: no start needs it
 
         async with AsyncExitStack() as stack:
             try:
@@ -356,6 +353,8 @@ class SlotGate:
                 )
             except LoadWaitError as error:
                 raise load_waits(str(error), error.about_s) from None
+            except FleetEndedError:
+                raise shutting_down() from None
             except FatalError as error:
                 told = f"{error.message}; {error.hint}" if error.hint else error.message
                 raise load_failed(self._name, told, error.exit_code) from error

@@ -8,12 +8,15 @@ down what its models hold.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
 import secrets
+import stat
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from math import inf
 from pathlib import Path
 
 from appliance.console.report import Report
@@ -21,6 +24,8 @@ from appliance.console.report import Report
 TRY_EVERY_S = 0.2
 TELL_AFTER_S = 2.0
 _FILE_BYTES_MAX = 2**16
+# Without O_NONBLOCK a named pipe in the folder would keep a start waiting for ever.
+_PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class VolumeLock:
@@ -38,10 +43,14 @@ class VolumeLock:
         """Take the lock without waiting; returns its handle, or None if another container has it. -1 stands for a
         volume without locks."""
         try:
-            self._folder.mkdir(exist_ok=True)
-            handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | _PLAIN, 0o660)
         except OSError as error:
             self._tell(error)
+            return -1
+        if not _is_file(handle):
+            os.close(handle)
+            self._tell(OSError(errno.EINVAL, "what is called `lock` is no file"))
             return -1
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,14 +88,27 @@ class VolumeLock:
         look at free memory shows."""
         try:
             if self._entry is None:
-                self._folder.mkdir(exist_ok=True)
-                self._entry = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
-                fcntl.flock(self._entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._entry = self._make_entry()
             text = json.dumps({"holds_mib": holds, "unseen_mib": unseen}).encode()
-            os.ftruncate(self._entry, 0)
-            os.pwrite(self._entry, text, 0)
+            # One write, with spaces over the rest of what was longer: an empty entry would claim nothing meanwhile.
+            os.pwrite(self._entry, text.ljust(os.fstat(self._entry).st_size), 0)
+            os.ftruncate(self._entry, len(text))
         except OSError as error:
             self._tell(error)
+
+    def _make_entry(self) -> int:
+        """Make the entry and return its handle. It gets its name with its lock: others remove entries without one."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        unnamed = self._path.with_suffix(".new")
+        handle = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, 0o660)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unnamed.rename(self._path)
+        except OSError:
+            os.close(handle)
+            unnamed.unlink(missing_ok=True)
+            raise
+        return handle
 
     def of_others(self) -> dict[str, float]:
         """Return what models of other containers hold and no look at free memory shows, MiB by place.
@@ -117,20 +139,30 @@ class VolumeLock:
             if path == self._path:
                 continue
             try:
-                handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                handle = os.open(path, os.O_RDONLY | _PLAIN)
             except OSError:  # its container has just ended
                 continue
             try:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:  # it is locked: its container lives
-                yield _parsed(os.read(handle, _FILE_BYTES_MAX))
+                if (text := self._read_living(handle, path)) is not None:
+                    yield _parsed(text)
             except OSError as error:
                 self._tell(error)
-            else:
-                with suppress(OSError):  # another container removes it at this moment
-                    path.unlink(missing_ok=True)
             finally:
                 os.close(handle)
+
+    @staticmethod
+    def _read_living(handle: int, path: Path) -> bytes | None:
+        """Return what the entry of a living container says. None for what is no entry, and for one whose container has
+        ended, which is removed."""
+        if not _is_file(handle):
+            return None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.read(handle, _FILE_BYTES_MAX)
+        with suppress(OSError):  # another container removes it at this moment
+            path.unlink(missing_ok=True)
+        return None
 
     def _tell(self, error: OSError) -> None:
         if not self._is_told:
@@ -139,10 +171,16 @@ class VolumeLock:
             self._report.warning("no_volume_lock", words)
 
 
+def _is_file(handle: int) -> bool:
+    """True for a file: no folder, pipe or device."""
+    return stat.S_ISREG(os.fstat(handle).st_mode)
+
+
 def _parsed(text: bytes) -> dict[str, float]:
     """Return what an entry says; empty for one that is damaged, or that is being written."""
     try:
         unseen = json.loads(text)["unseen_mib"]
-        return {str(place): max(0.0, float(mib)) for place, mib in unseen.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        claims = {str(place): float(mib) for place, mib in unseen.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         return {}
+    return {place: mib for place, mib in claims.items() if 0 <= mib < inf}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.gateway.wire.model_name import with_model
+from appliance.gateway.wire.model_name import with_model, without_fields
 
 JSON = b"application/json"
 FORM = b"multipart/form-data; boundary=b"
@@ -79,3 +79,24 @@ def test_no_body_takes_long() -> None:
         began = time.process_time()
         assert with_model(body, content_type, "m") == body
         assert time.process_time() - began < 5
+
+
+FIELDS = st.lists(
+    st.tuples(st.sampled_from(["keep_alive", "ttl", "model", "a"]), VALUES | st.sampled_from(['"ttl"', "}", ","])),
+    max_size=6,
+)
+
+
+@given(FIELDS, st.sampled_from(["", " ", "\n\t"]), st.booleans())
+def test_fields_are_taken_out_wherever_they_stand(fields: list[tuple[str, Any]], space: str, has_mark: bool) -> None:
+    pairs = (f"{json.dumps(key)}{space}:{space}{json.dumps(value)}" for key, value in fields)
+    text = f"{space}{{{space}{f'{space},{space}'.join(pairs)}{space}}}"
+    made, found = without_fields(b"\xef\xbb\xbf" * has_mark + text.encode(), frozenset({"keep_alive", "ttl"}))
+    taken = {"keep_alive", "ttl"}
+    assert json.loads(made.decode("utf-8-sig")) == {key: value for key, value in fields if key not in taken}
+    assert found == {key: value for key, value in fields if key in taken}
+
+
+def test_several_fields_at_the_end_leave_no_comma() -> None:
+    made, found = without_fields(b'{"model":"x", "keep_alive":"5m", "ttl":3}', frozenset({"keep_alive", "ttl"}))
+    assert (made, found) == (b'{"model":"x"}', {"keep_alive": "5m", "ttl": 3})
