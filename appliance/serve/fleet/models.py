@@ -129,7 +129,7 @@ class Models:
 
     def document(self) -> dict[str, Any]:
         found = self._fleet.document()
-        states = {slot.fleet_name: str(slot.state) for slot in self.slots}
+        states = {slot.fleet_name: str(slot.state).replace("absent", "asleep") for slot in self.slots}
         models = [{**row, "state": states.get(row["name"], "")} for row in found["models"]]
         others = {place: round(mib) for place, mib in self._lock.of_others().items()}
         return {**found, "models": models, "other_containers_mib": others}

@@ -12,14 +12,9 @@ const held = (places) =>
 
 function kept(row) {
   if (!row.is_loaded) return "";
-  if (row.answering) return t("answers", row.answering);
+  if (row.answering) return t("running", row.answering);
   const left = row.keep_alive_s == null ? "" : ` · ${t("left", seconds(Math.max(0, row.keep_alive_s - row.idle_s)))}`;
   return `${t("idleFor", seconds(row.idle_s))}${row.is_pinned ? ` · ${t("pinned")}` : left}`;
-}
-
-function why(row) {
-  if (row.sent_away_for && !row.is_loaded) return t("sentAway", clean(row.sent_away_for));
-  return clean(row.why);
 }
 
 export function Models({ fleet, model }) {
@@ -31,7 +26,7 @@ export function Models({ fleet, model }) {
   const waiting = Object.fromEntries(fleet.waiting.map((row) => [row.name, row]));
   return html`<section id="models" aria-labelledby="models-title"><h2 id="models-title">${t("models")}</h2>
     <div class="wide tall" tabindex="0" role="region" aria-label=${`${t("models")}: ${t("asTable")}`}><table>
-      <thead><tr>${["name", "state", "memory", "use", "loadTime", "reason"].map((name) => html`<th scope="col">${t(name)}</th>`)}
+      <thead><tr>${["name", "state", "memory", "use", "load", "reason"].map((name) => html`<th scope="col">${t(name)}</th>`)}
         <td></td></tr></thead>
       <tbody>
         ${fleet.models.map(
@@ -40,7 +35,7 @@ export function Models({ fleet, model }) {
             <td><span class=${`pill ${row.is_loaded ? "ready" : ""}`}>${word("phase", row.state)}</span></td>
             <td>${held(row.holds_mib)}</td><td>${kept(row)}</td>
             <td class="number">${row.loads ? seconds(row.reload_s) : "–"}</td>
-            <td>${waiting[row.name] ? clean(waiting[row.name].reason) : why(row)}</td>
+            <td>${clean(waiting[row.name]?.reason ?? row.why)}</td>
             <td><button type="button" class="plain" disabled=${row.is_loading} aria-label=${`${t(row.is_loaded ? "unload" : "load")} ${clean(row.name)}`}
               onClick=${() => send(row.name, row.is_loaded)}>${t(row.is_loaded ? "unload" : "load")}</button></td>
           </tr>`,
