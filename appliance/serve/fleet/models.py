@@ -44,6 +44,7 @@ class Models:
 
     def __init__(self, first: ModelSlot, settings: Settings, report: Report) -> None:
         self.slots = [first]
+        self._first_name = first.name
         self._settings = settings
         self._report = report
         self._named: dict[str, Named] = {}
@@ -56,6 +57,7 @@ class Models:
         self._looking = asyncio.Lock()
         self._looked_at = float("-inf")
         self._seen: tuple[int, ...] = ()
+        self._told = ""  # why the last look at the volume failed
 
     @classmethod
     @asynccontextmanager
@@ -66,8 +68,10 @@ class Models:
         models = cls(open_slot(own, environment, report.for_slot()), settings, report)
         first = models.slots[0]
         first.more_names = entry.aliases if entry else ()
-        first.beside = partial(models._beside, first.name)
-        models._named[first.name] = Named(name=first.name, settings=own, is_pinned=bool(entry and entry.is_pinned))
+        first.beside = partial(models._beside, models._first_name)
+        models._named[models._first_name] = Named(
+            name=models._first_name, settings=own, is_pinned=bool(entry and entry.is_pinned)
+        )
         for named in of_file(settings, first.contents):
             models._take(named)
         try:
@@ -81,6 +85,11 @@ class Models:
     def is_strict(self) -> bool:
         """True if the settings file names the models: then no other name means any of them."""
         return bool(self._settings.models)
+
+    def _key(self, slot: ModelSlot) -> str:
+        """Return the name of a slot's member. The first slot's own name changes while its weights are fetched: from
+        what was asked for to the file's name."""
+        return self._first_name if slot is self.slots[0] else slot.name
 
     @property
     def _measures_first(self) -> bool:
@@ -105,8 +114,8 @@ class Models:
         for slot in self.slots:
             self._add_member(slot)
         for slot in self.slots:
-            if slot is self.slots[0] or self._named[slot.name].is_pinned:
-                self._fleet.want(slot.name)
+            if slot is self.slots[0] or self._named[self._key(slot)].is_pinned:
+                self._fleet.want(self._key(slot))
         running = [asyncio.create_task(self._fleet.run(), name="fleet"), asyncio.create_task(self._watch_volume())]
         try:
             while True:
@@ -122,11 +131,11 @@ class Models:
             await asyncio.gather(*(member.end() for member in self._members.values()), return_exceptions=True)
 
     def gate(self, slot: ModelSlot) -> SlotGate:
-        return SlotGate(slot.name, self._fleet, self._settings.load_wait_s, is_first=slot is self.slots[0])
+        return SlotGate(self._key(slot), self._fleet, self._settings.load_wait_s, is_first=slot is self.slots[0])
 
     def document(self) -> dict[str, Any]:
         found = self._fleet.document()
-        states = {slot.name: str(slot.state) for slot in self.slots}
+        states = {self._key(slot): str(slot.state) for slot in self.slots}
         models = [{**row, "state": states.get(row["name"], "")} for row in found["models"]]
         others = {place: round(mib) for place, mib in self._lock.of_others().items()}
         return {**found, "models": models, "other_containers_mib": others}
@@ -146,23 +155,25 @@ class Models:
         return slot
 
     def _add_member(self, slot: ModelSlot) -> None:
-        backend = self._roster.named(slot.name) if self._roster else None
+        name = self._key(slot)
+        backend = self._roster.named(name) if self._roster else None
         if backend is None:
-            message = f"the gateway does not know the model {slot.name}"
+            message = f"the gateway does not know the model {name}"
             raise RuntimeError(message)
         member = SlotMember(
             slot,
             backend,
-            is_pinned=self._named[slot.name].is_pinned,
+            is_pinned=self._named[name].is_pinned,
             beside=self._hardware_beside,
             on_lost=self._fleet.lost,
         )
-        self._members[slot.name] = member
+        self._members[name] = member
         self._fleet.add(member)
 
     def _note(self, row: FinishedRequest) -> None:
-        if (member := self._members.get(row.model)) is not None and row.tokens_in:
-            member.cached_tokens = row.tokens_in + (row.tokens_out or 0)
+        for member in self._members.values():
+            if member.slot.name == row.model and row.tokens_in:
+                member.cached_tokens = row.tokens_in + (row.tokens_out or 0)
 
     # What is free for a model
 
@@ -222,8 +233,8 @@ class Models:
     def _refuse_pinned(self, hardware: Hardware, first: ServedModel, pinned: Mapping[str, Places]) -> None:
         """Raise ConfigError (10) if the models that have to stay loaded do not fit together."""
         everything = {**pinned}
-        if self._named[self.slots[0].name].is_pinned:
-            everything[self.slots[0].name] = _estimate(first, hardware)
+        if self._named[self._first_name].is_pinned:
+            everything[self._first_name] = _estimate(first, hardware)
         wanted, free = added(*everything.values()), free_on(hardware)
         over = {place: mib for place, mib in wanted.items() if mib > free.get(place, 0.0)}
         if len(everything) > 1 and over:
@@ -240,7 +251,7 @@ class Models:
 
         A start that measures first takes minutes, in which another container may serve: it goes without.
         """
-        if self._measures_first and not self._fleet.was_loaded(self.slots[0].name):
+        if self._measures_first and not self._fleet.was_loaded(self._first_name):
             yield
             return
         if self._lock_of_start is None:
@@ -273,7 +284,7 @@ class Models:
     async def _watch_volume(self) -> None:
         while True:
             folders = await asyncio.to_thread(self._folder_times)
-            if folders != self._seen and self._fleet.was_loaded(self.slots[0].name):
+            if folders != self._seen and self._fleet.was_loaded(self._first_name):
                 self._seen = folders
                 await self._look(is_due=True)
             await asyncio.sleep(LOOK_EVERY_S)
@@ -294,21 +305,30 @@ class Models:
             first = self.slots[0]
             known = [path for slot in self.slots if (path := self._path_of(slot)) is not None]
             scan = partial(on_volume, self._settings, first.contents, first.environment, known)
-            for named in await asyncio.to_thread(lambda: list(scan())):
-                self._welcome(named)
+            try:
+                for named in await asyncio.to_thread(lambda: list(scan())):
+                    self._welcome(named)
+            except Exception as error:  # what lies on the volume must not end the models that serve
+                words = f"models that came to the volume are not listed: {type(error).__name__}: {error}"
+                if words != self._told:
+                    self._report.warning("models_not_listed", words)
+                self._told = words
 
     def _path_of(self, slot: ModelSlot) -> Path | None:
-        return slot.served.inputs.model.path if slot.served else self._named[slot.name].path
+        return slot.served.inputs.model.path if slot.served else self._named[self._key(slot)].path
 
     def _welcome(self, named: Named) -> None:
         if self._roster is None:
             return
-        names = (named.name, *named.aliases)
-        free = [name for name in names if name not in self._named]
+        # A file that comes takes no name, in whatever case, from a model that has it already.
+        taken = frozenset(name.casefold() for backend in self._roster for name in backend.listed().names)
+        taken |= frozenset(name.casefold() for name in self._named)
+        free = [name for name in (named.name, *named.aliases) if name.casefold() not in taken]
         if not free:
             return
         settings = replace(named.settings, alias=free[0])
         slot = self._take(replace(named, name=free[0], settings=settings, aliases=tuple(free[1:])))
+        slot.names_of_others = taken
         backend = backend_of(slot, fleet=self)
         self._roster.add(backend)
         slot.connect(backend.upstream)
