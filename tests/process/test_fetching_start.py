@@ -58,6 +58,8 @@ def test_an_empty_volume_is_filled_and_served(tmp_path: Path, weights: Path) -> 
             assert (model["id"], model["state"], model["context_length"]) == ("Tiny-large-q4_0", "ready", 32768)
             assert {"tiny", "tiny:large-q4_0"} <= set(model["aliases"])
             assert serving.document("status")["phase"] == "ready"
+            (row,) = serving.document("fleet")["models"]  # its name changed while it was fetched
+            assert (row["name"], row["state"], row["is_loaded"]) == ("tiny", "ready", True)
             chosen, said = serving.event("model_chosen"), serving.names()
             assert chosen["model"] == "tiny:large-q4_0"
             assert "of 3" in chosen["message"]

@@ -22,8 +22,9 @@ LEAST_CACHE_MIB = 256.0  # of the caches that a plan may grow; more of them is w
 def held_by(plan: Plan, *, allocated_mib: float | None = None, peak: MemoryPeak | None = None) -> dict[str, float]:
     """Return what a loaded plan may hold by place, MiB: the highest of what was planned, what its engine allocated, and
     what its GPUs were seen to hold."""
-    share = max(1.0, allocated_mib / plan.predicted_mib) if allocated_mib and plan.predicted_mib else 1.0
-    places = {place: mib * share for place, mib in _places(plan, lambda memory: memory.total).items()}
+    # Only buffers are in the engine's log: a prompt cache does not grow with them.
+    over = max(0.0, allocated_mib / plan.predicted_mib - 1) if allocated_mib and plan.predicted_mib else 0.0
+    places = _places(plan, lambda memory: memory.total + over * memory.as_logged)
     for card in peak.cards if peak else ():
         places[card.device] = max(places.get(card.device, 0.0), float(card.peak_mib))
     return places

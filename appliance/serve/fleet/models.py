@@ -56,6 +56,7 @@ class Models:
         self._looking = asyncio.Lock()
         self._looked_at = float("-inf")
         self._seen: tuple[int, ...] = ()
+        self._told = ""  # why the last look at the volume failed
 
     @classmethod
     @asynccontextmanager
@@ -300,8 +301,14 @@ class Models:
             first = self.slots[0]
             known = [path for slot in self.slots if (path := self._path_of(slot)) is not None]
             scan = partial(on_volume, self._settings, first.contents, first.environment, known)
-            for named in await asyncio.to_thread(lambda: list(scan())):
-                self._welcome(named)
+            try:
+                for named in await asyncio.to_thread(lambda: list(scan())):
+                    self._welcome(named)
+            except Exception as error:  # what lies on the volume must not end the models that serve
+                words = f"models that came to the volume are not listed: {type(error).__name__}: {error}"
+                if words != self._told:
+                    self._report.warning("models_not_listed", words)
+                self._told = words
 
     def _path_of(self, slot: ModelSlot) -> Path | None:
         return slot.served.inputs.model.path if slot.served else self._named[slot.fleet_name].path
@@ -309,12 +316,15 @@ class Models:
     def _welcome(self, named: Named) -> None:
         if self._roster is None:
             return
-        names = (named.name, *named.aliases)
-        free = [name for name in names if name not in self._named]
+        # A file that comes takes no name, in whatever case, from a model that has it already.
+        taken = frozenset(name.casefold() for backend in self._roster for name in backend.listed().names)
+        taken |= frozenset(name.casefold() for name in self._named)
+        free = [name for name in (named.name, *named.aliases) if name.casefold() not in taken]
         if not free:
             return
         settings = replace(named.settings, alias=free[0])
         slot = self._take(replace(named, name=free[0], settings=settings, aliases=tuple(free[1:])))
+        slot.names_of_others = taken
         backend = backend_of(slot, fleet=self)
         self._roster.add(backend)
         slot.connect(backend.upstream)

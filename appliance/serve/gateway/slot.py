@@ -58,6 +58,7 @@ class ModelSlot:
         self.served: ServedModel | None = None
         self.fleet_name = ""  # its name in the fleet and in the gateway's list, which a fetch does not change
         self.more_names: tuple[str, ...] = ()  # further names that clients may use
+        self.names_of_others: frozenset[str] = frozenset()  # in lower case; never this model's, whatever its file says
         self.size_bytes: int | None = None  # of its files, if known before the model is opened
         self.beside: Beside = lambda hardware: hardware
         """Returns the hardware as this model may use it beside others that are loaded."""
@@ -126,7 +127,9 @@ class ModelSlot:
         """Return the row in the list of models, with what is known already."""
         if self.served:
             listed = listed_of(self.served)
-            return replace(listed, aliases=tuple(dict.fromkeys((*listed.aliases, *self.more_names))))
+            aliases = dict.fromkeys((*listed.aliases, *self.more_names))
+            own = (alias for alias in aliases if alias.casefold() not in self.names_of_others)
+            return replace(listed, aliases=tuple(own))
         from appliance.gateway.engine.backend import ListedModel  # here: at the top it would delay the engine's start
 
         pending = self.pending

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.probe import GpuProbe
-from appliance.serve.fleet.memory import HOST, beside_containers, free_on, less
-from tests.builders import card, machine
+from appliance.serve.fleet.memory import HOST, beside_containers, free_on, held_by, less
+from tests.builders import PLANS, card, machine
 
 MIB = st.integers(0, 40_000)
 
@@ -37,3 +37,10 @@ def test_a_unified_gpu_and_one_whose_memory_is_unknown_are_left_as_they_are() ->
     gpus = (replace(card(), vram_free_mib=None), replace(card(1), is_unified=True))
     before = replace(machine(), gpus=GpuProbe(gpus=gpus))
     assert less(before, {gpu.uuid or "": 100.0 for gpu in gpus}).gpus.gpus == gpus
+
+
+def test_what_an_engine_allocated_beyond_its_plan_does_not_multiply_its_prompt_cache() -> None:
+    plan = next(plan for plan in PLANS if plan.memory.cache)
+    planned, over_mib = held_by(plan)[HOST], 100.0
+    assert held_by(plan, allocated_mib=plan.predicted_mib + over_mib)[HOST] == pytest.approx(planned + over_mib)
+    assert held_by(plan, allocated_mib=plan.predicted_mib / 2)[HOST] == planned

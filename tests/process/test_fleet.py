@@ -1,0 +1,235 @@
+"""`python -m appliance serve` with several models, as users start it: loads on demand, unloads, failures and stops."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.stages.boot import Home, Serving, eventually
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+STRICT = """
+models:
+  a: {model: small.gguf}
+  b: {model: second.gguf, alias: gpt-4}
+  c: {model: third.gguf}
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A volume with three models, and no settings file."""
+    home = Home.make(tmp_path / "home")
+    for name in ("second", "third"):
+        shutil.copy(home.data / "models/small.gguf", home.data / f"models/{name}.gguf")
+    return home
+
+
+@pytest.fixture
+def strict(home: Home) -> Home:
+    (home.data / "appliance.yaml").write_text(STRICT)
+    return home
+
+
+def chat(front: Serving, name: str, **more: Any) -> tuple[int, Any]:
+    return front.ask(
+        "POST", "/v1/chat/completions", {"model": name, "messages": MESSAGES, **more}, key=front.home.key, timeout_s=100
+    )
+
+
+def post(front: Serving, path: str, name: str) -> tuple[int, Any]:
+    return front.ask("POST", path, {"model": name}, key=front.home.key)
+
+
+def rows(front: Serving) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in front.document("fleet")["models"]}
+
+
+def loaded(front: Serving) -> set[str]:
+    return {name for name, row in rows(front).items() if row["is_loaded"]}
+
+
+def starts_of(home: Home, file: str) -> int:
+    return sum(f"/{file} " in line for line in home.started)
+
+
+def read_until(connection: socket.socket, mark: bytes) -> None:
+    """Read a stream until the mark has come, and close the connection. Fails if it never comes."""
+    with connection:
+        seen = b""
+        while mark not in seen:
+            piece = connection.recv(65536)
+            assert piece, seen[-500:]
+            seen += piece
+
+
+def is_loading(front: Serving, name: str) -> Callable[[], bool]:
+    return lambda: bool(rows(front)[name]["is_loading"])
+
+
+def test_a_hundred_simultaneous_first_requests_make_one_load(strict: Home) -> None:
+    with strict.serving() as front, ThreadPoolExecutor(100) as threads:
+        front.wait_ready()
+        answers = list(threads.map(lambda _: chat(front, "b"), range(100)))
+        assert {(status, answer.get("model")) for status, answer in answers} == {(200, "b")}
+        assert starts_of(strict, "second.gguf") == 1
+        assert loaded(front) == {"a", "b"}
+        front.terminate()
+
+
+def test_ten_clients_of_an_engine_that_dies_while_it_loads_are_told_and_the_others_go_on(strict: Home) -> None:
+    strict.set_engine("--load-seconds", "0.5", "--die-before-ready", "1", where="second.gguf")
+    with strict.serving() as front, ThreadPoolExecutor(10) as threads:
+        front.wait_ready()
+        answers = list(threads.map(lambda _: chat(front, "b"), range(10)))
+        assert {(status, answer["error"]["code"]) for status, answer in answers} == {(503, "model_not_loaded")}
+        assert chat(front, "a")[0] == 200
+        assert front.ask("GET", "/health/ready")[0] == 200
+        strict.set_engine()
+        eventually(lambda: chat(front, "b")[0] == 200)
+        front.terminate()
+
+
+def test_an_unload_waits_for_the_answer_and_health_stays_ready(strict: Home, tmp_path: Path) -> None:
+    strict.set_engine("--until", str(tmp_path / "end"), where="small.gguf")
+    with strict.serving() as front:
+        front.wait_ready()
+        stream = front.stream(model="a")
+        stream.recv(1)
+        assert post(front, "/models/unload", "a") == (200, {"success": True, "model": "a"})
+        time.sleep(0.3)
+        assert rows(front)["a"]["answering"] == 1
+        (tmp_path / "end").touch()
+        read_until(stream, b"[DONE]")
+        eventually(lambda: loaded(front) == set())
+        eventually(lambda: front.engine_pids() == [])
+        assert front.ask("GET", "/health/ready")[0] == 200
+        assert front.document("status")["phase"] == "asleep"
+        assert chat(front, "a", stream=True, max_tokens=1)[0] == 200
+        front.terminate()
+
+
+def test_keep_alive_nought_unloads_the_only_model_after_each_answer(home: Home) -> None:
+    for name in ("second", "third"):
+        (home.data / f"models/{name}.gguf").unlink()
+    with home.serving() as front:
+        front.wait_ready()
+        for loads in (1, 2):
+            assert chat(front, "anything", keep_alive=0, ttl=0)[0] == 200
+            eventually(lambda: front.engine_pids() == [])
+            assert rows(front)["small"]["loads"] == loads
+            assert front.ask("GET", "/health/ready")[0] == 200
+        assert front.ask("POST", "/appliance/v1/mode", {"mode": "speed"}, key=home.key)[0] == 409
+        assert front.ask("POST", "/appliance/v1/tuning", key=home.key)[0] == 409
+        assert chat(front, "small", keep_alive=[1])[0] == 400
+        front.terminate()
+
+
+def test_the_first_model_whose_file_is_gone_at_its_return_is_refused_alone(strict: Home) -> None:
+    strict.set_engine("--die-before-ready", "1", where="gone.gguf")
+    with strict.serving() as front:
+        front.wait_ready()
+        assert chat(front, "b")[0] == 200
+        post(front, "/models/unload", "a")
+        eventually(lambda: loaded(front) == {"b"})
+        (strict.data / "models/small.gguf").unlink()
+        strict.set_engine("--die-before-ready", "1", where="small.gguf")
+        status, answer = chat(front, "a")
+        assert (status, answer["error"]["code"]) in {(400, "model_not_loaded"), (503, "model_not_loaded")}
+        assert chat(front, "b")[0] == 200
+        assert front.ask("GET", "/health/ready")[0] == 200
+        front.terminate()
+
+
+def test_names(strict: Home) -> None:
+    with strict.serving() as front:
+        front.wait_ready()
+        for name, found in (("gpt-4", "b"), ("B", "b"), ("second", "b")):
+            assert chat(front, name)[1].get("model") in {found, name}, name
+        assert chat(front, "nothing")[0] == 404
+        assert chat(front, "")[0] == 400
+        shutil.copy(strict.data / "models/small.gguf", strict.data / "models/gpt-4.gguf")
+        time.sleep(2.5)
+        front.ask("GET", "/v1/models", key=strict.key)
+        for _ in range(2):
+            assert chat(front, "gpt-4")[0] == 200
+            assert starts_of(strict, "gpt-4.gguf") == 0  # the settings file says what it means
+            assert chat(front, "GPT-4")[0] == 200
+        assert chat(front, "gpt-4.gguf")[0] == 200
+        assert starts_of(strict, "gpt-4.gguf") == 1
+        assert chat(front, "gpt-4")[0] == 200  # now that the file's own names are known
+        assert rows(front)["b"]["loads"] == 1
+        front.terminate()
+
+
+def test_files_that_come_and_go(home: Home) -> None:
+    with home.serving(model="small.gguf") as front:
+        front.wait_ready()
+        assert chat(front, "unknown")[0] == 200  # of the first one
+        shutil.copy(home.data / "models/small.gguf", home.data / "models/new.gguf")
+        (home.data / "models/broken.gguf").write_bytes(b"GGUF" + bytes(100))
+        (home.data / "models/loop.gguf").symlink_to("loop.gguf")
+        eventually(lambda: "new" in rows(front))
+        assert chat(front, "new")[0] == 200
+        assert starts_of(home, "new.gguf") == 1
+        (home.data / "models/second.gguf").unlink()
+        status, answer = chat(front, "second")
+        assert status in {400, 503}, answer
+        assert chat(front, "small")[0] == 200
+        shutil.move(home.data / "models", home.data / "elsewhere")
+        time.sleep(6)  # longer than between two looks
+        assert front.ask("GET", "/v1/models", key=home.key)[0] == 200
+        assert chat(front, "small")[0] == 200
+        front.terminate()
+
+
+@pytest.mark.parametrize("state", ["loads", "is unloaded", "waits", "answers"])
+def test_a_stop_ends_all_engines_in_time(strict: Home, tmp_path: Path, state: str) -> None:
+    knobs = {
+        "loads": ("--ignore-sigterm", "--load-until", str(tmp_path / "never")),
+        "waits": ("--load-until", str(tmp_path / "never")),
+        "is unloaded": ("--ignore-sigterm",),
+        "answers": ("--ignore-sigterm", "--until", str(tmp_path / "never")),
+    }[state]
+    strict.set_engine(*knobs, where="second.gguf")
+    with strict.serving(drain_s="3") as front, ThreadPoolExecutor(10) as threads:
+        front.wait_ready()
+        if state in ("loads", "waits"):
+            names = ("b", "c") if state == "waits" else ("b",)
+            asking = [threads.submit(chat, front, name) for name in names for _ in range(3)]
+            eventually(is_loading(front, "b"))
+            eventually(lambda: len(front.document("fleet")["waiting"]) == len(names))
+        elif state == "answers":
+            streams = [front.stream(model="b") for _ in range(2)]
+            for stream in streams:
+                stream.recv(1)
+        else:
+            assert chat(front, "b")[0] == 200
+            post(front, "/models/unload", "b")
+            eventually(lambda: not rows(front)["b"]["is_loaded"])
+        seconds = front.terminate()
+        assert seconds < 9
+        if state in ("loads", "waits"):
+            answers = [each.result(10) for each in asking]
+            assert {(status, answer["error"]["code"]) for status, answer in answers} == {(503, "shutting_down")}
+            assert seconds < 5
+        if state == "answers":
+            for stream in streams:
+                read_until(stream, b"shutting_down")
+
+
+def test_a_signal_while_the_first_of_several_loads(strict: Home, tmp_path: Path) -> None:
+    strict.set_engine("--load-until", str(tmp_path / "never"))
+    with strict.serving() as front:
+        eventually(lambda: strict.started)
+        front.process.send_signal(signal.SIGINT)
+        assert front.wait_exit(timeout_s=20) == 0
+        assert front.engine_pids() == []
