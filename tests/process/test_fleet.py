@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -177,7 +178,13 @@ def test_files_that_come_and_go(home: Home) -> None:
         shutil.copy(home.data / "models/small.gguf", home.data / "models/new.gguf")
         (home.data / "models/broken.gguf").write_bytes(b"GGUF" + bytes(100))
         (home.data / "models/loop.gguf").symlink_to("loop.gguf")
+        for odd in (b"byte\xff.gguf", b"new\nline.gguf", b"<b>&\"'.gguf"):
+            shutil.copy(home.data / "models/small.gguf", os.fsencode(home.data / "models/") + b"/" + odd)
         eventually(lambda: "new" in rows(front))
+        assert rows(front).keys() - {"broken"} == {"small", "second", "third", "new", "<b>&\"'"}
+        assert chat(front, "broken")[0] == 400
+        for path in ("/metrics", "/v1/models", "/models", "/api/v0/models", "/api/tags", "/appliance/v1/fleet"):
+            assert front.ask("GET", path, key=home.key)[0] == 200, path
         assert chat(front, "new")[0] == 200
         assert starts_of(home, "new.gguf") == 1
         (home.data / "models/second.gguf").unlink()
