@@ -63,7 +63,6 @@ MAY_IMPORT = {
     "supervisor": set(),
     "fleet": set(),
     "gateway": set(),
-    "fleet": set(),
     "weights": {"volume", "model", "settings"},
     "start": {"weights", "probe", "model", "settings", "plan", "engines", "profile"},
     "selection": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start"},
