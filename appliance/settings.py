@@ -860,7 +860,7 @@ def _entries(written: object, file_name: str) -> tuple[ModelEntry, ...]:
         return ()
     named: list[tuple[str, object]]
     if isinstance(written, dict):
-        named = [(str(name), of_one) for name, of_one in written.items()]
+        named = [("" if name is None else _yaml_word(name).strip(), of_one) for name, of_one in written.items()]
     elif isinstance(written, list):
         named = [("", of_one) for of_one in written]
     else:
@@ -890,6 +890,7 @@ def _entry(name: str, written: object, file_name: str) -> ModelEntry:
     if not name.strip():
         message = f"a model in {file_name} has neither a name nor a `model`"
         raise ConfigError(message, hint=_ENTRY_HINT)
+    _check_name(name, file_name)
     source = f"model {name} in file {file_name}"
     known = tuple(setting for setting in SETTINGS if setting not in OF_PROCESS)
     values: dict[str, Any] = {"model": name}
@@ -904,9 +905,17 @@ def _entry(name: str, written: object, file_name: str) -> ModelEntry:
             _known(setting, source, key, (*known, "pin"))
             values[setting] = _parsed(setting, _yaml_texts(setting, key, value, file_name), source)
     alias = values.pop("alias", name)
+    _check_name(alias, file_name)
     aliases = () if alias == name else (alias,)
     values = {**values, "alias": name}
     return ModelEntry(name=name, is_pinned=is_pinned, values=values, source=source, aliases=aliases)
+
+
+def _check_name(name: str, file_name: str) -> None:
+    """Raises ConfigError for a name that no command line and no line of a log can hold."""
+    if not name.isprintable():
+        message = f"a model in {file_name} has a name with control characters: '{printable(name)}'"
+        raise ConfigError(message, hint=_ENTRY_HINT)
 
 
 def _entry_word(found: Mapping[str, tuple[str, object]], key: str, file_name: str) -> str:

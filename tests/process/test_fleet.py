@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.process.stages.boot import Home, Serving, eventually
+from tests.process.stages.boot import Home, Serving, eventually, write_model
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 STRICT = """
@@ -37,6 +42,29 @@ def home(tmp_path: Path) -> Home:
 def strict(home: Home) -> Home:
     (home.data / "appliance.yaml").write_text(STRICT)
     return home
+
+
+@contextmanager
+def little_memory(home: Home, left_mib: float) -> Iterator[None]:
+    """Leave so much host memory in the block: another container on the volume claims the rest."""
+    folder = home.data / "cache/fleet"
+    folder.mkdir(parents=True)
+    claimed_mib = psutil.virtual_memory().available / 2**20 - left_mib
+    with (folder / "other.json").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump({"unseen_mib": {"host": claimed_mib}}, file)
+        file.flush()
+        yield
+
+
+def set_large(home: Home, *, pin: str = "off") -> None:
+    """Two models that need about 2,500 MiB each, nearly all of it for a long context."""
+    for name in ("small", "second"):
+        (home.data / f"models/{name}.gguf").unlink()
+        write_model(home.data / f"models/{name}.gguf", context=2**21)
+    each = f"ctx_size: {2**21}, pin: {pin}"
+    entries = f"models: {{a: {{model: small.gguf, {each}}}, b: {{model: second.gguf, {each}}}}}"
+    (home.data / "appliance.yaml").write_text(entries)
 
 
 def chat(front: Serving, name: str, **more: Any) -> tuple[int, Any]:
@@ -177,7 +205,13 @@ def test_files_that_come_and_go(home: Home) -> None:
         shutil.copy(home.data / "models/small.gguf", home.data / "models/new.gguf")
         (home.data / "models/broken.gguf").write_bytes(b"GGUF" + bytes(100))
         (home.data / "models/loop.gguf").symlink_to("loop.gguf")
+        for odd in (b"byte\xff.gguf", b"new\nline.gguf", b"<b>&\"'.gguf"):
+            shutil.copy(home.data / "models/small.gguf", os.fsencode(home.data / "models/") + b"/" + odd)
         eventually(lambda: "new" in rows(front))
+        assert rows(front).keys() - {"broken"} == {"small", "second", "third", "new", "<b>&\"'"}
+        assert chat(front, "broken")[0] == 400
+        for path in ("/metrics", "/v1/models", "/models", "/api/v0/models", "/api/tags", "/appliance/v1/fleet"):
+            assert front.ask("GET", path, key=home.key)[0] == 200, path
         assert chat(front, "new")[0] == 200
         assert starts_of(home, "new.gguf") == 1
         (home.data / "models/second.gguf").unlink()
@@ -233,3 +267,42 @@ def test_a_signal_while_the_first_of_several_loads(strict: Home, tmp_path: Path)
         front.process.send_signal(signal.SIGINT)
         assert front.wait_exit(timeout_s=20) == 0
         assert front.engine_pids() == []
+
+
+def test_one_of_two_that_do_not_fit_together_makes_room_for_the_other_and_comes_back(home: Home) -> None:
+    set_large(home)
+    with little_memory(home, 3700), home.serving() as front:
+        front.wait_ready()
+        for name, other in (("b", "a"), ("a", "b"), ("b", "a")):
+            assert chat(front, name)[0] == 200
+            assert loaded(front) == {name}
+            assert rows(front)[other]["sent_away_for"] == name
+        assert len(front.engine_pids()) == 1
+        assert front.document("fleet")["other_containers_mib"]["host"] > 0
+        front.terminate()
+
+
+def test_who_answers_is_waited_for_and_a_stream_is_told_why(home: Home, tmp_path: Path) -> None:
+    set_large(home)
+    home.set_engine("--until", str(tmp_path / "end"), where="small.gguf")
+    with little_memory(home, 3700), home.serving(load_wait_s="1") as front:
+        front.wait_ready()
+        first = front.stream(model="a")
+        first.recv(1)
+        second = front.stream(model="b")
+        status, answer = chat(front, "b")
+        assert (status, answer["error"]["code"]) == (503, "model_loading")
+        assert "when an answer has ended: a" in answer["error"]["message"]
+        (tmp_path / "end").touch()
+        read_until(first, b"[DONE]")
+        read_until(second, b"[DONE]")
+        assert loaded(front) == {"b"}
+        front.terminate()
+
+
+def test_two_that_are_pinned_and_do_not_fit_together_end_the_start_with_the_figures(home: Home) -> None:
+    set_large(home, pin="on")
+    with little_memory(home, 3700), home.serving() as front:
+        assert front.wait_exit(timeout_s=60) == 10, front.text
+        assert "pinned models do not fit together: " in front.text
+        assert home.started == []

@@ -74,7 +74,10 @@ def on_volume(
             *(() if stored.repo and "/" in stored.name else (plain_name(path),)),
             stored.name,
         )
-        name, *others = dict.fromkeys(names)
+        # No line of a log, label of a metric or command line can hold the others.
+        name, *others = [name for name in dict.fromkeys(names) if name.isprintable()] or [""]
+        if not name:
+            continue
         sources = {**own.sources, "model": "the volume", "alias": "the volume"}
         yield Named(
             name=name,

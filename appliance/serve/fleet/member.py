@@ -133,8 +133,9 @@ class SlotMember:
         try:
             await serve_until_failure(served, tasks_of(served, self._backend))
         except FatalError as error:
-            self._serving = None
+            # Ended by `end` meanwhile, nothing is told: it would be told of an engine that was loaded since.
             await put_to_sleep(self.slot)
+            self._serving = None
             self._on_lost(self.name, error)
 
     async def unload(self) -> None:
