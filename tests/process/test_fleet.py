@@ -206,7 +206,7 @@ def test_files_that_come_and_go(home: Home) -> None:
         (home.data / "models/broken.gguf").write_bytes(b"GGUF" + bytes(100))
         (home.data / "models/loop.gguf").symlink_to("loop.gguf")
         for odd in (b"byte\xff.gguf", b"new\nline.gguf", b"<b>&\"'.gguf"):
-            shutil.copy(home.data / "models/small.gguf", os.fsencode(home.data / "models/") + b"/" + odd)
+            shutil.copy(os.fsencode(home.data / "models/small.gguf"), os.fsencode(home.data / "models/") + b"/" + odd)
         eventually(lambda: "new" in rows(front))
         assert rows(front).keys() - {"broken"} == {"small", "second", "third", "new", "<b>&\"'"}
         assert chat(front, "broken")[0] == 400
