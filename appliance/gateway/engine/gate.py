@@ -28,7 +28,7 @@ class Gate(Protocol):
 
     @property
     def why(self) -> str:
-        """Beside which models it was loaded, or why it was unloaded, in words."""
+        """Words for why the model is loaded, or is not."""
         ...
 
     @property
