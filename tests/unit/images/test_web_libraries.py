@@ -138,7 +138,9 @@ def test_the_bill_of_materials_lists_them_with_licence_and_address() -> None:
     assert "a" * 64 in (found.comment or "")
 
 
-@pytest.mark.parametrize("data", [b"", b"no tarball", GOOD[:60], GOOD[:40] + b"\0" * 40])
+@pytest.mark.parametrize(
+    "data", [b"", b"no tarball", GOOD[:60], GOOD[:40] + b"\0" * 40], ids=("empty", "text", "cut", "damaged")
+)
 def test_what_is_no_tarball_is_named(data: bytes) -> None:
     with pytest.raises(web_libraries.LibraryError, match="not a tarball"):
         web_libraries.members(data)
