@@ -155,9 +155,10 @@ class Fleet:
         """
         state = self._states[name]
         state.history.note(self._clock())
+        await self._enter(state, tell, wait_s)
+        # Only now: an unload that came before the load sets it back.
         if keep_alive_s is not None:
             state.keep_alive_s = keep_alive_s
-        await self._enter(state, tell, wait_s)
         try:
             yield
         finally:
@@ -520,8 +521,6 @@ class Fleet:
         state.loads += 1
         state.load_seconds += self._clock() - began
         state.idle_since = self._clock()
-        if state.keep_alive_s == 0 and not wish.waiters:
-            state.keep_alive_s = state.member.keep_alive_s  # else it would be unloaded before anyone uses it
         state.why = why
         self._say("model_loaded", f"{name} is loaded: {why}")
         self._grant(state)
