@@ -345,20 +345,16 @@ class SlotGate:
         return self._fleet.is_loaded(self._name)
 
     @property
-    def why(self) -> str:
-        return self._fleet.why(self._name)
-
-    @property
     def waits(self) -> bool:
         return not self._is_first or self._fleet.was_loaded(self._name)
 
     @asynccontextmanager
-    async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[None]:
+    async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[str]:
         from appliance.gateway.wire.api_error import load_failed, load_waits, shutting_down  # here: no start needs it
 
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(
+                waited_for = await stack.enter_async_context(
                     self._fleet.held(self._name, tell=tell, keep_alive_s=keep_alive_s, wait_s=self._wait_s)
                 )
             except LoadWaitError as error:
@@ -368,7 +364,7 @@ class SlotGate:
             except FatalError as error:
                 told = f"{error.message}; {error.hint}" if error.hint else error.message
                 raise load_failed(self._name, told, error.exit_code) from error
-            yield
+            yield waited_for
 
 
 def _estimate(served: ServedModel, hardware: Hardware) -> Places:
