@@ -31,7 +31,7 @@ from appliance.gateway.face.feed import Feed, Feeds, feed_endpoint
 from appliance.gateway.face.pages import login_routes, page_routes
 from appliance.gateway.routes.by_model import ByModel, overall_progress
 from appliance.gateway.routes.documents import document_routes, model_asked, path_of
-from appliance.gateway.routes.fleet import fleet_routes
+from appliance.gateway.routes.fleet import LOAD, UNLOAD, fleet_routes
 from appliance.gateway.routes.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.routes.metrics import Measured, Metrics
 from appliance.gateway.routes.models import LIST_PATHS, Endpoint, ForSomeModels, list_routes
@@ -151,6 +151,7 @@ def _named_door(app: ASGIApp, accounts: Accounts, backends: Sequence[Backend], r
         work=frozenset({*ollama_paths.WORK, *(route.path for route in routes if route.needs_model)}),
         free=frozenset({*LIST_PATHS, *ollama_paths.FREE, *(route.path for route in routes if not route.needs_model)}),
         below=tuple(f"{path}/" for path in LIST_PATHS),
+        for_admins=frozenset({LOAD, UNLOAD}),  # no request, so no limit of a key would hold for them
     )
 
 

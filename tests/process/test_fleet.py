@@ -306,3 +306,17 @@ def test_two_that_are_pinned_and_do_not_fit_together_end_the_start_with_the_figu
         assert front.wait_exit(timeout_s=60) == 10, front.text
         assert "pinned models do not fit together: " in front.text
         assert home.started == []
+
+
+def test_a_plain_named_key_uses_models_and_moves_none_by_itself(strict: Home) -> None:
+    plain, admin = (strict.command("keys", "add", *words).stdout.strip() for words in (("eve",), ("bob", "--admin")))
+    with strict.serving() as front:
+        front.wait_ready()
+        for path in ("/models/load", "/models/unload"):
+            status, answer = front.ask("POST", path, {"model": "b"}, key=plain)
+            assert (status, answer["error"]["code"]) == (403, "key_not_allowed")
+            assert front.ask("POST", path, {"model": "b"}, key=admin)[0] == 200
+        assert front.ask("GET", "/appliance/v1/fleet", key=plain)[0] == 403
+        assert front.ask("POST", "/v1/chat/completions", {"model": "c", "messages": MESSAGES}, key=plain)[0] == 200
+        assert front.ask("GET", "/models/c", key=plain)[0] == 200
+        front.terminate()

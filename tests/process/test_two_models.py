@@ -21,7 +21,7 @@ from appliance.console.report import Report
 from appliance.gateway.server import Gateway
 from appliance.serve.engine.choose_plan import start_from_profile
 from appliance.serve.gateway.listen import open_gateway
-from appliance.serve.gateway.slot import ModelSlot
+from appliance.serve.gateway.slot import ModelSlot, SlotState
 from appliance.serve.gateway.stop import stoppable
 from appliance.serve.life.bring_up import serve_model
 from appliance.serve.model.served_model import ServedModel
@@ -139,8 +139,9 @@ async def _is_ready(front: Front, tasks: Sequence[asyncio.Task[None]]) -> bool:
     for task in tasks:
         if task.done():
             task.result()
-    _, listed = await front.ask("GET", "/v1/models")
-    return [model["state"] for model in listed.get("data", ())] == ["ready", "ready"]
+    # The gateway is ready once the first one is.
+    are_all = all(slot.state is SlotState.READY for slot in front.slots)
+    return are_all and (await front.ask("GET", "/health/ready"))[0] == 200
 
 
 @pytest.fixture

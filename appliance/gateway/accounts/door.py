@@ -25,14 +25,22 @@ class NamedDoor:
     """
 
     def __init__(
-        self, app: ASGIApp, accounts: Accounts, *, work: Collection[str], free: Collection[str], below: tuple[str, ...]
+        self,
+        app: ASGIApp,
+        accounts: Accounts,
+        *,
+        work: Collection[str],
+        free: Collection[str],
+        below: tuple[str, ...],
+        for_admins: Collection[str] = (),
     ) -> None:
-        """`below` are beginnings of further free paths."""
+        """`below` are beginnings of further free paths, `for_admins` those among them that are not."""
         self._app = app
         self._accounts = accounts
         self._work = work
         self._free = free
         self._below = below
+        self._for_admins = for_admins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key, path = await self._find(scope), scope["path"]
@@ -40,7 +48,7 @@ class NamedDoor:
         if path in self._work:
             with self._accounts.meter(key).admitted(key):
                 await self._app(scope, receive, send)
-        elif key.is_admin or path in self._free or path.startswith(self._below):
+        elif key.is_admin or path in self._free or (path.startswith(self._below) and path not in self._for_admins):
             await self._app(scope, receive, send)
         else:
             words = "may use only the model and the list of models; more needs one made with --admin"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 BODY_BYTES_MAX = 2**20
+LOAD, UNLOAD = "/models/load", "/models/unload"
 
 
 def fleet_routes(roster: Roster, fleet: FleetDoor, reading: Traffic) -> dict[str, Endpoint]:
@@ -40,4 +41,4 @@ def fleet_routes(roster: Roster, fleet: FleetDoor, reading: Traffic) -> dict[str
 
         return answer
 
-    return {"/models/load": endpoint(loads=True), "/models/unload": endpoint(loads=False)}
+    return {LOAD: endpoint(loads=True), UNLOAD: endpoint(loads=False)}

@@ -85,7 +85,10 @@ def _member(text: bytes, end: int, depth: int, string: bytes, names: frozenset[s
         return None
     value = text[colon.end() : colon.end() + VALUE_BYTES].decode(errors="replace")
     try:
-        found, _ = _DECODER.raw_decode(value)
+        found, length = _DECODER.raw_decode(value)
     except (ValueError, RecursionError):
         found = None
+    else:
+        if length == len(value) and isinstance(found, int | float):
+            found = None  # a number that ends where the text does may be cut off
     return Member(depth, name, found)
