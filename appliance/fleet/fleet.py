@@ -108,7 +108,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._lost_first: FatalError | None = None
         self._has_ended = False
-        self._free: Places = {}
+        self._room: Places = {}  # what all models together may hold, by the last look at free memory
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._loads: deque[tuple[float, str]] = deque(maxlen=LOADS_KEPT)  # when each of the last loads ended
 
@@ -145,8 +145,8 @@ class Fleet:
     async def held(
         self, name: str, *, tell: Tell | None = None, keep_alive_s: float | None = None, wait_s: float = FOREVER
     ) -> AsyncIterator[str]:
-        """Wait until the model is loaded, and keep it loaded while the block runs. Yields what was waited for, in words;
-        empty if the model was loaded already.
+        """Wait until the model is loaded, and keep it loaded while the block runs. Yields what was waited for, in
+        words; empty if the model was loaded already.
 
         With `tell`, the wait has no limit, and `tell` gets the reason every few seconds; else LoadWaitError is raised
         after `wait_s`. Raises the FatalError of a load that failed, and FleetEndedError once `run` has ended.
@@ -227,9 +227,14 @@ class Fleet:
                 }
                 for name, wish in sorted(wishes, key=lambda each: each[1].arrived_at)
             ],
-            "free_mib": {place: round(mib) for place, mib in self._free.items()},
+            "free_mib": {place: round(mib) for place, mib in self._left().items()},
             "events": list(self._events),
         }
+
+    def _left(self) -> Places:
+        """Return what is left of the room for models, by place; empty before the first look at free memory."""
+        held = self.holds().values()
+        return {place: max(0.0, mib - sum(each.get(place, 0.0) for each in held)) for place, mib in self._room.items()}
 
     def _row(self, name: str, state: _State, now: float) -> dict[str, Any]:
         keep_alive_s = state.keep_alive_s
@@ -477,8 +482,10 @@ class Fleet:
         weighed = await state.member.weigh(self.holds(), returnable)
         if state.wish is not wish:
             return True
-        self._free, wish.asked_at = weighed.free, self._clock()
+        wish.asked_at = self._clock()
         residents = self._residents()  # anew: requests came and went meanwhile
+        held = [each.holds for each in residents]
+        self._room = {place: mib + sum(each.get(place, 0.0) for each in held) for place, mib in weighed.free.items()}
         decision = admit(name, weighed.variants, residents, weighed.free)
         if isinstance(decision, Refuse):
             raise ModelDoesNotFitError(decision.reason, hint="set a smaller ctx_size for it, or unpin another model")

@@ -130,10 +130,22 @@ class Models:
 
     def document(self) -> dict[str, Any]:
         found = self._fleet.document()
-        states = {slot.fleet_name: str(slot.state).replace("absent", "asleep") for slot in self.slots}
-        models = [{**row, "state": states.get(row["name"], "")} for row in found["models"]]
+        slots = {slot.fleet_name: slot for slot in self.slots}
+        models = [
+            {**row, "model": slot.name, "state": str(slot.state).replace("absent", "asleep")}
+            for row in found["models"]
+            if (slot := slots.get(row["name"]))
+        ]
         others = {place: round(mib) for place, mib in self._lock.of_others().items()}
-        return {**found, "models": models, "other_containers_mib": others}
+        free = found["free_mib"] or self._free_since_start()
+        return {**found, "models": models, "free_mib": free, "other_containers_mib": others}
+
+    def _free_since_start(self) -> dict[str, int]:
+        """Return what was free at the start less what loaded models hold, MiB by place; empty if that is unknown."""
+        first = self.slots[0].served
+        held = added(*self._fleet.holds().values())
+        free = free_on(first.hardware) if first else {}
+        return {place: max(0, round(mib - held.get(place, 0.0))) for place, mib in free.items()}
 
     async def load(self, name: str) -> None:
         self._fleet.want(name)
