@@ -131,14 +131,16 @@ class Models:
     def document(self) -> dict[str, Any]:
         found = self._fleet.document()
         slots = {slot.fleet_name: slot for slot in self.slots}
-        models = [
-            {**row, "model": slot.name, "state": str(slot.state).replace("absent", "asleep")}
-            for row in found["models"]
-            if (slot := slots.get(row["name"]))
-        ]
+        models = [{**row, **self._slot_row(slots[row["name"]])} for row in found["models"]]
         others = {place: round(mib) for place, mib in self._lock.of_others().items()}
         free = found["free_mib"] or self._free_since_start()
         return {**found, "models": models, "free_mib": free, "other_containers_mib": others}
+
+    def _slot_row(self, slot: ModelSlot) -> dict[str, Any]:
+        """Return what the fleet does not know of a model: its name in the list of models, its weights and its state."""
+        path = self._path_of(slot)
+        state = str(slot.state).replace("absent", "asleep")
+        return {"model": slot.name, "path": None if path is None else str(path), "state": state}
 
     def _free_since_start(self) -> dict[str, int]:
         """Return what was free at the start less what loaded models hold, MiB by place; empty if that is unknown."""

@@ -282,7 +282,8 @@ def requests_of(looker: Looker, name: str) -> int:
         page.goto(f"{looker.address}/?model={name}")
         until(page, f"document.querySelector('header .model')?.textContent === '{name}'")
         page.wait_for_selector("#requests p, #requests tbody")
-        return page.locator("#requests tbody tr").count()
+        rows: int = page.locator("#requests tbody tr").count()
+        return rows
 
 
 def asked(looker: Looker, context: BrowserContext, name: str) -> dict[str, Any]:
