@@ -180,15 +180,14 @@ def as_text(status: Status) -> str:
 
 
 def _models(fleet: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a table of the models that are loaded, being loaded, pinned or waited for; the number of the others; and who
-    waits for what."""
+    """Yield a table of the models that are loaded, being loaded, pinned or waited for; the number of the others; and
+    who waits for what."""
     from appliance.host.start.follow import duration  # here: --json does not need rich, which costs 50 ms
 
     models, waiting = fleet["models"], fleet["waiting"]
     wanted = {wish["name"] for wish in waiting}
-    shown = [
-        row for row in models if row["is_loaded"] or row["is_loading"] or row["is_pinned"] or row["name"] in wanted
-    ]
+    is_shown = ("is_loaded", "is_loading", "is_pinned")
+    shown = [row for row in models if any(row[name] for name in is_shown) or row["name"] in wanted]
     table = [("models", "state", "memory", "idle", "keep"), *(_model_cells(row, duration) for row in shown)]
     widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
     yield ""

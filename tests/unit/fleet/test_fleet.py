@@ -283,3 +283,14 @@ async def test_who_is_held_back_for_anothers_turn_is_told_so() -> None:
 async def words_of(fleet: Fleet, name: str) -> str:
     async with fleet.held(name) as words:
         return words
+
+
+async def test_what_is_free_is_less_what_was_loaded_since_the_last_look() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 40, memory), Pretender("b", 30, memory)) as fleet:
+        assert fleet.document()["free_mib"] == {}, "nobody looked yet"
+        await ask(fleet, "b")
+        assert fleet.document()["free_mib"] == {"host": 30}
+        fleet.unload("a")
+        await until(lambda: fleet.loaded == ("b",))
+        assert fleet.document()["free_mib"] == {"host": 70}
