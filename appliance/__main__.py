@@ -551,11 +551,31 @@ def _models(options: argparse.Namespace, settings: Settings, environment: Mappin
         settings=settings,
         name=options.file,
         of_recipe=lambda: _of_recipe(options.file, settings, environment) or (),
+        serving=lambda: _serving(settings),
         sha256=options.sha256,
         as_json=options.json,
         repairs=options.repair,
     )
     return run(options.action, request)
+
+
+def _serving(settings: Settings) -> dict[Path, str]:
+    """Return the states of the running appliance's models, by the paths of their weights; empty if none runs."""
+    from pathlib import Path
+
+    from appliance.address import read_address
+    from appliance.host.docker.http import NoAnswerError
+
+    if read_address(settings.address_path) is None:
+        return {}
+    try:
+        models = _running(settings).document("fleet")["models"]
+    except NoAnswerError:
+        return {}
+    except FatalError as error:  # it runs, and says no more: files are listed all the same
+        print(f"warning: the running appliance does not tell what is loaded: {error.message}", file=sys.stderr)
+        return {}
+    return {Path(row["path"]): row["state"] for row in models if row["path"]}
 
 
 def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:

@@ -24,6 +24,7 @@ REFUSALS_MAX = 3
 FAILED_S = 5.0  # so long after a failed load, requests get its error without another load
 TELL_EVERY_S = 5.0  # proxies and clients give up after 30 s of silence at the earliest
 EVENTS_KEPT = 20
+LOADS_KEPT = 100  # more are not made while one request waits
 TRACEBACK_LINES = 40  # of an unforeseen error, in the log
 
 Tell = Callable[[str], Awaitable[None]]
@@ -107,8 +108,9 @@ class Fleet:
         self._changed = asyncio.Event()
         self._lost_first: FatalError | None = None
         self._has_ended = False
-        self._free: Places = {}
+        self._room: Places = {}  # what all models together may hold, by the last look at free memory
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._loads: deque[tuple[float, str]] = deque(maxlen=LOADS_KEPT)  # when each of the last loads ended
 
     def add(self, member: Member) -> None:
         """Add a member. The first one ends the fleet if its engine is given up."""
@@ -116,10 +118,6 @@ class Fleet:
 
     def is_loaded(self, name: str) -> bool:
         return name in self._states and self._states[name].is_loaded
-
-    def why(self, name: str) -> str:
-        """Return why the model is loaded, or is not, in words; empty if that was never decided."""
-        return self._states[name].why if name in self._states else ""
 
     def was_loaded(self, name: str) -> bool:
         """True if the model was loaded at least once."""
@@ -146,8 +144,9 @@ class Fleet:
     @asynccontextmanager
     async def held(
         self, name: str, *, tell: Tell | None = None, keep_alive_s: float | None = None, wait_s: float = FOREVER
-    ) -> AsyncIterator[None]:
-        """Wait until the model is loaded, and keep it loaded while the block runs.
+    ) -> AsyncIterator[str]:
+        """Wait until the model is loaded, and keep it loaded while the block runs. Yields what was waited for, in
+        words; empty if the model was loaded already.
 
         With `tell`, the wait has no limit, and `tell` gets the reason every few seconds; else LoadWaitError is raised
         after `wait_s`. Raises the FatalError of a load that failed, and FleetEndedError once `run` has ended.
@@ -155,12 +154,12 @@ class Fleet:
         """
         state = self._states[name]
         state.history.note(self._clock())
-        await self._enter(state, tell, wait_s)
+        waited_for = await self._enter(state, tell, wait_s)
         # Only now: an unload that came before the load sets it back.
         if keep_alive_s is not None:
             state.keep_alive_s = keep_alive_s
         try:
-            yield
+            yield waited_for
         finally:
             self._release(state)
 
@@ -229,9 +228,14 @@ class Fleet:
                 }
                 for name, wish in sorted(wishes, key=lambda each: each[1].arrived_at)
             ],
-            "free_mib": {place: round(mib) for place, mib in self._free.items()},
+            "free_mib": {place: round(mib) for place, mib in self._left().items()},
             "events": list(self._events),
         }
+
+    def _left(self) -> Places:
+        """Return what is left of the room for models, by place; empty before the first look at free memory."""
+        held = self.holds().values()
+        return {place: max(0.0, mib - sum(each.get(place, 0.0) for each in held)) for place, mib in self._room.items()}
 
     def _row(self, name: str, state: _State, now: float) -> dict[str, Any]:
         keep_alive_s = state.keep_alive_s
@@ -253,16 +257,17 @@ class Fleet:
             "sent_away_for": state.sent_away_for,
         }
 
-    async def _enter(self, state: _State, tell: Tell | None, wait_s: float) -> None:
+    async def _enter(self, state: _State, tell: Tell | None, wait_s: float) -> str:
         if state.is_loaded and not self._is_over(state):
             state.leases += 1
-            return
+            return ""
         if self._has_ended:
             message = "nothing is loaded any more"
             raise FleetEndedError(message)
         if state.failure is not None and self._clock() - state.failure[0] < FAILED_S:
             # Each raise adds to the traceback, whose frames hold the bodies of requests.
             raise state.failure[1].with_traceback(None)
+        began, loads, held_back = self._clock(), state.loads, self._held_back(state)
         wish = self._wish_of(state)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wish.waiters.add(waiter)
@@ -277,6 +282,13 @@ class Fleet:
                 if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                     self._release(state)
                 self._withdraw_if_unwanted(state)
+        others = dict.fromkeys(name for ended, name in self._loads if ended > began and name != state.member.name)
+        words = (
+            held_back,
+            f"{', '.join(others)} was loaded" if others else "",
+            f"{state.member.name} was loaded: {state.why}" if state.loads > loads else "",
+        )
+        return "; ".join(filter(None, words))
 
     async def _until_granted(
         self, state: _State, wish: _Wish, waiter: asyncio.Future[None], tell: Tell | None, wait_s: float
@@ -294,12 +306,23 @@ class Fleet:
 
     def _is_over(self, state: _State) -> bool:
         """True if a loaded model takes no new requests: another waits for its memory, or it is to be unloaded."""
+        return state.is_unwanted or bool(self._whose_turn(state))
+
+    def _whose_turn(self, state: _State) -> list[str]:
+        """Return the names of the models that have waited long enough for the memory of this one."""
         name, now = state.member.name, self._clock()
-        return state.is_unwanted or any(
-            name in other.wish.needs_gone and now - other.wish.arrived_at >= self._turn_s
+        return [
+            other.member.name
             for other in self._states.values()
-            if other.wish is not None
-        )
+            if other.wish and name in other.wish.needs_gone and now - other.wish.arrived_at >= self._turn_s
+        ]
+
+    def _held_back(self, state: _State) -> str:
+        """Return why a model that is loaded takes no new requests; empty for one that is not loaded."""
+        if not state.is_loaded:
+            return ""
+        whose = ", ".join(self._whose_turn(state))
+        return f"{state.member.name} makes room for {whose}" if whose else f"{state.member.name} is to be unloaded"
 
     def _wish_of(self, state: _State) -> _Wish:
         if state.wish is None:
@@ -460,8 +483,10 @@ class Fleet:
         weighed = await state.member.weigh(self.holds(), returnable)
         if state.wish is not wish:
             return True
-        self._free, wish.asked_at = weighed.free, self._clock()
+        wish.asked_at = self._clock()
         residents = self._residents()  # anew: requests came and went meanwhile
+        held = [each.holds for each in residents]
+        self._room = {place: mib + sum(each.get(place, 0.0) for each in held) for place, mib in weighed.free.items()}
         decision = admit(name, weighed.variants, residents, weighed.free)
         if isinstance(decision, Refuse):
             raise ModelDoesNotFitError(decision.reason, hint="set a smaller ctx_size for it, or unpin another model")
@@ -520,6 +545,7 @@ class Fleet:
         state.is_loaded, state.failure, state.sent_away_for = True, None, None
         state.loads += 1
         state.load_seconds += self._clock() - began
+        self._loads.append((self._clock(), name))
         state.idle_since = self._clock()
         state.why = why
         self._say("model_loaded", f"{name} is loaded: {why}")

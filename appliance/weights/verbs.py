@@ -41,6 +41,8 @@ class Request:
     name: str | None
     # returns the recipe's files on the volume for `name`, by model name
     of_recipe: Callable[[], Sequence[tuple[str, Path]]] = tuple
+    # returns the states of models in the running appliance, by the paths of their weights; empty if none runs
+    serving: Callable[[], Mapping[Path, str]] = dict
     sha256: str | None = None
     as_json: bool = False
     repairs: bool = False
@@ -55,7 +57,7 @@ def run(action: str, request: Request) -> int:
 
 
 def _list(request: Request) -> int:
-    found = view(request.settings)
+    found = view(request.settings, request.serving())
     print(json.dumps(found.as_document(), indent=1) if request.as_json else found.as_text())
     return 0
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.container.stages.containers import MODEL, ROOT, Stage, started, volume, wait_for
+from tests.container.stages.three_models import three_in_memory_for_two
 from tests.fakes.hub.running import REPO, running_hub
 from tests.ports import free_port
 
@@ -65,12 +66,21 @@ def seen(browser: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
             yield {**look(browser, stage, folder), "pictures": folder}
 
 
-def look(browser: str, stage: Stage, folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def fleet(browser: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what a look at three models in memory for two saw."""
+    folder = Path(PICTURES) if PICTURES else tmp_path_factory.mktemp("fleet")
+    folder.chmod(0o777)
+    with three_in_memory_for_two(free_port()) as stage:
+        return look(browser, stage, folder, "fleet")
+
+
+def look(browser: str, stage: Stage, folder: Path, *what: str) -> dict[str, Any]:
     """Let the browser look, and end the engine when it asks for that."""
     argv = [
         *("docker", "run", "--rm", "--network", f"container:{stage.container.id}", "--env", "KEY"),
         *("--volume", f"{HERE / 'look.py'}:/look.py:ro", "--volume", f"{folder}:/pictures"),
-        *(browser, "python3", "/look.py", stage.base, "/pictures"),
+        *(browser, "python3", "/look.py", stage.base, "/pictures", *what),
     ]
     wanted = {folder / "second": SECOND, folder / "kill": KILL}
     with (
@@ -114,6 +124,52 @@ def test_another_model_that_comes_is_shown_loaded_and_unloaded(seen: dict[str, A
     assert "GiB" in found["loaded"]
     assert "beside" in found["loaded"]
     assert "asleep" in found["after"]
+    assert found["bottom"] <= 900, "the list and the first three views need no scroll on a laptop"
+    assert found["requests_of_second"] == 0, "its page shows its own requests"
+
+
+def test_a_model_that_is_asked_is_loaded_and_another_one_makes_room(fleet: dict[str, Any]) -> None:
+    found = fleet["fleet"]
+    assert found["states"][0] == "asleep"
+    assert found["states"][-1] == "ready"
+    assert found["ready"] == 2, "three do not fit"
+    assert "gamma needs its memory" in found["three"], "for whom one was sent away"
+    assert "gamma is loaded: beside" in found["three"], "the last events"
+    assert "idle for" in found["three"]
+    assert found["bottom"] <= 900
+
+
+def test_memory_is_shown_against_what_is_free(fleet: dict[str, Any]) -> None:
+    bars = fleet["fleet"]["bars"]
+    assert len(bars) == 2
+    assert len({end for _, end in bars}) == 1, "one place"
+    assert 0 < sum(value for value, _ in bars) <= bars[0][1]
+
+
+def test_a_chat_with_a_model_that_sleeps_says_what_it_waits_for(fleet: dict[str, Any]) -> None:
+    found = fleet["fleet"]["chat"]
+    assert re.search(r"loads this model: about [\d.]+ m?s", found["hint"])
+    assert found["banners"] == 0, "it can be asked"
+    assert "gamma" in found["waiting"]
+    assert (found["problems"], found["left"]) == (0, 0)
+    assert "tok/s" in found["answer"]
+
+
+def test_a_refusal_to_load_is_shown_as_text(fleet: dict[str, Any]) -> None:
+    assert fleet["fleet"]["refused"] == "there is no room <b>here</b>"
+
+
+def test_the_page_of_one_of_several_models_shows_its_own_requests(fleet: dict[str, Any]) -> None:
+    assert (fleet["fleet"]["requests_of_gamma"], fleet["fleet"]["requests_of_beta"]) == (1, 0)
+
+
+def test_the_list_of_models_keeps_nobody_out(fleet: dict[str, Any]) -> None:
+    views = {"fleet", "fleet, refused", "fleet, dark", "fleet, phone", "fleet, chinese", "chat, asleep"}
+    assert {*fleet["axe"]} == views
+    assert {name: found for name, found in fleet["axe"].items() if found} == {}
+    assert (fleet["violations"], fleet["errors"], fleet["foreign_requests"]) == ([], [], [])
+    assert fleet["fleet"]["fleet, phone, overflow"] <= 0
+    assert "空闲" in fleet["fleet"]["fleet, chinese"]
 
 
 def test_an_error_shows_its_code_and_what_to_do(seen: dict[str, Any]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
-import tarfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +13,10 @@ import openai
 import pytest
 import requests
 
-from tests.container.stages.containers import Stage, started, volume
+from tests.container.stages.containers import Stage
+from tests.container.stages.three_models import NAMES, three_in_memory_for_two
 
-NAMES = ("alpha", "beta", "gamma")
-# Two plans of 2,048 tokens need about 300 MiB each, the programs of the appliance 100.
-LIMIT = "820m"
 STEPS = int(os.environ.get("APPLIANCE_TEST_STEPS", "40"))
-FILE = "tune: off\nmodels:\n" + "".join(f"  {name}: {{model: {name}.gguf, ctx_size: 2048}}\n" for name in NAMES)
 
 
 @pytest.fixture
@@ -32,19 +27,8 @@ def client(stage: Stage) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with volume() as name:
-        with started(name, env={"APPLIANCE_TUNE": "off"}) as maker:
-            maker.wait_ready()
-            maker.run("sh", "-c", "cd /data/models && for n in alpha beta gamma; do cp *Q4_1.gguf $n.gguf; done")
-            archive = io.BytesIO()
-            with tarfile.open(fileobj=archive, mode="w") as tar:
-                info = tarfile.TarInfo("appliance.yaml")
-                info.size, info.mode = len(FILE), 0o644
-                tar.addfile(info, io.BytesIO(FILE.encode()))
-            maker.container.put_archive("/data", archive.getvalue())
-        with started(name, mem_limit=LIMIT, memswap_limit=LIMIT) as served:
-            served.wait_ready()
-            yield served
+    with three_in_memory_for_two() as made:
+        yield made
 
 
 def fleet(stage: Stage) -> dict[str, Any]:

@@ -291,10 +291,16 @@ def test_a_signal_while_the_first_of_several_loads(strict: Home, tmp_path: Path)
 
 def test_one_of_two_that_do_not_fit_together_makes_room_for_the_other_and_comes_back(home: Home) -> None:
     set_large(home)
-    with little_memory(home, 3700), home.serving() as front:
+    with little_memory(home, 3700), home.serving(receipts="always") as front:
         front.wait_ready()
         for name, other in (("b", "a"), ("a", "b"), ("b", "a")):
-            assert chat(front, name)[0] == 200
+            status, answer = chat(front, name)
+            assert status == 200
+            receipt = answer["usage"]["appliance"]
+            assert receipt["waited_for"] == f"{name} was loaded: nothing else is loaded"
+            assert 0 < receipt["waited_s"] <= receipt["seconds"]
+            receipt = chat(front, name)[1]["usage"]["appliance"]
+            assert (receipt["waited_s"], receipt["waited_for"]) == (0.0, None)
             assert loaded(front) == {name}
             assert rows(front)[other]["sent_away_for"] == name
         assert len(front.engine_pids()) == 1

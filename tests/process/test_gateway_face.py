@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from appliance.gateway.clients.auth import Keys
 from appliance.gateway.clients.connections import Limits
 from appliance.gateway.face.feed import WATCHERS_MAX
-from appliance.gateway.face.pages import LOGIN_BYTES_MAX, STATIC
+from appliance.gateway.face.pages import LOGIN_BYTES_MAX, STATIC, content_of
 from tests.process.stages.gateway import KEY, Answer, Stage, eventually, on_stage, read_all, read_until
 
 HOSTILE = '</script><b>&"\x1b[2J\r\nevent: now\r\ndata: {}\r\n\r\n'
@@ -120,7 +121,22 @@ def test_each_file_of_the_pages_is_served(stage: Stage) -> None:
     assert {"index.html", "chat.html"} <= {*names}
     for name in names:
         answer = stage.ask("GET", f"/assets/{name}", key=None)
-        assert (answer.status, answer.body) == (200, (STATIC / name).read_bytes())
+        assert (answer.status, answer.body) == (200, content_of(STATIC / name))
+
+
+def test_only_lines_of_comments_are_left_out_and_only_of_own_scripts(tmp_path: Path) -> None:
+    for path in STATIC.glob("*.js"):
+        lines, left = path.read_text().splitlines(), iter(content_of(path).decode().splitlines())
+        kept = next(left)
+        for line in lines:
+            if line == kept:
+                kept = next(left, "the end")
+            else:
+                assert line.strip().startswith(("//", "/**", "*")), (path.name, line)
+        assert kept == "the end", path.name
+    library = tmp_path / "library.js"
+    library.write_bytes(b"/** A licence. */\n// More of it.\n")
+    assert content_of(library) == library.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.mounts import tmpfs
-from tests.process.stages.boot import ROOT, Home
+from tests.process.stages.boot import ROOT, Home, eventually
 from tests.shapes.beside import write_projector
 from tests.unit.weights.cache_files import let_others_in, put_cached, put_ollama
 
@@ -54,6 +55,25 @@ def test_a_model_of_the_hubs_cache_is_served_by_its_name_and_kept_while_it_is(ho
         serving.terminate()
     assert home.command("models", "rm", "org/m-GGUF:Q8_0").returncode == 0
     assert not (home.data / "models/models--org--m-GGUF").exists()
+
+
+def test_the_list_marks_what_the_running_appliance_has_loaded(home: Home, weights: bytes) -> None:
+    for name in ("first.gguf", "second.gguf"):
+        (home.data / "models" / name).write_bytes(weights)
+    with home.serving(model="first") as serving:
+        serving.wait_ready()
+        eventually(lambda: len(serving.document("fleet")["models"]) == 2)
+        head, *rows = home.command("models", beside=serving).stdout.splitlines()[:3]
+        assert head.split()[-1] == "now"
+        assert [(row.split()[0], row.split()[-1]) for row in rows] == [
+            ("first.gguf", "ready"),
+            ("second.gguf", "asleep"),
+        ]
+        listed = json.loads(home.command("models", "--json", beside=serving).stdout)["models"]
+        assert [row["serving"] for row in listed] == ["ready", "asleep"]
+        serving.terminate()
+    after = home.command("models")
+    assert (after.stdout.splitlines()[0].split()[-1], after.stderr) == ("state", "")
 
 
 def test_projector_and_draft_model_of_what_is_served_are_kept(home: Home, weights: bytes) -> None:

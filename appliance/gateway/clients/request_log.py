@@ -162,8 +162,8 @@ class RequestLog:
         new = min(self.count - count, len(self._rows))
         return tuple(self._rows)[len(self._rows) - new :] if new > 0 else ()
 
-    def ttft_s(self, quantile: float) -> float | None:
-        """Return the time to first token that `quantile` (0 to 1) of the kept requests did not exceed; None without
-        any."""
-        times = sorted(row.ttft_s for row in self._rows if row.ttft_s is not None)
+    def ttft_s(self, quantile: float, model: str) -> float | None:
+        """Return the time to first token that `quantile` (0 to 1) of the model's kept requests did not exceed; None
+        without any."""
+        times = sorted(row.ttft_s for row in self._rows if row.ttft_s is not None and row.model == model)
         return times[min(len(times) - 1, int(quantile * len(times)))] if times else None

@@ -13,8 +13,9 @@ Tell = Callable[[str], Awaitable[None]]
 class Gate(Protocol):
     """The way to one model."""
 
-    def held(self, tell: Tell | None, keep_alive_s: float | None) -> AbstractAsyncContextManager[None]:
-        """Wait until the model is loaded, and keep it loaded while the block runs.
+    def held(self, tell: Tell | None, keep_alive_s: float | None) -> AbstractAsyncContextManager[str]:
+        """Wait until the model is loaded, and keep it loaded while the block runs. The block gets what was waited for,
+        in words; empty if the model was loaded already.
 
         `tell` is None for a request without a stream, which waits only for a limited time. `keep_alive_s`, if a client
         gave it, replaces how long the model stays loaded without requests. Raises ApiError if the model cannot be
@@ -24,11 +25,6 @@ class Gate(Protocol):
     @property
     def is_loaded(self) -> bool:
         """True if the model answers now."""
-        ...
-
-    @property
-    def why(self) -> str:
-        """Words for why the model is loaded, or is not."""
         ...
 
     @property

@@ -18,8 +18,8 @@ class Insight(Protocol):
         ...
 
     def watch(self, body: bytes, traffic: Traffic, *, load_s: float = 0.0, loaded: str = "") -> Watched | None:
-        """Watch an inference request whose body has come; None if nothing serves. It has waited `load_s` for its model,
-        about which `loaded` says more."""
+        """Watch an inference request whose body has come; None if nothing serves. It has waited `load_s` until its
+        model was there; `loaded` says what was done meanwhile."""
         ...
 
     def watts(self) -> float | None:

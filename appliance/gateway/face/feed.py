@@ -170,7 +170,7 @@ class Feed:
 
     def _now(self, *, is_over: bool) -> dict[str, Any]:
         backend = self._backend
-        progress, load = backend.progress(), backend.load()
+        progress, load, model = backend.progress(), backend.load(), backend.listed().id
         phase = Phase.STOPPING if is_over else progress.phase
         return {
             "time": round(time.time(), 1),
@@ -180,13 +180,13 @@ class Feed:
             "message": progress.sentence(),
             "elapsed_s": round(max(0.0, time.monotonic() - progress.since), 1),
             "facts": dict(progress.facts),
-            "model": backend.listed().id,
+            "model": model,
             "tokens_per_s": round(backend.traffic.rate.per_s, 1),
             "requests_running": load.running if load else backend.traffic.working,
             "requests_waiting": load.waiting if load else None,
             "kv_use": load.kv_use if load else None,
-            "ttft_p50_s": self._requests.ttft_s(0.5),
-            "ttft_p95_s": self._requests.ttft_s(0.95),
+            "ttft_p50_s": self._requests.ttft_s(0.5, model),
+            "ttft_p95_s": self._requests.ttft_s(0.95, model),
             "engine_restarts": backend.engine_restarts() if backend.engine_restarts else None,
             "engine_hangs": backend.upstream.hangs,
             "watts": backend.insight.watts() if backend.insight else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -49,6 +50,9 @@ _OF_FILES = (
 )
 
 
+_COMMENT_LINES = re.compile(rb"^ *(?://|/\*\*| \*).*\n", re.MULTILINE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _File:
     kind: bytes
@@ -80,8 +84,14 @@ class Files:
         raise ApiError(404, "not_found", detail)
 
 
+def content_of(path: Path) -> bytes:
+    """Return what browsers get of a file: a script of our own without its lines of comments, a tenth of its size."""
+    is_own_script = path.parent == STATIC and path.suffix == ".js"
+    return _COMMENT_LINES.sub(b"", path.read_bytes()) if is_own_script else path.read_bytes()
+
+
 def _read(path: Path) -> _File:
-    body = path.read_bytes()
+    body = content_of(path)
     tag = b'"' + hashlib.sha256(body).hexdigest()[:32].encode() + b'"'
     return _File(kind=TYPES[path.suffix], body=body, packed=gzip.compress(body, 9, mtime=0), tag=tag)
 

@@ -47,7 +47,6 @@ WHOLE_REPLY_BYTES = 8 * 2**20
 BODY_BYTES_MAX = 64 * 2**20  # limit of a request's body, which stays in memory while the engine answers
 # Attempts to repeat alone a request that did not fit together with others: newer requests may crowd it out again.
 ATTEMPTS_ALONE = 2
-LOAD_LEAST_S = 0.02
 KEEP_ALIVE_FIELDS = frozenset({"keep_alive", "ttl"})
 
 
@@ -249,12 +248,10 @@ class EngineEndpoint:
         body, keep_alive_s = keep_alive_in(body)
         is_stream = self._route.can_stream and request_queue.asks_for_stream(body)
         began = time.monotonic()
-        async with self._gate.held(reply.comment if is_stream else None, keep_alive_s):
-            waited_s = time.monotonic() - began
-            # What is shorter is a turn of the loop: the model was loaded already.
-            load_s = waited_s if waited_s >= LOAD_LEAST_S else 0.0
+        async with self._gate.held(reply.comment if is_stream else None, keep_alive_s) as waited_for:
+            load_s = time.monotonic() - began if waited_for else 0.0
             exchange.held_s += load_s
-            self._watch(body, exchange, load_s=load_s, loaded=self._gate.why)
+            self._watch(body, exchange, load_s=load_s, loaded=waited_for)
             await self._serve(scope, body, reply, exchange)
 
     def _watch(self, body: bytes, exchange: Exchange, *, load_s: float = 0.0, loaded: str = "") -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -180,28 +180,36 @@ def as_text(status: Status) -> str:
 
 
 def _models(fleet: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each model that is loaded, being loaded, kept or waited for, and the number of the others."""
+    """Yield a table of the models that are loaded, being loaded, pinned or waited for; the number of the others; and
+    who waits for what."""
     from appliance.host.start.follow import duration  # here: --json does not need rich, which costs 50 ms
 
-    models, waiting = fleet["models"], {row["name"]: row for row in fleet["waiting"]}
-    shown = [
-        row for row in models if row["is_loaded"] or row["is_loading"] or row["is_pinned"] or row["name"] in waiting
-    ]
-    width = max((len(row["name"]) for row in shown), default=0)
-    for row in shown:
-        words = [row["state"]]
-        if row["is_loaded"]:
-            words.append(", ".join(f"{mib:,} MiB of {place}" for place, mib in row["holds_mib"].items()))
-            words.append(
-                f"answers {row['answering']}" if row["answering"] else f"idle for {duration(row['idle_s'] or 0.0)}"
-            )
-            words.append("pinned" if row["is_pinned"] else row["why"])
-        elif row["name"] in waiting:
-            words.append(f"{waiting[row['name']]['requests']} waiting: {waiting[row['name']]['reason']}")
-        label = "models" if row is shown[0] else ""
-        yield f"{label:<9} {row['name']:<{width}}  {'; '.join(word for word in words if word)}"
+    models, waiting = fleet["models"], fleet["waiting"]
+    wanted = {wish["name"] for wish in waiting}
+    is_shown = ("is_loaded", "is_loading", "is_pinned")
+    shown = [row for row in models if any(row[name] for name in is_shown) or row["name"] in wanted]
+    table = [("models", "state", "memory", "idle", "keep"), *(_model_cells(row, duration) for row in shown)]
+    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
+    yield ""
+    for cells in table:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
     if others := len(models) - len(shown):
-        yield f"{'' if shown else 'models':<9} {others} more, which are loaded when they are asked for"
+        yield f"{others} more, which are loaded when they are asked for"
+    for wish in waiting:
+        who = f"{wish['requests']} waiting for {duration(wish['seconds'])}" if wish["requests"] else "to be loaded"
+        yield f"{wish['name']}: {who}: {wish['reason']}"
+
+
+def _model_cells(row: Mapping[str, Any], duration: Callable[[float], str]) -> tuple[str, ...]:
+    """Return name, state, memory by place, seconds without a request, and for how long it stays."""
+    if not row["is_loaded"]:
+        return row["name"], row["state"], "", "", "pinned" if row["is_pinned"] else ""
+    memory = ", ".join(f"{mib:,} MiB of {place}" for place, mib in row["holds_mib"].items() if mib)
+    if row["answering"]:
+        return row["name"], row["state"], memory, f"answers {row['answering']}", "pinned" if row["is_pinned"] else ""
+    keep_s = row["keep_alive_s"]
+    stays = "until its memory is needed" if keep_s is None else f"{duration(max(0.0, keep_s - row['idle_s']))} more"
+    return row["name"], row["state"], memory, duration(row["idle_s"]), "pinned" if row["is_pinned"] else stays
 
 
 def _now(status: Status) -> str:

@@ -80,7 +80,8 @@ class SlotMember:
         served = self.slot.served
         if self._load_s:
             return self._load_s
-        return START_S + (served.inputs.model.file_bytes / 2**20 / READ_MIB_S if served else 0.0)
+        size_bytes = served.inputs.model.file_bytes if served else self.slot.size_bytes or 0
+        return START_S + size_bytes / 2**20 / READ_MIB_S
 
     @property
     def cache_s(self) -> float:

@@ -130,10 +130,24 @@ class Models:
 
     def document(self) -> dict[str, Any]:
         found = self._fleet.document()
-        states = {slot.fleet_name: str(slot.state).replace("absent", "asleep") for slot in self.slots}
-        models = [{**row, "state": states.get(row["name"], "")} for row in found["models"]]
+        slots = {slot.fleet_name: slot for slot in self.slots}
+        models = [{**row, **self._slot_row(slots[row["name"]])} for row in found["models"]]
         others = {place: round(mib) for place, mib in self._lock.of_others().items()}
-        return {**found, "models": models, "other_containers_mib": others}
+        free = found["free_mib"] or self._free_since_start()
+        return {**found, "models": models, "free_mib": free, "other_containers_mib": others}
+
+    def _slot_row(self, slot: ModelSlot) -> dict[str, Any]:
+        """Return what the fleet does not know of a model: its name in the list of models, its weights and its state."""
+        path = self._path_of(slot)
+        state = str(slot.state).replace("absent", "asleep")
+        return {"model": slot.name, "path": None if path is None else str(path), "state": state}
+
+    def _free_since_start(self) -> dict[str, int]:
+        """Return what was free at the start less what loaded models hold, MiB by place; empty if that is unknown."""
+        first = self.slots[0].served
+        held = added(*self._fleet.holds().values())
+        free = free_on(first.hardware) if first else {}
+        return {place: max(0, round(mib - held.get(place, 0.0))) for place, mib in free.items()}
 
     async def load(self, name: str) -> None:
         self._fleet.want(name)
@@ -345,20 +359,16 @@ class SlotGate:
         return self._fleet.is_loaded(self._name)
 
     @property
-    def why(self) -> str:
-        return self._fleet.why(self._name)
-
-    @property
     def waits(self) -> bool:
         return not self._is_first or self._fleet.was_loaded(self._name)
 
     @asynccontextmanager
-    async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[None]:
+    async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[str]:
         from appliance.gateway.wire.api_error import load_failed, load_waits, shutting_down  # here: no start needs it
 
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(
+                waited_for = await stack.enter_async_context(
                     self._fleet.held(self._name, tell=tell, keep_alive_s=keep_alive_s, wait_s=self._wait_s)
                 )
             except LoadWaitError as error:
@@ -368,7 +378,7 @@ class SlotGate:
             except FatalError as error:
                 told = f"{error.message}; {error.hint}" if error.hint else error.message
                 raise load_failed(self._name, told, error.exit_code) from error
-            yield
+            yield waited_for
 
 
 def _estimate(served: ServedModel, hardware: Hardware) -> Places:

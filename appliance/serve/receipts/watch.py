@@ -80,7 +80,7 @@ class RequestWatch:
     def __init__(
         self, watcher: Watcher, body: bytes, traffic: Traffic, *, load_s: float = 0.0, loaded: str = ""
     ) -> None:
-        """The request has waited `load_s` for its model, about which `loaded` says more."""
+        """The request has waited `load_s` until its model was there; `loaded` says what was done meanwhile."""
         served = watcher.served
         self._watcher = watcher
         self._traffic = traffic
@@ -191,7 +191,7 @@ class RequestWatch:
         if not row.waited_s:
             return None
         if self._load_s:
-            return f"the model was loaded: {self._loaded}"
+            return self._loaded
         if self._held_words:
             return self._held_words
         return "other requests" if self._beside >= BESIDE else None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from appliance.documents import load
@@ -35,6 +36,7 @@ class Row:
     missing: str | None  # what is missing; None if it is complete
     last_used: float | None  # seconds since 1970; None if the disk does not record it
     profiles: tuple[str, ...]
+    serving: str | None = None  # its state in the running appliance, such as ready or asleep; None if it has none there
 
     def as_document(self) -> dict[str, Any]:
         used = datetime.fromtimestamp(self.last_used, UTC).isoformat(timespec="seconds") if self.last_used else None
@@ -48,6 +50,7 @@ class Row:
             "missing": self.missing,
             "last_used": used,
             "profiles": list(self.profiles),
+            "serving": self.serving,
         }
 
 
@@ -77,7 +80,7 @@ class DiskView:
         }
 
     def as_text(self) -> str:
-        lines = _table([_cells(row) for row in self.rows]) if self.rows else [f"no models in {self.models_dir}"]
+        lines = _table(self.rows) if self.rows else [f"no models in {self.models_dir}"]
         lines += [
             f"{listing.store.tool} {printable(str(listing.store.folder))}: {listing.problem}"
             for listing in self.listings
@@ -89,11 +92,13 @@ class DiskView:
         return "\n".join([*lines, volume])
 
 
-def view(settings: Settings) -> DiskView:
-    """Inspect the disk. Raises ConfigError if a requested folder does not exist."""
+def view(settings: Settings, serving: Mapping[Path, str] = MappingProxyType({})) -> DiskView:
+    """Inspect the disk. `serving` has the states of models in the running appliance, by the paths of their weights.
+    Raises ConfigError if a requested folder does not exist."""
+    states = {path.resolve(): state for path, state in serving.items()}
     listings = tuple(list_store(store) for store in (volume_store(settings.models_dir), *other_stores(settings)))
     profiles = _profiles(settings.profiles_dir)
-    rows = [_row(model, profiles) for listing in listings for model in listing.models]
+    rows = [_row(model, profiles, states.get(model.path.resolve())) for listing in listings for model in listing.models]
     rows += [*_partly_fetched(settings.models_dir), *_partly_copied(settings.models_dir)]
     rows += [*_unlinked(settings.models_dir), *_damaged(settings.models_dir)]
     free = None
@@ -102,7 +107,7 @@ def view(settings: Settings) -> DiskView:
     return DiskView(models_dir=settings.models_dir, rows=tuple(rows), listings=listings, free_bytes=free)
 
 
-def _row(model: StoredModel, profiles: Mapping[str, list[str]]) -> Row:
+def _row(model: StoredModel, profiles: Mapping[str, list[str]], serving: str | None) -> Row:
     return Row(
         name=model.name,
         tool=model.store.tool,
@@ -112,6 +117,7 @@ def _row(model: StoredModel, profiles: Mapping[str, list[str]]) -> Row:
         missing=model.problem,
         last_used=_last_used(model.files),
         profiles=tuple(profiles.get(str(model.path), ())),
+        serving=serving,
     )
 
 
@@ -193,7 +199,11 @@ def _ago(then: float | None) -> str:
     return "today" if hours < 24 else f"{hours / 24:,.0f} days ago"
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    every = [("name", "size", "format", "where", "last used", "profiles", "state"), *rows]
+def _table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the table; without a running appliance it has no column about it."""
+    every = [("name", "size", "format", "where", "last used", "profiles", "state"), *map(_cells, rows)]
+    if any(row.serving for row in rows):
+        now = ("now", *(row.serving or "-" for row in rows))
+        every = [(*cells, word) for cells, word in zip(every, now, strict=True)]
     widths = [max(len(row[column]) for row in every) for column in range(len(every[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in every]

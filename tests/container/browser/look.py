@@ -1,6 +1,7 @@
 """Looks at the pages of an appliance in Chromium, and prints what it saw as JSON. Runs in the image beside this file.
 
 python3 look.py ADDRESS FOLDER     with the API key in KEY; pictures are written into FOLDER
+python3 look.py ADDRESS FOLDER fleet   looks at three models, alpha, beta and gamma, in memory for two
 
 Makes a file FOLDER/hurry when it has seen the model being fetched, FOLDER/second when another model has to come, and
 FOLDER/kill when the engine has to die.
@@ -177,8 +178,8 @@ def models(looker: Looker) -> dict[str, Any]:
         page.click(f"{row} button")
         page.wait_for_selector(f"{row} .pill.ready")
         loaded = page.inner_text(row)
+        bottom = bottom_of_curve(page)
         looker.examine(page, "models")
-        page.locator("#models").scroll_into_view_if_needed()
         looker.picture(page, "dashboard-models")
         page.click(f"{row} a")
         page.wait_for_selector("#now .pill")
@@ -186,7 +187,127 @@ def models(looker: Looker) -> dict[str, Any]:
         page.wait_for_selector("#why tbody tr")
         page.click(f"{row} button")
         page.wait_for_selector(f"{row} .pill:not(.ready)")
-        return {"was_shown": was_shown, "before": before, "loaded": loaded, "after": page.inner_text(row)}
+        after, rows = page.inner_text(row), page.locator("#requests tbody tr").count()
+    return {
+        "was_shown": was_shown,
+        "before": before,
+        "loaded": loaded,
+        "after": after,
+        "bottom": bottom,
+        "requests_of_second": rows,
+    }
+
+
+def bottom_of_curve(page: Page) -> float:
+    return float(page.evaluate("document.querySelector('#curve').getBoundingClientRect().bottom"))
+
+
+def fleet(looker: Looker) -> dict[str, Any]:
+    """Ask a model that sleeps, in memory that two others hold; see who makes room, on both pages."""
+    with looker.page() as page:
+        page.goto(f"{looker.address}/")
+        page.fill("#key", looker.key)
+        page.click("button[type=submit]")
+        page.wait_for_selector(pill("alpha", "ready"))
+        page.click(button("beta"))
+        page.wait_for_selector(pill("beta", "ready"))
+        seen: dict[str, Any] = {"two": page.inner_text("#models"), "bars": bars(page)}
+        page.evaluate(WATCH_GAMMA)
+        seen["chat"] = asked(looker, page.context, "gamma")
+        page.wait_for_selector(pill("gamma", "ready"))
+        seen["states"] = page.evaluate("window.states")
+        seen["three"] = page.inner_text("#models")
+        seen["ready"] = page.locator("#models .pill.ready").count()
+        seen["bottom"] = bottom_of_curve(page)
+        looker.examine(page, "fleet")
+        looker.picture(page, "fleet")
+        page.route(
+            "**/models/load",
+            lambda route: route.fulfill(status=400, json={"error": {"message": "there is no room <b>here</b>"}}),
+        )
+        page.locator("#models tr:has(.pill:not(.ready)) button").first.press("Enter")
+        page.wait_for_selector("#models [role=alert]:not(:empty)")
+        seen["refused"] = page.inner_text("#models [role=alert]")
+        looker.examine(page, "fleet, refused")
+    for name, options in (
+        ("fleet, dark", {"color_scheme": "dark"}),
+        ("fleet, phone", {"viewport": PHONE}),
+        ("fleet, chinese", {"locale": "zh-CN"}),
+    ):
+        with looker.page(**options) as page:
+            page.goto(f"{looker.address}/?model=gamma")
+            page.wait_for_selector("#requests tbody tr")
+            page.wait_for_selector("#models tbody tr")
+            seen[name] = page.inner_text("#models")
+            seen[f"{name}, overflow"] = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            looker.examine(page, name)
+            looker.picture(page, name)
+    seen["requests_of_gamma"] = requests_of(looker, "gamma")
+    seen["requests_of_beta"] = requests_of(looker, "beta")
+    return seen
+
+
+# Every state of gamma that the dashboard shows, in their order.
+WATCH_GAMMA = """() => {
+    window.states = [];
+    const look = () => {
+        const row = [...document.querySelectorAll("#models tbody tr")].find((one) => one.innerText.startsWith("gamma"));
+        const state = row?.querySelector(".pill").innerText;
+        if (state && state !== window.states.at(-1)) window.states.push(state);
+    };
+    const all = {subtree: true, childList: true, characterData: true};
+    new MutationObserver(look).observe(document.querySelector("#models"), all);
+    look();
+}"""
+
+
+def pill(name: str, state: str) -> str:
+    return f"#models tr:has(th:has-text('{name}')) .pill.{state}"
+
+
+def button(name: str) -> str:
+    return f"#models tr:has(th:has-text('{name}')) button"
+
+
+def bars(page: Page) -> list[list[float]]:
+    """Return value and end of each bar of memory."""
+    found: list[list[float]] = page.evaluate(
+        "[...document.querySelectorAll('#models meter')].map(m => [m.value, m.max])"
+    )
+    return found
+
+
+def requests_of(looker: Looker, name: str) -> int:
+    with looker.page() as page:
+        page.goto(f"{looker.address}/?model={name}")
+        until(page, f"document.querySelector('header .model')?.textContent === '{name}'")
+        page.wait_for_selector("#requests p, #requests tbody")
+        rows: int = page.locator("#requests tbody tr").count()
+        return rows
+
+
+def asked(looker: Looker, context: BrowserContext, name: str) -> dict[str, Any]:
+    """Ask a model on the chat page; return what was said of its load, and its answer."""
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(f"{looker.address}/chat/")
+    page.wait_for_selector("header select")
+    page.select_option("header select", name)
+    page.wait_for_selector("main .hint")
+    until(page, "/ m?s/.test(document.querySelector('main .hint').textContent)")
+    hint, banners = page.inner_text("main .hint"), page.locator("main .banner").count()
+    looker.examine(page, "chat, asleep")
+    limit(page, 8)
+    page.fill(".composer textarea", "Say hello.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article .waiting")
+    waiting = page.inner_text("article .waiting")
+    settled(page)
+    page.wait_for_selector("main .hint", state="detached")
+    answer, problems = page.inner_text("article.answer"), page.locator("article .problem").count()
+    left = page.locator("article .waiting").count()
+    page.close()
+    return {"hint": hint, "banners": banners, "waiting": waiting, "answer": answer, "problems": problems, "left": left}
 
 
 def error(looker: Looker) -> dict[str, Any]:
@@ -319,9 +440,10 @@ def dashboard(looker: Looker) -> dict[str, Any]:
         page.goto(f"{looker.address}/")
         page.wait_for_selector("#requests tbody tr")
         page.wait_for_selector("#machine .doctor li")
+        page.wait_for_selector("#why tbody tr")
         looker.note_paint(page, "dashboard")
         seen["views"] = {name: page.inner_text(f"#{name}") for name in ("now", "why", "curve", "requests", "machine")}
-        seen["bottom_of_curve"] = page.evaluate("document.querySelector('#curve').getBoundingClientRect().bottom")
+        seen["bottom_of_curve"] = bottom_of_curve(page)
         looker.examine(page, "dashboard")
         looker.picture(page, "dashboard-laptop")
     ways: dict[str, dict[str, Any]] = {
@@ -367,6 +489,7 @@ def foreign_page(looker: Looker) -> dict[str, Any]:
     post = """async (to) => fetch(to, {method: "POST", mode: "no-cors", credentials: "include", body: "{}"}).then(
         () => "sent", () => "failed")"""
     page.evaluate(post, f"{looker.address}/v1/chat/completions")
+    page.evaluate(post, f"{looker.address}/models/unload")
     page.evaluate(post, f"{looker.address}/logout")
     read = page.evaluate(
         "async (from) => fetch(from, {credentials: 'include'}).then(a => a.text(), () => 'not readable')",
@@ -377,6 +500,16 @@ def foreign_page(looker: Looker) -> dict[str, Any]:
     return {"statuses": statuses, "read": read}
 
 
+def one_model(looker: Looker) -> dict[str, Any]:
+    """Look at a first start, and at all that one model needs; then at a second one."""
+    seen = {"start": first_start(looker), "chat": chat(looker), "dashboard": dashboard(looker)}
+    seen["planted"] = planted(looker)
+    seen["foreign"] = foreign_page(looker)
+    seen["models"] = models(looker)
+    seen["error"] = error(looker)
+    return seen
+
+
 def main() -> int:
     address, folder = sys.argv[1].rstrip("/"), Path(sys.argv[2])
     with sync_playwright() as playwright:
@@ -384,11 +517,7 @@ def main() -> int:
             executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
         looker = Looker(browser, address, os.environ["KEY"], folder)
-        seen = {"start": first_start(looker), "chat": chat(looker), "dashboard": dashboard(looker)}
-        seen["planted"] = planted(looker)
-        seen["foreign"] = foreign_page(looker)
-        seen["models"] = models(looker)
-        seen["error"] = error(looker)
+        seen = {"fleet": fleet(looker)} if "fleet" in sys.argv[3:] else one_model(looker)
         browser.close()
     print(
         json.dumps(

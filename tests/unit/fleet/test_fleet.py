@@ -8,7 +8,7 @@ import pytest
 
 from appliance.errors import EngineDiedError, EngineNotReadyError, ModelDoesNotFitError
 from appliance.fleet import fleet as module
-from appliance.fleet.fleet import LoadWaitError
+from appliance.fleet.fleet import Fleet, LoadWaitError
 from tests.unit.fleet.pretenders import Memory, Pretender, ask, running, until
 
 
@@ -260,3 +260,49 @@ async def test_the_time_of_a_request_outlives_an_unload_that_it_waited_for() -> 
             assert answering.done()
         assert fleet.document()["models"][0]["keep_alive_s"] == 600.0
         await answering
+
+
+async def test_who_waits_is_told_at_the_end_what_was_done_meanwhile() -> None:
+    memory = Memory()
+    first, second, third = (Pretender(name, 60, memory) for name in "abc")
+    async with running(first, second, third) as fleet:
+        async with fleet.held("a") as nothing:
+            assert nothing == ""
+        async with fleet.held("b") as of_load:
+            assert of_load == "b was loaded: nothing else is loaded"
+        third.may_load.clear()
+        asking = asyncio.create_task(ask(fleet, "c"))
+        await until(lambda: third.loads == 1)
+        waiting = asyncio.create_task(words_of(fleet, "b"))
+        await until(lambda: len(fleet.document()["waiting"]) == 2)
+        third.may_load.set()
+        await asking
+        assert await waiting == "c was loaded; b was loaded: nothing else is loaded"
+
+
+async def test_who_is_held_back_for_anothers_turn_is_told_so() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 60, memory), Pretender("b", 60, memory), turn_s=0.0) as fleet:
+        answering = asyncio.create_task(ask(fleet, "a", seconds=0.3))
+        await until(lambda: fleet.document()["models"][0]["answering"] == 1)
+        asking = asyncio.create_task(ask(fleet, "b"))
+        await until(lambda: "answer has ended" in str(fleet.document()["waiting"]))
+        words = await words_of(fleet, "a")
+        await asyncio.gather(answering, asking)
+        assert words == "a makes room for b; b was loaded; a was loaded: nothing else is loaded"
+
+
+async def words_of(fleet: Fleet, name: str) -> str:
+    async with fleet.held(name) as words:
+        return words
+
+
+async def test_what_is_free_is_less_what_was_loaded_since_the_last_look() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 40, memory), Pretender("b", 30, memory)) as fleet:
+        assert fleet.document()["free_mib"] == {}, "nobody looked yet"
+        await ask(fleet, "b")
+        assert fleet.document()["free_mib"] == {"host": 30}
+        fleet.unload("a")
+        await until(lambda: fleet.loaded == ("b",))
+        assert fleet.document()["free_mib"] == {"host": 70}

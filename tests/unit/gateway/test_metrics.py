@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,6 +54,26 @@ class Known:
         return
 
 
+class Several:
+    """Two models, one of which is loaded, on a GPU and in host memory."""
+
+    def document(self) -> dict[str, Any]:
+        figures = {"loads": 3, "evictions": 2, "load_seconds": 4.5}
+        return {
+            "models": [
+                {"name": "small", "is_loaded": True, "holds_mib": {"host": 300, "GPU-0": 5000}, **figures},
+                {"name": "other", "is_loaded": False, "holds_mib": {}, **figures},
+            ],
+            "waiting": [{"name": "other"}],
+        }
+
+    async def load(self, name: str) -> None:
+        raise NotImplementedError(name)
+
+    async def unload(self, name: str) -> None:
+        raise NotImplementedError(name)
+
+
 def scraped(*rows: FinishedRequest) -> dict[str, dict[tuple[str, ...], float]]:
     """Return the values of all samples by name and by the values of their labels, in the order of the labels' names."""
     metrics = Metrics(
@@ -64,6 +85,7 @@ def scraped(*rows: FinishedRequest) -> dict[str, dict[tuple[str, ...], float]]:
         loads=lambda: [Load(model="small", waiting=1, running=2, kv_use=0.5)],
         aliases=METRIC_ALIASES,
         insights=lambda: {"small": Known()},
+        fleet=Several(),
     )
     metrics.answered("/v1/messages", "POST", "200", 2.0)
     metrics.began_answer("/v1/messages", 0.7)
@@ -96,6 +118,15 @@ def test_losses_of_one_kind_are_one_series() -> None:
     found = scraped()
     assert found["appliance_loss"] == {("pcie_narrow", "small"): 1.0, ("gpu_gone", "small"): 1.0}
     assert found["appliance_joules_total"] == {("small",): 5.0}
+
+
+def test_each_model_of_a_fleet_has_its_series() -> None:
+    found = scraped()
+    assert found["appliance_model_loaded"] == {("small",): 1.0, ("other",): 0.0}
+    assert found["appliance_model_held_mib"] == {("small", "host"): 300.0, ("small", "GPU-0"): 5000.0}
+    assert found["appliance_model_evictions_total"] == {("small",): 2.0, ("other",): 2.0}
+    assert found["appliance_model_load_seconds_total"] == {("small",): 4.5, ("other",): 4.5}
+    assert found["appliance_models_waited_for"] == {(): 1.0}
 
 
 def test_what_an_engine_did_not_tell_is_not_counted() -> None:

@@ -122,16 +122,15 @@ class Recorded:
     """A fleet and its gate that note what is asked of them."""
 
     is_loaded = waits = True
-    why = "beside others"
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, str | float | None]] = []
 
     @asynccontextmanager
-    async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[None]:
+    async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[str]:
         assert tell is None
         self.heard.append(("held", keep_alive_s))
-        yield
+        yield ""
 
     def document(self) -> dict[str, Any]:
         return {}

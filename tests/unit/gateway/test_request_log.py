@@ -80,7 +80,7 @@ def test_the_log_keeps_the_latest() -> None:
     assert [row.status for row in log.since(0)] == [402, 403, 404]
     assert [row.status for row in log.since(4)] == [404]
     assert log.since(5) == ()
-    assert log.ttft_s(0.5) is None
+    assert log.ttft_s(0.5, "demo") is None
 
 
 def test_quantiles_are_of_those_with_a_time() -> None:
@@ -90,4 +90,5 @@ def test_quantiles_are_of_those_with_a_time() -> None:
         exchange.response = Told(first_content=exchange.began + tenths / 10, is_stream=True)
         log.add(exchange.finished())
     log.add(finished(status=500))
-    assert (log.ttft_s(0.5), log.ttft_s(0.95)) == (0.6, 1.0)
+    assert (log.ttft_s(0.5, "demo"), log.ttft_s(0.95, "demo")) == (0.6, 1.0)
+    assert log.ttft_s(0.5, "another") is None

@@ -31,8 +31,8 @@ export function fromMarkdown(text) {
   return made;
 }
 
-/** Yields the data of each event of a stream. */
-async function* eventsOf(body) {
+/** Yields the data of each event of a stream. Calls `onComment` with the words of each comment, which tell of a wait. */
+async function* eventsOf(body, onComment) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
@@ -41,7 +41,10 @@ async function* eventsOf(body) {
     held += value;
     const lines = held.split(/\r?\n/);
     held = lines.pop();
-    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
+    for (const line of lines) {
+      if (line.startsWith("data: ")) yield line.slice(6);
+      else if (line.startsWith(":") && line.length > 2) onComment(line.slice(1).trim());
+    }
   }
 }
 
@@ -59,11 +62,12 @@ function withParts(calls, parts) {
 }
 
 /**
- * Asks for an answer and calls `onAnswer(answer)` as it grows: {text, reasoning, calls, usage, seconds, speed, problem}.
+ * Asks for an answer and calls `onAnswer(answer)` as it grows: {text, reasoning, calls, usage, seconds, speed, problem,
+ * waiting}. `waiting` says what it waits for before it begins; null otherwise.
  * Ends early, with what has come, when `signal` is aborted.
  */
 export async function ask(request, signal, onAnswer) {
-  let answer = { text: "", reasoning: "", calls: [], usage: null, seconds: null, speed: null, problem: null };
+  let answer = { text: "", reasoning: "", calls: [], usage: null, seconds: null, speed: null, problem: null, waiting: null };
   const began = performance.now();
   let first = null;
   let timings = null;
@@ -84,7 +88,7 @@ export async function ask(request, signal, onAnswer) {
       const body = await response.json().catch(() => null);
       return tell({ problem: body?.error?.message ?? `${response.status} ${response.statusText}`, status: response.status });
     }
-    for await (const data of eventsOf(response.body)) {
+    for await (const data of eventsOf(response.body, (waiting) => tell({ waiting }))) {
       if (data === "[DONE]") {
         isWhole = true;
         break;
@@ -100,6 +104,7 @@ export async function ask(request, signal, onAnswer) {
         reasoning: answer.reasoning + reasoning,
         calls: delta.tool_calls ? withParts(answer.calls, delta.tool_calls) : answer.calls,
         usage: event.usage ?? answer.usage,
+        waiting: null,
       });
     }
     if (!isWhole && !answer.problem) tell({ problem: t("cutOff") });
@@ -109,5 +114,5 @@ export async function ask(request, signal, onAnswer) {
   const now = performance.now();
   const tokens = timings?.predicted_n ?? answer.usage?.completion_tokens ?? null;
   const clocked = first !== null && tokens > 1 ? (1000 * (tokens - 1)) / (now - first) : null;
-  return tell({ seconds: (now - began) / 1000, tokens, speed: timings?.predicted_per_second ?? clocked });
+  return tell({ waiting: null, seconds: (now - began) / 1000, tokens, speed: timings?.predicted_per_second ?? clocked });
 }

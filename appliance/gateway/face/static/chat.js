@@ -10,6 +10,7 @@ import { language, switchLanguage, t } from "./strings.js";
 
 const IMAGE_BYTES_MAX = 8 * 2 ** 20;
 const SERVES = new Set(["ready", "held"]);
+const COMES = new Set(["starting", "loading", "tuning", "restarting"]);
 
 function Markdown({ text }) {
   const place = useRef(null);
@@ -29,7 +30,7 @@ function Markdown({ text }) {
 }
 
 function Answer({ message, isLast, isBusy, onAgain }) {
-  const { text, reasoning, calls, problem, tokens, usage } = message;
+  const { text, reasoning, calls, problem, tokens, usage, waiting } = message;
   return html`<article class="answer">
     <h2 class="hidden">${t("answer")}</h2>
     ${reasoning && html`<details><summary>${t("reasoning")}</summary><${Markdown} text=${reasoning} /></details>`}
@@ -38,6 +39,7 @@ function Answer({ message, isLast, isBusy, onAgain }) {
       (call) => html`<details open><summary>${t("call")} <code>${clean(call.name)}</code></summary>
         <pre tabindex="0"><code>${clean(call.arguments)}</code></pre></details>`,
     )}
+    ${waiting && html`<p class="muted waiting" role="status">${clean(waiting)}</p>`}
     ${problem && html`<p class="problem error" role="alert">${clean(problem)}</p>`}
     <footer>
       ${message.seconds != null &&
@@ -140,15 +142,33 @@ async function listed() {
   return { code: 200, models: data.filter((one) => (one.architecture?.output_modalities ?? ["text"]).includes("text")) };
 }
 
+/** Returns the seconds that loading takes, by the model's id; empty if there is one model or no answer. */
+async function loadTimes(models) {
+  if (models.length < 2) return {};
+  const answer = await fetch("/appliance/v1/fleet").catch(() => null);
+  const fleet = answer?.ok ? await answer.json() : { models: [] };
+  return Object.fromEntries(fleet.models.map((row) => [row.model, row.reload_s]));
+}
+
+/** What is to be known before the first message to a model that does not serve. */
+function Readiness({ model, isOne, loadS }) {
+  if (SERVES.has(model?.state)) return null;
+  const waits = model?.state === "asleep" || (!isOne && COMES.has(model?.state));
+  if (!waits) return html`<p class="banner" role="status">${t("notReady", clean(model?.state ?? "–"))}</p>`;
+  return html`<p class="muted hint" role="status">${loadS == null ? t("loadsFirst") : t("loadsIn", seconds(loadS))}</p>`;
+}
+
 function App() {
   const [chats, setChats] = useState(() => [fresh(), ...kept()]);
   const [current, setCurrent] = useState(chats[0].id);
   const [models, setModels] = useState(null);
   const [model, setModel] = useState("");
+  const [loadS, setLoadS] = useState({});
   const [found, setFound] = useState(settings);
   const [needsLogin, setNeedsLogin] = useState(false);
   const [stop, setStop] = useState(null);
   const end = useRef(null);
+  const timer = useRef(0);
   const chat = chats.find((one) => one.id === current);
   const chosen = models?.find((one) => one.id === model);
 
@@ -157,7 +177,9 @@ function App() {
     setNeedsLogin(code === 401);
     setModels(all);
     setModel((before) => (all.some((one) => one.id === before) ? before : (all[0]?.id ?? "")));
-    if (code !== 401 && !all.some((one) => SERVES.has(one.state))) setTimeout(look, 2000);
+    clearTimeout(timer.current);
+    if (code !== 401 && !all.some((one) => SERVES.has(one.state))) timer.current = setTimeout(look, 2000);
+    setLoadS(await loadTimes(all));
   };
   useEffect(() => void look(), []);
   useEffect(() => end.current?.scrollIntoView({ block: "end" }), [current, chat?.messages.length]);
@@ -179,6 +201,7 @@ function App() {
     setStop(null);
     if (result.status === 401) setNeedsLogin(true);
     setChats((all) => (keep(all), all));
+    if (models?.length > 1) look(); // it may have been loaded, and another one unloaded for it
   };
 
   const remove = (id) => {
@@ -211,8 +234,7 @@ function App() {
         <${Settings} found=${found} onChange=${(next) => (keepSettings(next), setFound(next))} />
       </${Sidebar}>
       <main>
-        ${chosen?.state === "asleep" && html`<p class="muted" role="status">${t("loadsFirst")}</p>`}
-        ${models && chosen?.state !== "asleep" && !SERVES.has(chosen?.state) && html`<p class="banner" role="status">${t("notReady", clean(chosen?.state ?? "–"))}</p>`}
+        ${models && html`<${Readiness} model=${chosen} isOne=${models.length < 2} loadS=${loadS[model]} />`}
         <div class="messages" role="log" aria-label=${t("chat")} aria-busy=${isBusy}>
           ${messages.length === 0 && html`<p class="muted">${t("kept")}</p>`}
           ${messages.map((message, at) =>

@@ -6,7 +6,7 @@ import { Curve } from "./curve.js";
 import { Models } from "./fleet.js";
 import { clean, clock, count, gib, seconds, share, speed, word } from "./format.js";
 import { html, Login, post } from "./session.js";
-import { watch } from "./stream.js";
+import { MODEL, watch } from "./stream.js";
 import { write } from "./storage.js";
 import { language, switchLanguage, t } from "./strings.js";
 
@@ -178,7 +178,7 @@ function CurveView({ state }) {
 }
 
 function Requests({ state }) {
-  const rows = state.requests ?? [];
+  const rows = (state.requests ?? []).filter((row) => !MODEL || row.model === state.now.model);
   const columns = ["time", "model", "route", "tokensIn", "cached", "tokensOut", "waited", "ttft", "tokensPerS", "ending", "slowedBy"];
   return html`<${View} id="requests" title=${t("requests")}>
     ${rows.length === 0
@@ -281,15 +281,15 @@ function App() {
     };
     return html`<${Login} onDone=${done} />`;
   }
+  const isOne = !(state.fleet?.models.length > 1);
   const trouble = { connecting: "connecting", lost: "lost", full: "tooMany" }[link];
   return html`
     <${Header} state=${state} redraw=${() => redraw((times) => times + 1)} />
     ${trouble && html`<p class=${`banner ${link}`} role="status">${t(trouble)}</p>`}
     ${state.now &&
-    html`<main class="dashboard">
-      <${Now} state=${state} /><${Why} state=${state} /><${CurveView} state=${state} />
-      ${state.fleet?.models.length > 1 && html`<${Models} fleet=${state.fleet} model=${state.now.model} />`}
-      <${Requests} state=${state} /><${Machine} state=${state} />
+    html`<main class=${isOne ? "dashboard" : "dashboard several"}>
+      <${Now} state=${state} />${!isOne && html`<${Models} fleet=${state.fleet} model=${state.now.model} />`}
+      <${Why} state=${state} /><${CurveView} state=${state} /><${Requests} state=${state} /><${Machine} state=${state} />
     </main>`}`;
 }
 

@@ -2,7 +2,8 @@
 
 import { statusOf } from "./session.js";
 
-const MODEL = new URLSearchParams(location.search).get("model");
+/** The model that the page is about; null means the first one. */
+export const MODEL = new URLSearchParams(location.search).get("model");
 const PATH = `/appliance/v1/events${MODEL ? `?model=${encodeURIComponent(MODEL)}` : ""}`;
 const NAMES = ["now", "status", "plan", "profile", "tuning", "hardware", "log", "doctor", "fleet", "requests", "request"];
 // Until the next try: longer each time, and not the same for all pages of a server that was restarted.

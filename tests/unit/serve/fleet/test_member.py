@@ -1,4 +1,4 @@
-"""A member whose engine is given up at the moment at which it is unloaded."""
+"""A member: how long its load takes, and an engine that is given up at the moment at which it is unloaded."""
 
 from __future__ import annotations
 
@@ -72,3 +72,17 @@ async def test_one_that_is_given_up_while_it_is_unloaded_is_not_told_of_the_next
         await asyncio.sleep(0.01)
         assert stage.lost == []
         await stage.member.end()
+
+
+def test_the_load_of_a_model_that_was_never_opened_is_estimated_by_its_files() -> None:
+    slot = cast("Any", SimpleNamespace(name="a", fleet_name="a", served=None, size_bytes=4000 * 2**20))
+    member = SlotMember(
+        slot,
+        cast("Any", None),
+        is_pinned=False,
+        beside=lambda _name, hardware, _held: hardware,
+        on_lost=lambda *_: None,
+    )
+    assert member.reload_s == module.START_S + 4.0
+    slot.size_bytes = None
+    assert member.reload_s == module.START_S
