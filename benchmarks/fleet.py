@@ -2,7 +2,8 @@
 
 Everything here is modelled: made-up fleets and requests, a reload is bytes at the disk's rate and a constant, and each
 model has one plan. Ours is `admit` with `Uses`, as the product calls them. The first load of each model is not
-counted, for any rule. The weights in appliance/fleet/use.py were chosen on even seeds; odd seeds judge.
+counted, for any rule. The constants in appliance/fleet/use.py and successors.py were chosen on even seeds; odd ones
+judge.
 
     python3 -m benchmarks.fleet [--seeds 60] [--first 1] [--json]    60 traces, of seeds 1, 3, 5, …; two minutes
     python3 -m benchmarks.fleet --steps 10000 [--first 1]             random steps on fake devices, see fleet_steps.py
