@@ -44,7 +44,9 @@ def baked(tmp_path: Path) -> Iterator[ModelImage]:
     docker.Engine().remove(model.tag_of("demo", "llama-cpu", prefix))
 
 
-def test_it_serves_the_weights_of_its_recipe_and_no_others(made: ModelImage, tmp_path: Path) -> None:
+def test_it_serves_the_weights_of_its_recipe_and_others_only_if_they_are_named(
+    made: ModelImage, tmp_path: Path
+) -> None:
     other = tmp_path / "a-model-that-nobody-named.gguf"
     other.symlink_to(MODEL)
     with volume() as name:
@@ -53,11 +55,13 @@ def test_it_serves_the_weights_of_its_recipe_and_no_others(made: ModelImage, tmp
         with _started(made.tag, name) as stage:
             stage.wait_ready()
             said = stage.get("/v1/models", headers=stage.authorized()).json()
-            assert [each["id"] for each in said["data"]] == [MODEL.stem]
+            assert (said["data"][0]["id"], said["data"][0]["state"]) == (MODEL.stem, "ready")
+            assert [(each["id"], each["state"]) for each in said["data"][1:]] in ([], [(other.stem, "asleep")])
             body = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}
             url = f"{stage.base}/v1/chat/completions"
             answer = requests.post(url, json=body, headers=stage.authorized(), timeout=60)
             assert answer.json()["choices"][0]["message"]["content"]
+            assert answer.json()["model"] == MODEL.stem
 
 
 def test_without_its_weights_it_says_which_are_missing(made: ModelImage) -> None:
