@@ -44,9 +44,7 @@ def baked(tmp_path: Path) -> Iterator[ModelImage]:
     docker.Engine().remove(model.tag_of("demo", "llama-cpu", prefix))
 
 
-def test_it_serves_the_weights_of_its_recipe_and_others_if_named(
-    made: ModelImage, tmp_path: Path
-) -> None:
+def test_it_serves_the_weights_of_its_recipe_and_others_if_named(made: ModelImage, tmp_path: Path) -> None:
     other = tmp_path / "a-model-that-nobody-named.gguf"
     other.symlink_to(MODEL)
     with volume() as name:
