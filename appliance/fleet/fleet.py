@@ -154,9 +154,10 @@ class Fleet:
         """
         state = self._states[name]
         state.history.note(self._clock())
+        waited_for = await self._enter(state, tell, wait_s)
+        # Only now: an unload that came before the load sets it back.
         if keep_alive_s is not None:
             state.keep_alive_s = keep_alive_s
-        waited_for = await self._enter(state, tell, wait_s)
         try:
             yield waited_for
         finally:
@@ -546,8 +547,6 @@ class Fleet:
         state.load_seconds += self._clock() - began
         self._loads.append((self._clock(), name))
         state.idle_since = self._clock()
-        if state.keep_alive_s == 0 and not wish.waiters:
-            state.keep_alive_s = state.member.keep_alive_s  # else it would be unloaded before anyone uses it
         state.why = why
         self._say("model_loaded", f"{name} is loaded: {why}")
         self._grant(state)

@@ -177,6 +177,26 @@ def test_the_first_model_whose_file_is_gone_at_its_return_is_refused_alone(stric
         front.terminate()
 
 
+def test_a_file_that_was_replaced_is_read_anew_and_one_that_is_gone_is_told(strict: Home) -> None:
+    file = strict.data / "models/second.gguf"
+    with strict.serving() as front:
+        front.wait_ready()
+        for context in (4096, 1024, 2048):
+            if context != 4096:
+                write_model(file.with_suffix(".new"), context=context)
+                file.with_suffix(".new").rename(file)
+            assert chat(front, "b")[0] == 200
+            assert f"--ctx-size {context} " in strict.started[-1]
+            assert front.ask("GET", "/appliance/v1/plan?model=b", key=strict.key)[1]["context"] == context
+            post(front, "/models/unload", "b")
+            eventually(lambda: "b" not in loaded(front))
+        file.unlink()
+        status, answer = chat(front, "b")
+        assert (status, answer["error"]["code"]) == (400, "model_not_loaded")
+        assert "second.gguf" in answer["error"]["message"]
+        front.terminate()
+
+
 def test_names(strict: Home) -> None:
     with strict.serving() as front:
         front.wait_ready()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import FatalError, ModelDoesNotFitError
@@ -53,6 +54,7 @@ class SlotMember:
         self._on_lost = on_lost
         self._serving: asyncio.Task[None] | None = None
         self._load_s = 0.0
+        self._files = _files_of(slot.served)
 
     @property
     def keep_alive_s(self) -> float:
@@ -92,7 +94,12 @@ class SlotMember:
         return f"{self.name}: {self.slot.report.progress.sentence()}"
 
     async def prepare(self) -> None:
-        await prepare(self.slot)
+        served = self.slot.served
+        # A plan, a profile and figures of memory are of the files that were read, not of what lies there now.
+        if served and not served.host.is_launched and await asyncio.to_thread(_files_of, served) != self._files:
+            self.slot.report.info("model_changed", f"{self.name}: its files were replaced: it is read anew")
+            self.slot.forget()
+        self._files = _files_of(await prepare(self.slot))
 
     async def weigh(self, held: Mapping[str, Places], returnable: Mapping[str, Places]) -> Weighed:
         served = _served(self.slot)
@@ -154,6 +161,20 @@ class SlotMember:
     def serving(self) -> asyncio.Task[None] | None:
         """The task that serves; it ends only by a bug. None while the model is not loaded."""
         return self._serving
+
+
+def _files_of(served: ServedModel | None) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return what tells the files of a model from others in their place: inode, bytes and time. None is a file that is
+    gone."""
+    return tuple(_file(path) for path in served.inputs.model.parts) if served else ()
+
+
+def _file(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _served(slot: ModelSlot) -> ServedModel:

@@ -113,6 +113,12 @@ class ModelSlot:
         found.upstream = self._upstream
         found.beside = self.beside
 
+    def forget(self) -> None:
+        """Forget the model, whose engine was stopped: its files are other ones now. It is looked for anew."""
+        self.served = None
+        if self._upstream:
+            self._upstream.switch_to(self.socket_path)  # on which its first engine will listen
+
     def connect(self, upstream: UpstreamPool) -> None:
         """Tell the model through which connections the gateway reaches its engine."""
         self._upstream = upstream

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import StringIO
@@ -13,6 +14,7 @@ import pytest
 
 from appliance.console.report import Report
 from appliance.errors import EngineNotReadyError, FatalError
+from appliance.fleet import fleet as module
 from appliance.fleet.fleet import Fleet, FleetEndedError
 from tests.unit.fleet.pretenders import Memory, Pretender, ask, running, until
 
@@ -253,3 +255,41 @@ async def test_a_client_that_leaves_at_any_moment_leaves_no_lease(steps: int) ->
         assert [row["answering"] for row in fleet.document()["models"]] == [0, 0]
         assert await ask(fleet, "b") == "b"
         assert await ask(fleet, "a") == "a"
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whatever_clients_and_engines_do_nobody_waits_for_ever(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FAILED_S", 0.0)
+    draw, memory = random.Random(seed), Memory()
+    members = [Pretender(name, draw.choice((20, 40, 60, 90)), memory) for name in "abcde"]
+    async with running(*members, turn_s=0.02) as fleet:
+        asking: list[asyncio.Task[str]] = []
+        for _ in range(150):
+            member = draw.choice(members)
+            match draw.randrange(10):
+                case 0 | 1 | 2 | 3:
+                    seconds = draw.choice((0.0, 0.001, 0.01))
+                    asking.append(asyncio.create_task(ask(fleet, member.name, seconds=seconds)))
+                case 4 if asking:
+                    draw.choice(asking).cancel()
+                case 5:
+                    fleet.unload(member.name)
+                case 6:
+                    fleet.want(member.name)
+                case 7 if member is not members[0] or fleet.was_loaded("a"):
+                    member.fails = draw.choice((None, EngineNotReadyError("it died"), OSError("a file is gone")))
+                case 8:
+                    (member.may_load.clear if draw.random() < 0.5 else member.may_load.set)()
+                case _:
+                    await asyncio.sleep(draw.choice((0.0, 0.0, 0.005)))
+        for member in members:
+            member.fails = None
+            member.may_load.set()
+        await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), 10)
+        await until(lambda: not fleet.document()["waiting"])
+        assert [row["answering"] for row in fleet.document()["models"]] == [0] * len(members)
+        assert memory.free_mib >= 0
+        for member in members:
+            assert await ask(fleet, member.name) == member.name

@@ -20,7 +20,7 @@ class Stage:
         self.fails, self.may_stop = asyncio.Event(), asyncio.Event()
         self.stops = 0
         self.lost: list[str] = []
-        slot = cast("Any", SimpleNamespace(name="a", fleet_name="a"))
+        slot = cast("Any", SimpleNamespace(name="a", fleet_name="a", served=None))
         self.member = SlotMember(
             slot, cast("Any", None), is_pinned=False, beside=lambda _name, hardware, _held: hardware, on_lost=self._lose
         )

@@ -82,6 +82,7 @@ def test_the_entry_of_a_container_that_ended_is_removed(folder: Path) -> None:
         "\ud800",
         " " * 10**6 + '{"unseen_mib": {"host": 5}}',
     ],
+    ids=range(13),
 )
 def test_a_damaged_entry_of_a_living_container_claims_nothing(folder: Path, text: str) -> None:
     folder.mkdir(parents=True)
