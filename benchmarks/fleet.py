@@ -1,8 +1,9 @@
 """Several models on one machine: seconds of reloads by our rule, by others' rules, and the least that is possible.
 
 Everything here is modelled: made-up fleets and requests, a reload is bytes at the disk's rate and a constant, and each
-model has one plan. Ours is `admit` with `use_chance`, as the product calls them. The first load of each model is not
-counted, for any rule. The weights in appliance/fleet/use.py were chosen on even seeds; odd seeds judge.
+model has one plan. Ours is `admit` with `Uses`, as the product calls them. The first load of each model is not
+counted, for any rule. The constants in appliance/fleet/use.py and successors.py were chosen on even seeds; odd ones
+judge.
 
     python3 -m benchmarks.fleet [--seeds 60] [--first 1] [--json]    60 traces, of seeds 1, 3, 5, …; two minutes
     python3 -m benchmarks.fleet --steps 10000 [--first 1]             random steps on fake devices, see fleet_steps.py
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from appliance.fleet.admit import Evict, Load, Resident, Variant, admit
-from appliance.fleet.use import UseHistory, use_chance
+from appliance.fleet.use import Uses
 from benchmarks import fleet_steps
 from benchmarks.fleet_rivals import RIVALS, least_s
 from benchmarks.fleet_traces import KINDS, Model, Trace, make_trace
@@ -65,16 +66,16 @@ class Row:
 
 
 class Ours:
-    """The product's decision on a trace: loaded models, and a history of use for each."""
+    """The product's decision on a trace: loaded models, and the history of their use."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.histories = {name: UseHistory() for name in trace.models}
+        self.uses = Uses()
         self.loaded: dict[str, Model] = {}
 
     def ask(self, model: Model, at_s: float) -> bool:
         """Serve a request. Return True if the model had to be loaded."""
-        self.histories[model.name].note(at_s)
+        self.uses.note(model.name, at_s)
         if model.name in self.loaded:
             return False
         residents = [
@@ -82,7 +83,7 @@ class Ours:
                 name=name,
                 holds={PLACE: each.mib},
                 reload_s=each.reload_s,
-                use_chance=use_chance(self.histories[name], at_s),
+                use_chance=self.uses.chance(name, model.name, at_s),
             )
             for name, each in self.loaded.items()
         ]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance.fleet.admit import Evict, Load, Places, Refuse, Resident, Variant, Wait, admit
-from appliance.fleet.use import UseHistory, use_chance
+from appliance.fleet.use import Uses
 
 LOADS = Path(__file__).with_name("fleet_loads.json")
 ERROR = 0.03
@@ -135,10 +135,10 @@ class Coordinator:
     loaded: dict[str, Serving] = field(default_factory=dict)
     waiting: list[tuple[str, int]] = field(default_factory=list)  # model and step of each request, by arrival
     awaited: frozenset[str] = frozenset()
-    histories: dict[str, UseHistory] = field(default_factory=dict)
+    uses: Uses = field(default_factory=Uses)
 
     def ask(self, name: str) -> None:
-        self.histories.setdefault(name, UseHistory()).note(float(self.counts.steps))
+        self.uses.note(name, float(self.counts.steps))
         self.waiting.append((name, self.counts.steps))
 
     def answered(self) -> None:
@@ -162,7 +162,7 @@ class Coordinator:
 
     def _bring(self, name: str) -> bool:
         """Return True if the model is loaded or refused, False if it has to wait."""
-        match admit(name, self.loads.variants[name], self._residents(), self._free()):
+        match admit(name, self.loads.variants[name], self._residents(name), self._free()):
             case Wait(victims=victims):
                 self.counts.waits += 1
                 self.awaited = frozenset(victims)
@@ -210,7 +210,7 @@ class Coordinator:
             for place, mib in self.devices.probe().items()
         }
 
-    def _residents(self) -> Sequence[Resident]:
+    def _residents(self, wanted: str) -> Sequence[Resident]:
         now_s = float(self.counts.steps)
         return [
             Resident(
@@ -219,7 +219,7 @@ class Coordinator:
                 is_pinned=name in self.loads.pinned,
                 is_answering=each.answers > 0,
                 reload_s=1 + sum(each.holds.values()) / 2000,
-                use_chance=use_chance(self.histories[name], now_s),
+                use_chance=self.uses.chance(name, wanted, now_s),
             )
             for name, each in self.loaded.items()
         ]

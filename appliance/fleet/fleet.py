@@ -14,7 +14,7 @@ from appliance.console.report import Report
 from appliance.errors import FatalError, ModelDoesNotFitError
 from appliance.fleet.admit import Evict, Places, Refuse, Resident, Wait, admit
 from appliance.fleet.member import Member
-from appliance.fleet.use import UseHistory, use_chance
+from appliance.fleet.use import Uses
 from appliance.keep_alive import FOREVER, shown
 from appliance.race import first_of
 
@@ -71,7 +71,6 @@ class _State:
         self.leases = 0  # requests that it answers
         self.idle_since = now
         self.keep_alive_s = member.keep_alive_s
-        self.history = UseHistory()
         self.wish: _Wish | None = None
         self.preparing: asyncio.Task[None] | None = None  # it may outlive its wish until its cancellation has ended
         self.is_preparing_given_up = False
@@ -105,6 +104,7 @@ class Fleet:
         self._turn_s = turn_s
         self._on_change = on_change
         self._states: dict[str, _State] = {}
+        self._uses = Uses()
         self._changed = asyncio.Event()
         self._lost_first: FatalError | None = None
         self._has_ended = False
@@ -153,7 +153,7 @@ class Fleet:
         Cancelled, the wish is withdrawn.
         """
         state = self._states[name]
-        state.history.note(self._clock())
+        self._uses.note(name, self._clock())
         waited_for = await self._enter(state, tell, wait_s)
         # Only now: an unload that came before the load sets it back.
         if keep_alive_s is not None:
@@ -478,13 +478,13 @@ class Fleet:
         if not self.loaded:
             await self._load(state, wish, "nothing else is loaded")
             return True
-        residents = self._residents()
+        residents = self._residents(name)
         returnable = {each.name: each.holds for each in residents if not each.is_pinned}
         weighed = await state.member.weigh(self.holds(), returnable)
         if state.wish is not wish:
             return True
         wish.asked_at = self._clock()
-        residents = self._residents()  # anew: requests came and went meanwhile
+        residents = self._residents(name)  # anew: requests came and went meanwhile
         held = [each.holds for each in residents]
         self._room = {place: mib + sum(each.get(place, 0.0) for each in held) for place, mib in weighed.free.items()}
         decision = admit(name, weighed.variants, residents, weighed.free)
@@ -576,7 +576,7 @@ class Fleet:
         except Exception as error:  # the next look at free memory shows whether it still holds any
             self._report.error("not_stopped", f"the engine of {name} may be left: {type(error).__name__}: {error}")
 
-    def _residents(self) -> list[Resident]:
+    def _residents(self, wanted: str) -> list[Resident]:
         now = self._clock()
         return [
             Resident(
@@ -585,7 +585,7 @@ class Fleet:
                 is_pinned=state.member.is_pinned,
                 is_answering=bool(state.leases),
                 reload_s=state.member.reload_s,
-                use_chance=use_chance(state.history, now),
+                use_chance=self._uses.chance(name, wanted, now),
                 cache_s=state.member.cache_s,
             )
             for name, state in self._states.items()

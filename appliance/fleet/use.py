@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from math import exp, fsum, log, log2
 
+from appliance.fleet.successors import Successors
+
 OCTAVES = 21  # the last one also has what is longer than 2**21 s, 24 days
 MEMORY = 0.95  # each interval that reaches an octave leaves so much of the earlier ones' weight
 PRIOR_HAZARD = 0.35  # of an octave that no interval reached
@@ -61,9 +63,28 @@ class UseHistory:
 
 
 def use_chance(history: UseHistory, now_s: float) -> float:
-    """Return the `use_chance` of a Resident: the chance of a request within HORIZONS_S, near ones weighing more."""
+    """Return the chance of a request within HORIZONS_S by the model's own intervals, near ones weighing more."""
     chances = (history.chance(now_s, horizon_s) for horizon_s in HORIZONS_S)
     return fsum(weight * chance for weight, chance in zip(WEIGHTS, chances, strict=True)) / fsum(WEIGHTS)
+
+
+class Uses:
+    """The requests of all models of a fleet. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._histories: dict[str, UseHistory] = {}
+        self._successors = Successors()
+
+    def note(self, name: str, at_s: float) -> None:
+        """Learn of a request to this model."""
+        self._histories.setdefault(name, UseHistory()).note(at_s)
+        self._successors.note(name, at_s)
+
+    def chance(self, name: str, wanted: str, now_s: float) -> float:
+        """Return the `use_chance` of a Resident, 0 to 1: by its own intervals, or since it follows the wanted model."""
+        history = self._histories.get(name)
+        own = NEVER_USED if history is None else use_chance(history, now_s)
+        return own + (1 - own) * self._successors.chance(name, wanted)
 
 
 def _octaves(seconds: float) -> float:

@@ -135,6 +135,7 @@ WITHOUT_IO = (
     "appliance/plan/",
     "appliance/moe/",
     "appliance/fleet/admit",
+    "appliance/fleet/successors",
     "appliance/fleet/use",
     "appliance/engines/llama/planning/",
     "appliance/engines/llama/process/server",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from io import StringIO
@@ -107,9 +108,10 @@ async def running(
     turn_s: float = 20.0,
     lock: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     log: StringIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Fleet]:
     """A fleet whose first member is loaded."""
-    fleet = Fleet(Report("json", log or StringIO()), turn_s=turn_s, lock=lock)
+    fleet = Fleet(Report("json", log or StringIO()), turn_s=turn_s, lock=lock, clock=clock)
     for member in members:
         fleet.add(member)
     fleet.want(members[0].name)

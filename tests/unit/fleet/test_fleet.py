@@ -250,6 +250,18 @@ async def test_one_that_came_later_is_loaded_beside_while_the_first_in_line_wait
         assert fleet.loaded == ("b", "c")
 
 
+async def test_the_time_of_a_request_outlives_an_unload_that_it_waited_for() -> None:
+    memory = Memory()
+    async with running(Pretender("a", 40, memory), Pretender("b", 40, memory)) as fleet:
+        answering = asyncio.create_task(ask(fleet, "a", seconds=0.2))
+        await asyncio.sleep(0.05)
+        fleet.unload("a")
+        async with fleet.held("a", keep_alive_s=600.0):
+            assert answering.done()
+        assert fleet.document()["models"][0]["keep_alive_s"] == 600.0
+        await answering
+
+
 async def test_who_waits_is_told_at_the_end_what_was_done_meanwhile() -> None:
     memory = Memory()
     first, second, third = (Pretender(name, 60, memory) for name in "abc")
@@ -294,15 +306,3 @@ async def test_what_is_free_is_less_what_was_loaded_since_the_last_look() -> Non
         fleet.unload("a")
         await until(lambda: fleet.loaded == ("b",))
         assert fleet.document()["free_mib"] == {"host": 70}
-
-
-async def test_the_time_of_a_request_outlives_an_unload_that_it_waited_for() -> None:
-    memory = Memory()
-    async with running(Pretender("a", 40, memory), Pretender("b", 40, memory)) as fleet:
-        answering = asyncio.create_task(ask(fleet, "a", seconds=0.2))
-        await asyncio.sleep(0.05)
-        fleet.unload("a")
-        async with fleet.held("a", keep_alive_s=600.0):
-            assert answering.done()
-        assert fleet.document()["models"][0]["keep_alive_s"] == 600.0
-        await answering
