@@ -30,7 +30,7 @@ from appliance.gateway.engine.roster import Roster, roster_of
 from appliance.gateway.face.feed import Feed, Feeds, feed_endpoint
 from appliance.gateway.face.pages import login_routes, page_routes
 from appliance.gateway.routes.by_model import ByModel, overall_progress
-from appliance.gateway.routes.documents import document_routes, model_asked, path_of
+from appliance.gateway.routes.documents import document_routes, model_asked, of_model, path_of
 from appliance.gateway.routes.fleet import LOAD, UNLOAD, fleet_routes
 from appliance.gateway.routes.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.routes.metrics import Measured, Metrics
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 Routes = dict[str, tuple[tuple[str, ...], Endpoint]]
 """Methods and endpoint of each path."""
-
-"""Takes a model's name and a `keep_alive`. Called on the event loop, so it returns at once."""
 
 
 class App:
@@ -112,7 +110,7 @@ def create_app(
     documents = document_routes(metrics, roster, fleet)
     sessions = Sessions(keys.first) if keys else None
     pages, files = page_routes(libraries)
-    feeds = Feeds(roster, partial(Feed, requests=requests, recent=recent, doctor=doctor, fleet=fleet))
+    feeds = Feeds(partial(Feed, requests=requests, recent=recent, doctor=doctor, fleet=fleet))
     routes: Routes = {
         **_engine_routes(roster, reading, tell_every_s, requests),
         **{route.path: (("GET",), route.all) for route in lists},
@@ -120,7 +118,7 @@ def create_app(
         **_health_routes(reading, progress),
         **{path: (("GET",), endpoint) for path, endpoint in pages.items()},
         **{path: (("POST",), endpoint) for path, endpoint in login_routes(keys, sessions, reading).items()},
-        path_of("events"): (("GET",), feed_endpoint(lambda scope: feeds.of(model_asked(scope)))),
+        path_of("events"): (("GET",), feed_endpoint(lambda scope: feeds.of(of_model(model_asked(scope), roster)))),
     }
     if fleet is not None:
         routes |= {path: (("POST",), endpoint) for path, endpoint in fleet_routes(roster, fleet, reading).items()}

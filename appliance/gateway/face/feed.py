@@ -16,9 +16,8 @@ from appliance.console.progress import Phase
 from appliance.gateway.clients.request_log import RequestLog
 from appliance.gateway.engine.backend import Backend, Document
 from appliance.gateway.engine.gate import FleetDoor
-from appliance.gateway.engine.roster import Roster
 from appliance.gateway.routes.models import Endpoint
-from appliance.gateway.wire.api_error import ApiError, unknown_model
+from appliance.gateway.wire.api_error import ApiError
 from appliance.gateway.wire.headers import OF_A_STREAM
 from appliance.race import first_of
 from appliance.system.lack import is_lack, tell
@@ -216,16 +215,11 @@ class Feed:
 class Feeds:
     """The feeds of all models; each is made when the first page looks at its model."""
 
-    def __init__(self, roster: Roster, make: Callable[[Backend], Feed]) -> None:
-        self._roster = roster
+    def __init__(self, make: Callable[[Backend], Feed]) -> None:
         self._make = make
         self._made: dict[str, Feed] = {}
 
-    def of(self, model: str | None) -> Feed:
-        """Return the feed of this model, or of the first one. Raises ApiError (404) for an unknown model."""
-        backend = self._roster.first if model is None else self._roster.named(model)
-        if backend is None:
-            raise unknown_model(model or "", (each.name for each in self._roster))
+    def of(self, backend: Backend) -> Feed:
         if backend.name not in self._made:
             self._made[backend.name] = self._make(backend)
         return self._made[backend.name]

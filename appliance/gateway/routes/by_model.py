@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs
 
 from appliance.console.progress import Phase, Progress
 from appliance.documents import model_in
@@ -13,6 +12,7 @@ from appliance.engine_route import Dialect
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.backend import Backend
 from appliance.gateway.engine.roster import Roster
+from appliance.gateway.routes.documents import model_asked
 from appliance.gateway.routes.forward import (
     ClientLeft,
     ResponseWriter,
@@ -21,7 +21,7 @@ from appliance.gateway.routes.forward import (
     read_body,
     unless_over,
 )
-from appliance.gateway.routes.models import Endpoint, find
+from appliance.gateway.routes.models import Endpoint, found
 from appliance.gateway.wire import api_error
 from appliance.gateway.wire.api_error import ApiError
 from appliance.gateway.wire.model_name import model_in_form
@@ -64,13 +64,9 @@ class ByModel:
             await endpoint(scope, _again(body, receive), send)
 
     async def _meant(self, scope: Scope, body: bytes) -> Backend:
-        name = model_named_in(body, content_type_of(scope)) or _in_query(scope)
-        found = find(name, self._roster) if name is not None else None
-        if found is None and name is not None:
-            await self._roster.look()
-            found = find(name, self._roster)
-        if found is not None:
-            return found
+        name = model_named_in(body, content_type_of(scope)) or model_asked(scope) or None
+        if name is not None and (meant := await found(name, self._roster)) is not None:
+            return meant
         if not self._roster.is_strict:
             return self._roster.first
         known = [backend.name for backend in self._roster]
@@ -91,11 +87,6 @@ def model_named_in(body: bytes, content_type: bytes = b"") -> str | None:
     if _FORM.match(content_type):
         return model_in_form(body)
     return model_in(body)
-
-
-def _in_query(scope: Scope) -> str | None:
-    asked = parse_qs(scope["query_string"].decode("latin-1"))
-    return asked["model"][-1] if "model" in asked else None
 
 
 def overall_progress(roster: Sequence[Backend]) -> Progress:

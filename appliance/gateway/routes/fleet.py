@@ -9,7 +9,7 @@ from appliance.gateway.engine.gate import FleetDoor
 from appliance.gateway.engine.roster import Roster
 from appliance.gateway.routes.by_model import model_named_in
 from appliance.gateway.routes.forward import ResponseWriter, declared_length, read_body, unless_over
-from appliance.gateway.routes.models import Endpoint, find
+from appliance.gateway.routes.models import Endpoint, found
 from appliance.gateway.wire import api_error
 
 if TYPE_CHECKING:
@@ -28,14 +28,10 @@ def fleet_routes(roster: Roster, fleet: FleetDoor, reading: Traffic) -> dict[str
                 whole = read_body(receive, declared_length(scope), BODY_BYTES_MAX)
                 body = await unless_over(whole, must_end=must_end)
                 name = model_named_in(body)
-                known = [backend.name for backend in roster]
-                if name is None:
-                    raise api_error.no_model(known)
-                if (backend := find(name, roster)) is None:
-                    await roster.look()
-                    backend = find(name, roster)
+                backend = None if name is None else await found(name, roster)
                 if backend is None:
-                    raise api_error.unknown_model(name, known)
+                    known = [each.name for each in roster]
+                    raise api_error.no_model(known) if name is None else api_error.unknown_model(name, known)
                 await (fleet.load if loads else fleet.unload)(backend.name)
                 await ResponseWriter(send, "openai").document({"success": True, "model": backend.name})
 

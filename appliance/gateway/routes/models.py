@@ -52,6 +52,15 @@ def find(name: str, backends: Sequence[Backend]) -> Backend | None:
     return found[0] if len(found) == 1 else None
 
 
+async def found(name: str, roster: Roster) -> Backend | None:
+    """Return the model as `find` does, after a look for models that have come if none is known by this name."""
+    known = find(name, roster)
+    if known is None:
+        await roster.look()
+        known = find(name, roster)
+    return known
+
+
 def listed_models(backends: Sequence[Backend]) -> list[ListedModel]:
     """Return the entries of all models, each only with the aliases that mean no other model here."""
     listed = [backend.listed() for backend in backends]

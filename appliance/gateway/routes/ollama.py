@@ -25,7 +25,7 @@ from appliance.gateway.routes.forward import (
     until_client_left,
 )
 from appliance.gateway.routes.metrics import FAILED
-from appliance.gateway.routes.models import SERVES, Endpoint, find, listed_models
+from appliance.gateway.routes.models import SERVES, Endpoint, find, found, listed_models
 from appliance.gateway.wire import api_error
 from appliance.gateway.wire import ollama_paths as paths
 from appliance.gateway.wire.api_error import ApiError
@@ -137,17 +137,13 @@ class OllamaApi:
         answers unknown names. Raises ApiError."""
         if not name:
             raise ApiError(400, "model_required", "model is required")
-        if (found := self._find(name)) is None:
-            await self._roster.look()
-            found = self._find(name)
-        if found is None and not (is_exact or self._roster.is_strict):
+        meant = find(name, self._roster) or await found(name.removesuffix(_LATEST), self._roster)
+        meant = meant or find(name, self._roster)  # a model that has come may have the whole name
+        if meant is None and not (is_exact or self._roster.is_strict):
             return self._roster.first
-        if found is None:
+        if meant is None:
             raise ApiError(404, "model_not_found", f"model '{name[:200]}' not found")
-        return found
-
-    def _find(self, name: str) -> Backend | None:
-        return find(name, self._roster) or find(name.removesuffix(_LATEST), self._roster)
+        return meant
 
     def _listed(self, backend: Backend) -> ListedModel:
         return listed_models(self._roster)[list(self._roster).index(backend)]
