@@ -478,13 +478,12 @@ class Fleet:
         if not self.loaded:
             await self._load(state, wish, "nothing else is loaded")
             return True
-        residents = self._residents(name)
-        returnable = {each.name: each.holds for each in residents if not each.is_pinned}
-        weighed = await state.member.weigh(self.holds(), returnable)
+        returnable = {each: held for each, held in self.holds().items() if not self._states[each].member.is_pinned}
+        weighed = await state.member.weigh(returnable)
         if state.wish is not wish:
             return True
         wish.asked_at = self._clock()
-        residents = self._residents(name)  # anew: requests came and went meanwhile
+        residents = self._residents(name)
         held = [each.holds for each in residents]
         self._room = {place: mib + sum(each.get(place, 0.0) for each in held) for place, mib in weighed.free.items()}
         decision = admit(name, weighed.variants, residents, weighed.free)

@@ -56,9 +56,9 @@ class Member(Protocol):
     async def prepare(self) -> None:
         """Find the model, and fetch it if it is not here. May take hours. Raises FatalError."""
 
-    async def weigh(self, held: Mapping[str, Places], returnable: Mapping[str, Places]) -> Weighed:
-        """Plan with the memory that is free now. `held` is what loaded models hold, by name, and `returnable` the part
-        of it that could be had back. Raises FatalError."""
+    async def weigh(self, returnable: Mapping[str, Places]) -> Weighed:
+        """Plan with the memory that is free now beside all that is loaded. `returnable` is what could be had back, by
+        the names of the models that hold it. Raises FatalError."""
 
     async def load(self) -> None:
         """Load it into the memory that is free; returns when it answers. Raises FatalError; nothing is left then."""

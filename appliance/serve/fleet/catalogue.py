@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from appliance.errors import FatalError
 from appliance.model import find_model, list_models, plain_name
@@ -15,9 +14,6 @@ from appliance.settings import Settings, hub_settings
 from appliance.start.attachments import check_files
 from appliance.start.image import ImageContents, check_settings
 from appliance.values import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +65,12 @@ def on_volume(
         if is_attachment(path):
             continue
         seen.add(path.resolve())
-        names = (
-            *called.get(path, ()),
-            *(() if stored.repo and "/" in stored.name else (plain_name(path),)),
-            stored.name,
-        )
-        # No line of a log, label of a metric or command line can hold the others.
-        name, *others = [name for name in dict.fromkeys(names) if name.isprintable()] or [""]
-        if not name:
+        plain = () if stored.repo and "/" in stored.name else (plain_name(path),)
+        # No line of a log, label of a metric or command line can hold other names.
+        names = [name for name in dict.fromkeys((*called.get(path, ()), *plain, stored.name)) if name.isprintable()]
+        if not names:
             continue
+        name, *others = names
         sources = {**own.sources, "model": "the volume", "alias": "the volume"}
         yield Named(
             name=name,

@@ -28,10 +28,6 @@ READ_MIB_S = 1000.0
 START_S = 1.0
 ERROR = 0.03  # of a plan's memory, if this model was never loaded here: 248 loads were predicted within 3 %
 
-HardwareBeside = Callable[[str, Hardware, Mapping[str, Places]], Hardware]
-"""Returns the hardware as a model may use it beside loaded ones: its name, the hardware as it was seen, and what they
-hold by name."""
-
 
 class SlotMember:
     """See `appliance.fleet.member.Member`. `on_lost` is told when the engine of the loaded model was given up."""
@@ -42,7 +38,6 @@ class SlotMember:
         backend: Backend,
         *,
         is_pinned: bool,
-        beside: HardwareBeside,
         on_lost: Callable[[str, FatalError], None],
     ) -> None:
         self.slot = slot
@@ -50,7 +45,6 @@ class SlotMember:
         self.is_pinned = is_pinned
         self.cached_tokens = 0  # of the last request: about what its cache holds
         self._backend = backend
-        self._beside = beside
         self._on_lost = on_lost
         self._serving: asyncio.Task[None] | None = None
         self._load_s = 0.0
@@ -101,17 +95,12 @@ class SlotMember:
             self.slot.forget()
         self._files = _files_of(await prepare(self.slot))
 
-    async def weigh(self, held: Mapping[str, Places], returnable: Mapping[str, Places]) -> Weighed:
-        served = _served(self.slot)
-        looking = asyncio.to_thread(self._weigh, served, held, returnable)
-        return await looking
+    async def weigh(self, returnable: Mapping[str, Places]) -> Weighed:
+        return await asyncio.to_thread(self._weigh, _served(self.slot), returnable)
 
-    def _weigh(self, served: ServedModel, held: Mapping[str, Places], returnable: Mapping[str, Places]) -> Weighed:
+    def _weigh(self, served: ServedModel, returnable: Mapping[str, Places]) -> Weighed:
         """Plan for the memory that is free now, and for what would be free without the models that may go."""
-        from appliance.start.machine import look_at_machine  # here: only a second model needs another look
-
-        hardware = look_at_machine(self.slot.contents, self.slot.environment).hardware
-        now = self._beside(self.name, hardware, held)
+        now = self.slot.look().hardware
         most = less(now, {place: -mib for place, mib in added(*returnable.values()).items()})
         profile = served.store.load(served.key)
         best = self._plan(served, profile, most)

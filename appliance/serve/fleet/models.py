@@ -23,7 +23,7 @@ from appliance.serve.fleet.member import SlotMember
 from appliance.serve.fleet.memory import HOST, added, beside_containers, free_on, less, needed_by
 from appliance.serve.fleet.volume_lock import VolumeLock
 from appliance.serve.gateway.listen import backend_of
-from appliance.serve.gateway.slot import ModelSlot
+from appliance.serve.gateway.slot import ModelSlot, SlotState
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.open import find_model, open_slot
 from appliance.settings import Settings
@@ -68,7 +68,7 @@ class Models:
         first = models.slots[0]
         first.fleet_name = first.name
         first.more_names = entry.aliases if entry else ()
-        first.beside = partial(models._beside, first.fleet_name)
+        first.set_beside(partial(models._beside, first.fleet_name))
         models._named[first.fleet_name] = Named(
             name=first.fleet_name, settings=own, is_pinned=bool(entry and entry.is_pinned)
         )
@@ -95,7 +95,6 @@ class Models:
         first = self.slots[0].served
         if first is None:
             return
-        first.beside = self.slots[0].beside
         if not self._measures_first:
             self._lock_of_start = self._lock.try_now()
         if self._measures_first or self._lock_of_start is not None:
@@ -139,8 +138,8 @@ class Models:
     def _slot_row(self, slot: ModelSlot) -> dict[str, Any]:
         """Return what the fleet does not know of a model: its name in the list of models, its weights and its state."""
         path = self._path_of(slot)
-        state = str(slot.state).replace("absent", "asleep")
-        return {"model": slot.name, "path": None if path is None else str(path), "state": state}
+        state = SlotState.ASLEEP if slot.state is SlotState.ABSENT else slot.state
+        return {"model": slot.name, "path": None if path is None else str(path), "state": str(state)}
 
     def _free_since_start(self) -> dict[str, int]:
         """Return what was free at the start less what loaded models hold, MiB by place; empty if that is unknown."""
@@ -159,7 +158,7 @@ class Models:
         slot = slot_of(named, self.slots[0], len(self.slots))
         slot.fleet_name = named.name
         slot.report.phase(Phase.ASLEEP)
-        slot.beside = partial(self._beside, slot.fleet_name)
+        slot.set_beside(partial(self._beside, slot.fleet_name))
         self._named[slot.fleet_name] = named
         self.slots.append(slot)
         return slot
@@ -173,7 +172,6 @@ class Models:
             slot,
             backend,
             is_pinned=self._named[slot.fleet_name].is_pinned,
-            beside=self._hardware_beside,
             on_lost=self._fleet.lost,
         )
         self._members[slot.fleet_name] = member
@@ -188,10 +186,7 @@ class Models:
 
     def _beside(self, name: str, hardware: Hardware) -> Hardware:
         """Return the hardware as this model may use it beside those that are loaded."""
-        return self._hardware_beside(name, hardware, self._fleet.holds(but=name))
-
-    def _hardware_beside(self, name: str, hardware: Hardware, held: Mapping[str, Places]) -> Hardware:
-        others = self._lock.of_others()
+        held, others = self._fleet.holds(but=name), self._lock.of_others()
         if not held and not others and not (self._reserved.keys() - {name}):
             return hardware
         hardware = beside_containers(hardware, others)

@@ -99,6 +99,12 @@ class ModelSlot:
         """Number of restarts of its engines."""
         return self.served.host.restarts if self.served else 0
 
+    def set_beside(self, beside: Beside) -> None:
+        """Set how the hardware may be used beside other models, for the slot and the model that it has."""
+        self.beside = beside
+        if self.served:
+            self.served.beside = beside
+
     def look(self) -> UsableMachine:
         """Look at the machine, as this model may use it now. Raises as `look_at_machine`."""
         machine = look_at_machine(self.contents, self.environment)

@@ -71,7 +71,7 @@ class Pretender:
             await self.may_end.wait()
             self.is_preparing -= 1
 
-    async def weigh(self, held: Mapping[str, Places], returnable: Mapping[str, Places]) -> Weighed:
+    async def weigh(self, returnable: Mapping[str, Places]) -> Weighed:
         await asyncio.sleep(0)
         if self.fails_to_weigh is not None:
             raise self.fails_to_weigh

@@ -21,9 +21,7 @@ class Stage:
         self.stops = 0
         self.lost: list[str] = []
         slot = cast("Any", SimpleNamespace(name="a", fleet_name="a", served=None))
-        self.member = SlotMember(
-            slot, cast("Any", None), is_pinned=False, beside=lambda _name, hardware, _held: hardware, on_lost=self._lose
-        )
+        self.member = SlotMember(slot, cast("Any", None), is_pinned=False, on_lost=self._lose)
         patch.setattr(module, "load", self._load)
         patch.setattr(module, "tasks_of", lambda *_: {})
         patch.setattr(module, "serve_until_failure", self._serve)
@@ -80,7 +78,6 @@ def test_the_load_of_a_model_that_was_never_opened_is_estimated_by_its_files() -
         slot,
         cast("Any", None),
         is_pinned=False,
-        beside=lambda _name, hardware, _held: hardware,
         on_lost=lambda *_: None,
     )
     assert member.reload_s == module.START_S + 4.0
