@@ -22,7 +22,7 @@ import urllib.request
 import uuid
 from typing import Any
 
-from benchmarks.start import HARDENED, IMAGE, LIMIT_S, MODEL, cpu_name, free_port, run, spread, volume
+from benchmarks.start import HARDENED, IMAGE, LIMIT_S, MODEL, cpu_name, free_port, has_token, run, spread, volume
 
 NAMES = ("alpha", "beta")
 FILE = "models:\n" + "".join(f"  {name}: {{model: {name}.gguf, ctx_size: 2048}}\n" for name in NAMES)
@@ -127,7 +127,7 @@ def _swap(port: int, model: str) -> float:
     began = time.monotonic()
     with urllib.request.urlopen(request, timeout=LIMIT_S) as reply:
         for line in reply:
-            if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+            if has_token(line):
                 seconds = time.monotonic() - began
                 reply.read()
                 return seconds

@@ -173,15 +173,19 @@ def _has_answered(port: int) -> bool:
         if reply.status != 200:
             return False
         while line := reply.readline():
-            if line.startswith(b"data: {"):
-                choices = json.loads(line[6:])["choices"]
-                if choices and choices[0]["delta"].get("content"):
-                    return True
+            if has_token(line):
+                return True
         return False
     except (OSError, http.client.HTTPException):
         return False
     finally:
         connection.close()
+
+
+def has_token(line: bytes) -> bool:
+    """True for a line of a stream with a piece of the answer's text."""
+    choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
+    return bool(choices and choices[0]["delta"].get("content"))
 
 
 @contextmanager

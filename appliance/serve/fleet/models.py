@@ -280,7 +280,7 @@ class Models:
             served.sharing.note(is_shared=bool({*loaded, *wanted} - pinned - {name}))
         # Other containers leave room for what must be there; a prompt cache that may grow later is not claimed.
         mapped = sum(member.mapped_mib for name, member in self._members.items() if name in loaded)
-        self._lock.write(self._fleet.holds(), {HOST: mapped})
+        self._lock.write({HOST: mapped})
 
     # Models that come
 

@@ -83,13 +83,12 @@ class VolumeLock:
         if handle >= 0:
             os.close(handle)
 
-    def write(self, holds: Mapping[str, Mapping[str, float]], unseen: Mapping[str, float]) -> None:
-        """Write down what the models of this container hold, MiB by model and place, and by place how much of it no
-        look at free memory shows."""
+    def write(self, unseen: Mapping[str, float]) -> None:
+        """Write down what the models of this container hold and no look at free memory shows, MiB by place."""
         try:
             if self._entry is None:
                 self._entry = self._make_entry()
-            text = json.dumps({"holds_mib": holds, "unseen_mib": unseen}).encode()
+            text = json.dumps({"unseen_mib": unseen}).encode()
             # One write, with spaces over the rest of what was longer: an empty entry would claim nothing meanwhile.
             os.pwrite(self._entry, text.ljust(os.fstat(self._entry).st_size), 0)
             os.ftruncate(self._entry, len(text))

@@ -21,8 +21,18 @@ from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
-    from appliance.gateway.engine.gate import Gate
+    from appliance.gateway.engine.gate import FleetDoor, Gate
     from appliance.gateway.server import Gateway
+
+    class Fleet(FleetDoor, Protocol):
+        """What loads the models of a gateway: `appliance.serve.fleet.models.Models`."""
+
+        @property
+        def is_strict(self) -> bool:
+            """True if a request has to name one of the models."""
+            ...
+
+        def gate(self, slot: ModelSlot) -> Gate: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +42,6 @@ class HostPart:
     documents: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
     actions: Mapping[str, Callable[[bytes], tuple[int, dict[str, Any]]]] = field(default_factory=dict)
     elsewhere: str | None = None
-
-
-class Fleet(Protocol):
-    """What loads the models of a gateway: `appliance.serve.fleet.models.Models`."""
-
-    @property
-    def is_strict(self) -> bool:
-        """True if a request has to name one of the models."""
-        ...
-
-    def gate(self, slot: ModelSlot) -> Gate: ...
-
-    def document(self) -> dict[str, Any]: ...
-
-    async def load(self, name: str) -> None: ...
-
-    async def unload(self, name: str) -> None: ...
 
 
 @asynccontextmanager

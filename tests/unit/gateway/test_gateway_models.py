@@ -7,52 +7,22 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.console.progress import Phase, Progress
+from appliance.console.progress import Phase
 from appliance.engine_route import EngineRoute
 from appliance.engines.llama.api.routes import ROUTES
 from appliance.gateway.app import create_app
-from appliance.gateway.engine.backend import Backend, ListedModel
+from appliance.gateway.engine.backend import ListedModel
 from appliance.gateway.routes.models import find
+from tests.unit.gateway.listed import CONTEXT, NATIVE, QWEN, backend
 
-CONTEXT, NATIVE = 32768, 131072
-QWEN = ListedModel(
-    id="Qwen3-8B-Q4_K_M",
-    phase=Phase.READY,
-    aliases=("qwen", "qwen:8b-q4_k_m"),
-    created_s=1_790_000_000,
-    context=CONTEXT,
-    native_context=NATIVE,
-    input_modalities=("text", "image"),
-    calls_tools=True,
-    reasons=True,
-    format="gguf",
-    architecture="qwen3",
-    quantization="Q4_K_M",
-    size_bytes=5_027_783_488,
-    parameters=8_190_735_360,
-    vocabulary=151936,
-    embedding_length=4096,
-)
 PLAIN = replace(QWEN, id="small", aliases=(), input_modalities=("text",), calls_tools=False, reasons=False)
 FETCHED = ListedModel(id="Qwen3-8B-Q4_K_M", phase=Phase.FETCHING, context=CONTEXT)
 VECTORS = replace(PLAIN, id="vectors", is_embedding=True)
 SCORES = replace(VECTORS, id="scores", is_reranker=True)
-
-
-def backend(listed: ListedModel, routes: tuple[EngineRoute, ...] = ()) -> Backend:
-    return Backend(
-        name=listed.id,
-        socket_path=Path("/nonexistent/e.sock"),
-        routes=routes,
-        progress=lambda: Progress(phase=listed.phase),
-        documents={},
-        listed=lambda: listed,
-    )
 
 
 def ask(path: str, *listed: ListedModel, method: str = "GET", routes: tuple[EngineRoute, ...] = ()) -> tuple[int, Any]:

@@ -9,16 +9,15 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.console.progress import Phase, Progress
+from appliance.console.progress import Phase
 from appliance.gateway.app import create_app
 from appliance.gateway.clients.connections import WRITE_NOW
 from appliance.gateway.clients.traffic import Traffic
-from appliance.gateway.engine.backend import Backend, ListedModel
+from appliance.gateway.engine.backend import ListedModel
 from appliance.gateway.engine.gate import Tell
 from appliance.gateway.engine.roster import roster_of
 from appliance.gateway.routes.metrics import FAILED
@@ -26,39 +25,14 @@ from appliance.gateway.routes.models import Endpoint
 from appliance.gateway.routes.ollama import OllamaApi
 from appliance.gateway.wire.api_error import dialect_of
 from appliance.gateway.wire.ollama_paths import METHODS
+from tests.unit.gateway.listed import QWEN as OF_LISTS
+from tests.unit.gateway.listed import backend
 
-QWEN = ListedModel(
-    id="Qwen3-8B-Q4_K_M",
-    phase=Phase.READY,
-    aliases=("qwen3:8b",),
-    created_s=1_790_000_000,
-    context=32768,
-    native_context=131072,
-    input_modalities=("text", "image"),
-    calls_tools=True,
-    reasons=True,
-    format="gguf",
-    architecture="qwen3",
-    quantization="Q4_K_M",
-    size_bytes=5_027_783_488,
-    parameters=8_190_735_360,
-    embedding_length=4096,
-)
+QWEN = replace(OF_LISTS, aliases=("qwen3:8b",), vocabulary=None)
 SMALL = ListedModel(id="small", phase=Phase.LOADING)
 HELLO = {"model": "small", "messages": [{"role": "user", "content": "hello"}]}
 OUR_CHAT = "/v1/chat/completions"
 EVENTS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
-
-
-def backend(listed: ListedModel) -> Backend:
-    return Backend(
-        name=listed.id,
-        socket_path=Path("/nonexistent/e.sock"),
-        routes=(),
-        progress=lambda: Progress(phase=listed.phase),
-        documents={},
-        listed=lambda: listed,
-    )
 
 
 class Reply:

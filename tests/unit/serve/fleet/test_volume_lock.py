@@ -36,10 +36,10 @@ def living(path: Path) -> Iterator[None]:
 
 def test_two_containers_see_what_the_other_holds(folder: Path) -> None:
     one, other = lock_on(folder), lock_on(folder)
-    one.write({"a": {"host": 100.0}}, {"host": 30.0})
-    other.write({}, {"host": 5.0})
+    one.write({"host": 30.0})
+    other.write({"host": 5.0})
     assert (one.of_others(), other.of_others()) == ({"host": 5.0}, {"host": 30.0})
-    one.write({}, {"host": 7.0})  # shorter than before
+    one.write({"host": 7.0})  # shorter than before
     assert other.of_others() == {"host": 7.0}
     one.close()
     assert other.of_others() == {}
@@ -126,7 +126,7 @@ def test_a_file_in_the_place_of_the_folder_is_told_once(folder: Path) -> None:
     log = StringIO()
     lock = lock_on(folder, log)
     assert lock.try_now() == -1
-    lock.write({}, {"host": 1.0})
+    lock.write({"host": 1.0})
     assert lock.of_others() == {}
     lock.close()
     assert log.getvalue().count("cannot tell each other") == 1
@@ -141,7 +141,7 @@ def test_a_full_volume_is_told_once(folder: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "pwrite", full)
     for _ in range(2):
-        lock.write({}, {"host": 1.0})
+        lock.write({"host": 1.0})
     assert log.getvalue().count("No space left on device") == 1
     lock.close()
 
@@ -157,6 +157,6 @@ def test_an_entry_is_never_seen_without_its_lock(folder: Path, monkeypatch: pyte
         lock_it(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    one.write({}, {"host": 3.0})
+    one.write({"host": 3.0})
     monkeypatch.undo()
     assert other.of_others() == {"host": 3.0}
