@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.backend import Backend, Document
 from appliance.gateway.engine.gate import FleetDoor
 from appliance.gateway.engine.roster import Roster, roster_of
-from appliance.gateway.face.feed import Feed, Feeds, feed_endpoint
+from appliance.gateway.face.feed import Feed, feed_endpoint
 from appliance.gateway.face.pages import login_routes, page_routes
 from appliance.gateway.routes.by_model import ByModel, overall_progress
 from appliance.gateway.routes.documents import document_routes, model_asked, of_model, path_of
@@ -110,7 +110,8 @@ def create_app(
     documents = document_routes(metrics, roster, fleet)
     sessions = Sessions(keys.first) if keys else None
     pages, files = page_routes(libraries)
-    feeds = Feeds(partial(Feed, requests=requests, recent=recent, doctor=doctor, fleet=fleet))
+    # One for each model, made when the first page looks at it.
+    feed_of = cache(partial(Feed, requests=requests, recent=recent, doctor=doctor, fleet=fleet))
     routes: Routes = {
         **_engine_routes(roster, reading, tell_every_s, requests),
         **{route.path: (("GET",), route.all) for route in lists},
@@ -118,7 +119,7 @@ def create_app(
         **_health_routes(reading, progress),
         **{path: (("GET",), endpoint) for path, endpoint in pages.items()},
         **{path: (("POST",), endpoint) for path, endpoint in login_routes(keys, sessions, reading).items()},
-        path_of("events"): (("GET",), feed_endpoint(lambda scope: feeds.of(of_model(model_asked(scope), roster)))),
+        path_of("events"): (("GET",), feed_endpoint(lambda scope: feed_of(of_model(model_asked(scope), roster)))),
     }
     if fleet is not None:
         routes |= {path: (("POST",), endpoint) for path, endpoint in fleet_routes(roster, fleet, reading).items()}

@@ -212,19 +212,6 @@ class Feed:
         moved.set()
 
 
-class Feeds:
-    """The feeds of all models; each is made when the first page looks at its model."""
-
-    def __init__(self, make: Callable[[Backend], Feed]) -> None:
-        self._make = make
-        self._made: dict[str, Feed] = {}
-
-    def of(self, backend: Backend) -> Feed:
-        if backend.name not in self._made:
-            self._made[backend.name] = self._make(backend)
-        return self._made[backend.name]
-
-
 def _json(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":"), default=str).encode()
 

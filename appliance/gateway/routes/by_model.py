@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from appliance.console.progress import Phase, Progress
@@ -40,8 +41,7 @@ class ByModel:
     def __init__(
         self, make: Callable[[Backend], Endpoint], roster: Roster, *, dialect: Dialect, reading: Traffic
     ) -> None:
-        self._make = make
-        self._made: dict[str, Endpoint] = {}
+        self._endpoint = cache(make)
         self._roster = roster
         self._dialect = dialect
         self._reading = reading
@@ -71,11 +71,6 @@ class ByModel:
             return self._roster.first
         known = [backend.name for backend in self._roster]
         raise api_error.no_model(known) if name is None else api_error.unknown_model(name, known)
-
-    def _endpoint(self, backend: Backend) -> Endpoint:
-        if backend.name not in self._made:
-            self._made[backend.name] = self._make(backend)
-        return self._made[backend.name]
 
 
 _RESTS = frozenset({Phase.ASLEEP, Phase.STARTING, Phase.FETCHING, Phase.LOADING})

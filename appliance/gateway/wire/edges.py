@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from appliance import documents
 from appliance.values import dataclass
 
 # Up to the next string, or bracket outside strings. Possessive, so that bytes that are not JSON cost one pass only.
@@ -44,10 +45,9 @@ class Member(NamedTuple):
 def parse_object(text: bytes) -> dict[str, Any] | None:
     """Return the JSON object; None if `text` is anything else."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        return documents.load(text)
+    except ValueError:
         return None
-    return found if isinstance(found, dict) else None
 
 
 def first_members(text: bytes, names: frozenset[str]) -> Iterator[Member]:
