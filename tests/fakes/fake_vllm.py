@@ -166,6 +166,8 @@ def engine_core(pipe: socket.socket, options: argparse.Namespace, model: Path) -
         leave(1)
     others = meet(options)
     load(options)
+    for each in others:
+        wait_loaded(each)
     _send(pipe, {"ready": True})
     if options.fake_mute_after is not None:
         threading.Thread(target=wait_aloud, daemon=True).start()
@@ -217,12 +219,20 @@ def headless(options: argparse.Namespace) -> NoReturn:
     if options.fake_end_with_leader:
         threading.Thread(target=end_with_leader, args=(held[0],), daemon=True).start()
     load(options)
+    for each in held:
+        _send_bytes(each, b".")
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     words = f"Worker proc VllmWorker-0 died unexpectedly (exit code: {code}), shutting down executor."
     log(words, "ERROR", "multiproc_executor.py:380")
     for each in held:
         each.close()
     leave(0)
+
+
+def wait_loaded(follower: socket.socket) -> None:
+    """Wait until this host has loaded its part, for ever if it ended before."""
+    while not _received(follower):
+        signal.pause()
 
 
 def end_with_leader(leader: socket.socket) -> NoReturn:
