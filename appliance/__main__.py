@@ -666,7 +666,7 @@ def _keys(options: argparse.Namespace, settings: Settings, _: Mapping[str, str])
 
     if options.action != "list":
         open_volume(settings.data_dir)
-    return run(options, settings.named_keys_path)
+    return run(options, settings.named_keys_path, settings.prompts_dir)
 
 
 def _usage(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:

@@ -275,9 +275,9 @@ MODES = ("balanced", "speed", "context")
 POOLINGS = ("none", "mean", "cls", "last", "rank")
 # Settings that an engine may support or ignore; each engine lists those that it supports.
 ENGINE_SETTINGS = frozenset({
-    "allow_disk", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model", "engine_arg",
-    "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "numa", "parallel", "pooling",
-    "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch",
+    "allow_disk", "cache_disk_mib", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model",
+    "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "numa",
+    "parallel", "pooling", "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch",
 })  # fmt: skip
 
 
@@ -378,6 +378,13 @@ class Settings:
         _integer(0, 2**22),
         None,
         "the engine's prompt cache, MiB (default: from the memory that is left)",
+        "MIB",
+        is_rare=True,
+    )
+    cache_disk_mib: int = _setting(
+        _integer(0, 2**24),
+        16384,
+        "prompts kept on the volume over restarts, MiB of all models, at most a quarter of its free space; 0: none",
         "MIB",
         is_rare=True,
     )
@@ -655,6 +662,16 @@ class Settings:
     @property
     def usage_path(self) -> Path:
         return self.data_dir / "usage.sqlite3"
+
+    @property
+    def prompts_dir(self) -> Path:
+        """Folder of the prompts that engines keep on disk."""
+        return self.data_dir / "cache" / "prompts"
+
+    @property
+    def prompts_secret_path(self) -> Path:
+        """Secret with which engines check the files of `prompts_dir`."""
+        return self.data_dir / "secrets" / "prompts"
 
     @property
     def named_keys_path(self) -> Path:

@@ -84,6 +84,17 @@ class Install:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptFolder:
+    """Where a serving engine keeps prompts with their state over restarts, shared by all engines of the volume."""
+
+    path: Path
+    limit_mib: int  # of all files in it
+    secret: str  # 32 hexadecimal digits; engines use no file that was not made with it
+    model: str  # 16 hexadecimal digits of the model's digest, with which the names of its files begin
+    attached: tuple[str, ...]  # digests of draft model, projector and adapters
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Everything that plans are made from. Made once; `kernels` changes when a CPU variant is ruled out, and `hosts`
     when the other hosts have joined."""
@@ -508,6 +519,10 @@ class Engine(Protocol):
         return plans
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command: ...
+
+    def keep_prompts(self, command: Command, install: Install, folder: PromptFolder) -> Command:
+        """Return the command of an engine that keeps its prompts in a folder; unchanged if the engine cannot."""
+        return command
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
         """Return a client of the engine that `command` started. Error messages name the purpose `doing`."""

@@ -13,6 +13,7 @@ from typing import Any
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, UsageError, printable
 from appliance.image_facts import folders_by_hand, parse_recipe
 from appliance.settings import Settings
+from appliance.system.saved_prompts import remove_of_models
 from appliance.values import dataclass
 from appliance.volume import add_model, drop_unfinished, is_held, open_volume, refusal
 from appliance.weights.cache.size import as_size
@@ -71,6 +72,10 @@ def _add(request: Request) -> int:
 def _remove(request: Request) -> int:
     # Works on a full volume too: it frees space.
     removed = remove(request.name or "", request.settings, lambda: _of_recipe(request))
+    try:
+        remove_of_models(request.settings.prompts_dir, removed.models)
+    except OSError as error:
+        raise refusal(request.settings.prompts_dir, error) from error
     row = {"removed": removed.name, "files": list(map(str, removed.files)), "freed_bytes": removed.freed_bytes}
     _tell(request, row, f"{printable(removed.name)}: removed, {as_size(removed.freed_bytes)} freed")
     return 0

@@ -20,6 +20,7 @@ from appliance.engines.engine import (
     Inputs,
     Install,
     KernelResult,
+    PromptFolder,
     TextReader,
 )
 from appliance.engines.llama.api.client_errors import ERRORS
@@ -30,7 +31,7 @@ from appliance.engines.llama.planning.arguments.loader_check import refine
 from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.hardware.observed_limits import Limits
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.process import endings, server
+from appliance.engines.llama.process import endings, prompt_disk, server
 from appliance.engines.llama.process.devices import query_devices, query_devices_once
 from appliance.engines.llama.process.facts import BINARY, facts_in_cell, query_facts
 from appliance.engines.metric_aliases import METRIC_ALIASES
@@ -117,6 +118,9 @@ class Llama(Engine):
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
         return server.command(plan, install, socket_path)
+
+    def keep_prompts(self, command: Command, install: Install, folder: PromptFolder) -> Command:
+        return prompt_disk.keep_prompts(command, install.facts, folder)
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
         from appliance.engines.llama.api.client import LlamaClient  # here: no start needs an HTTP library

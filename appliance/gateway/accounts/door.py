@@ -9,9 +9,10 @@ from appliance.errors import FatalError
 from appliance.gateway.accounts.accounts import Accounts, has_ended
 from appliance.gateway.accounts.named_keys import NamedKey
 from appliance.gateway.clients.auth import presented_keys
-from appliance.gateway.clients.request_log import KEY_NAME
+from appliance.gateway.clients.request_log import KEY_NAME, OWNER
 from appliance.gateway.wire.api_error import ApiError, invalid_key, lacking
 from appliance.system.lack import is_lack, tell
+from appliance.system.saved_prompts import owner_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -44,7 +45,7 @@ class NamedDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key, path = await self._find(scope), scope["path"]
-        scope[KEY_NAME] = key.name
+        scope[KEY_NAME], scope[OWNER] = key.name, owner_of(key.sha256)
         if path in self._work:
             with self._accounts.meter(key).admitted(key):
                 await self._app(scope, receive, send)

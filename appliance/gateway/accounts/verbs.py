@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from appliance.errors import UsageError
+from appliance.errors import UsageError, VolumeError
 from appliance.gateway.accounts.named_keys import (
     LIMIT_MAX,
     LIMITS,
@@ -22,6 +22,7 @@ from appliance.gateway.accounts.named_keys import (
     remove_key,
     rotate_key,
 )
+from appliance.system.saved_prompts import owner_of, remove_of_owners
 
 ACTIONS = ("list", "add", "rotate", "remove")
 
@@ -46,8 +47,10 @@ def _count(text: str) -> int:
     return number
 
 
-def run(options: argparse.Namespace, path: Path) -> int:
+def run(options: argparse.Namespace, path: Path, prompts_dir: Path) -> int:
     """Run one verb on the file at `path`. Returns 0. A key is printed once, and is nowhere kept.
+
+    Prompts in `prompts_dir` that were saved for a key go with it.
 
     Raises UsageError for words that do not go together, ConfigError for names, VolumeError if the volume refuses.
     """
@@ -56,8 +59,10 @@ def run(options: argparse.Namespace, path: Path) -> int:
     if options.action == "list":
         _list(read_keys(path), as_json=options.json)
         return 0
+    old = {owner_of(key.sha256) for key in read_keys(path) if key.name == options.name}
     if options.action == "remove":
         remove_key(path, options.name)
+        _remove_prompts(prompts_dir, old)
         _tell(options, {"name": options.name}, f"removed: {options.name}")
         return 0
     make: dict[str, Callable[[], str]] = {
@@ -65,9 +70,18 @@ def run(options: argparse.Namespace, path: Path) -> int:
         "rotate": lambda: rotate_key(path, options.name),
     }
     key = make[options.action]()
+    _remove_prompts(prompts_dir, old)
     _tell(options, {"name": options.name, "key": key}, key)
     print(f"the key of {options.name}, shown this once; it works within a second", file=sys.stderr)
     return 0
+
+
+def _remove_prompts(folder: Path, owners: Collection[str]) -> None:
+    try:
+        remove_of_owners(folder, owners)
+    except OSError as error:
+        message = f"the key is gone, but prompts that were saved for it are still on the volume: {folder}"
+        raise VolumeError(message, hint=f"remove them: {(error.strerror or str(error)).lower()}") from error
 
 
 def _tell(options: argparse.Namespace, document: dict[str, Any], text: str) -> None:

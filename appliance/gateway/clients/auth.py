@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
+from appliance.gateway.clients.request_log import OWNER
 from appliance.gateway.wire import api_error
+from appliance.system.saved_prompts import owner_of
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths answered without a key, since a health check has none."""
@@ -49,6 +52,11 @@ class Keys:
         """One of the keys, always the same: sessions are signed with it."""
         return min(self.values)
 
+    @property
+    def owner(self) -> str:
+        """Tag of prompts that are kept for these keys; with another first key it is another one."""
+        return owner_of(hashlib.sha256(self.first.encode()).hexdigest())
+
     def __repr__(self) -> str:
         return f"Keys({len(self.values)} hidden)"
 
@@ -81,11 +89,16 @@ class RequireKey:
         """`named` answers requests whose key is not one of `keys`; it raises ApiError for an unknown one."""
         self._app = app
         self._keys = keys
+        self._owner = keys.owner
         self._sessions = sessions
         self._named = named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_open(scope["path"]) or self._is_known(scope):
+        if scope["type"] != "http" or is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        if self._is_known(scope):
+            scope[OWNER] = self._owner
             await self._app(scope, receive, send)
             return
         try:

@@ -16,6 +16,8 @@ from appliance.values import dataclass
 KEPT = 100
 KEY_NAME = "appliance.key_name"
 """Key in the scope of a request: the name of the API key that it came with; empty for the appliance's own key."""
+OWNER = "appliance.prompt_owner"
+"""Key in the scope of a request: the tag of its API key, for prompts that the engine keeps; absent without a key."""
 
 
 @dataclass(frozen=True, kw_only=True)

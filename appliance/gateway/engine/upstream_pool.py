@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from appliance.gateway.clients.request_log import OWNER
 from appliance.gateway.engine import upstream
 from appliance.gateway.engine.waits import Waits
 from appliance.gateway.wire import headers
@@ -85,7 +86,7 @@ class UpstreamPool:
         self.sent += 1
         response = upstream.Response(scope["method"], line.waits.note_piece if needs_model else None)
         with line.taken(), line.waits.waiting(response, len(body)):
-            head = headers.to_engine(scope["headers"], self._dropped_headers)
+            head = headers.to_engine(scope["headers"], self._dropped_headers, owner=scope.get(OWNER))
             async with upstream.request(line.socket_path, scope["method"], target, head, body, response):
                 yield response
 

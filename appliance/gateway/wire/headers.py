@@ -31,6 +31,7 @@ NOT_FOR_ENGINE = HOP_BY_HOP | {
     b"origin",  # the engine repeats it in its CORS headers
     b"referer",
     b"x-appliance-receipt",  # for this gateway
+    b"x-cache-owner",  # set by this gateway alone
     b"accept-encoding",  # replaced by `identity`: an error event cannot be inserted into a compressed stream
 }
 
@@ -40,10 +41,16 @@ NOT_FOR_CLIENT = HOP_BY_HOP | {b"server", b"date", b"set-cookie"}
 OF_A_STREAM: RawHeaders = ((b"x-accel-buffering", b"no"), (b"content-type", b"text/event-stream"))
 
 
-def to_engine(headers: RawHeaders, dropped: frozenset[bytes] = frozenset()) -> list[tuple[bytes, bytes]]:
-    """Return the client's headers for the engine, without secrets and without headers of the client's connection."""
+def to_engine(
+    headers: RawHeaders, dropped: frozenset[bytes] = frozenset(), *, owner: str | None = None
+) -> list[tuple[bytes, bytes]]:
+    """Return the client's headers for the engine, without secrets and without headers of the client's connection.
+
+    `owner` is the tag of the request's API key, with which the engine marks prompts that it keeps on disk.
+    """
     dropped |= NOT_FOR_ENGINE | _named_in_connection(headers)
-    return [*((name, value) for name, value in headers if name not in dropped), (b"accept-encoding", b"identity")]
+    ours = [(b"accept-encoding", b"identity"), *([(b"x-cache-owner", owner.encode())] if owner else [])]
+    return [*((name, value) for name, value in headers if name not in dropped), *ours]
 
 
 def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:

@@ -11,15 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance.console.report import Report
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, FatalError
 from appliance.probe.machine.network import why_unreachable
 from appliance.serve.gateway.insight import SlotInsight
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.settings import Settings
+from appliance.system.saved_prompts import keep_owners, owner_of
 from appliance.values import dataclass
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
+    from appliance.gateway.clients.auth import Keys
     from appliance.gateway.engine.backend import Backend
     from appliance.gateway.engine.gate import FleetDoor, Gate
     from appliance.gateway.server import Gateway
@@ -69,12 +71,15 @@ async def open_gateway(
     from appliance.gateway.engine.roster import Roster
     from appliance.gateway.server import Gateway
 
+    keys = Keys(frozenset({key})) if key else None
+    if keys is not None:
+        _drop_prompts_of_lost_keys(settings, keys, report)
     usage = Usage(UsageStore(settings.usage_path))
     traces = Traces(settings.otlp_endpoint) if settings.otlp_endpoint else None
     is_strict = fleet.is_strict if fleet else len(slots) > 1
     app = create_app(
         Roster((backend_of(slot, part, fleet) for slot in slots), is_strict=is_strict),
-        keys=Keys(frozenset({key})) if key else None,
+        keys=keys,
         recent=lambda: list(report.recent),
         doctor=partial(_findings, slots[0]),
         libraries=settings.facts_dir / "web",
@@ -168,3 +173,15 @@ def _key(settings: Settings, report: Report) -> str | None:
         report.warning("auth_off", "authentication is off: anyone who reaches the port can use the model")
         return None
     return read_or_make_key(settings.key_path)
+
+
+def _drop_prompts_of_lost_keys(settings: Settings, keys: Keys, report: Report) -> None:
+    """Remove the saved prompts of keys that are gone: removed or replaced while nothing ran, or just before a prompt
+    was saved."""
+    from appliance.gateway.accounts.named_keys import read_keys  # here: it needs nothing before the engine starts
+
+    try:
+        named = {owner_of(key.sha256) for key in read_keys(settings.named_keys_path)}
+        keep_owners(settings.prompts_dir, {keys.owner, *named})
+    except (OSError, FatalError) as error:
+        report.warning("prompts_kept", f"saved prompts of keys that are gone were not looked for: {error}")

@@ -27,6 +27,7 @@ from appliance.serve.model.engine_host import EngineHost
 from appliance.serve.model.engine_log import EngineLogs
 from appliance.serve.model.memory_kills import MemoryKills
 from appliance.serve.model.mode_state import ModeState
+from appliance.serve.model.prompts import prompt_folder
 from appliance.serve.model.sharing import Sharing
 from appliance.serve.model.tuning_state import TuningState
 from appliance.serve.model.unkept import Unkept
@@ -105,6 +106,7 @@ class ServedModel:
         gpus = () if self.settings.devices == "none" else self.gpus_at_first
         self.meter = Meter(self.hardware, environment, gpus)
         self.energy_use = EnergyUse()
+        self.prompts = prompt_folder(self.start, report)
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     def report_death(self, crash: Crash) -> FatalError:
@@ -202,7 +204,10 @@ class ServedModel:
 
     def command(self, plan: Plan, socket_path: Path) -> Command:
         """Return how an engine with this plan is started, with the requests that its supervisor counts."""
-        command = self.start.engine.command(plan, self.start.install, socket_path)
+        engine, install = self.start.engine, self.start.install
+        command = engine.command(plan, install, socket_path)
+        if self.prompts is not None:
+            command = engine.keep_prompts(command, install, self.prompts)
         return replace(command, demand=EngineDemand(self, plan, socket_path))
 
 

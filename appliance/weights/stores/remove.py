@@ -16,6 +16,7 @@ from appliance.values import dataclass
 from appliance.volume import is_held, refusal
 from appliance.weights.stores.stores import (
     StoredModel,
+    digests_of,
     find_stored,
     is_in_cache,
     is_last_model,
@@ -32,6 +33,7 @@ class Removed:
     name: str
     files: tuple[Path, ...]
     freed_bytes: int  # 0 for a file with another hard link elsewhere
+    models: frozenset[str] = frozenset()  # digests of the models among the files, 16 hexadecimal digits each
 
 
 def remove(name: str, settings: Settings, of_recipe: Callable[[], Sequence[StoredModel]] = tuple) -> Removed:
@@ -98,12 +100,12 @@ def _own_files(model: StoredModel) -> list[Path]:
 def _unlink(name: str, files: Sequence[Path], models_dir: Path) -> Removed:
     _refuse_served(name, files)
     _refuse_behind_link(name, files, models_dir)
-    freed = sum(map(_freed, files))
+    freed, models = sum(map(_freed, files)), digests_of(files)
     for path in files:
         path.unlink()
     for folder in {path.parent for path in files}:
         _drop_empty(folder, models_dir)
-    return Removed(name=name, files=tuple(files), freed_bytes=freed)
+    return Removed(name=name, files=tuple(files), freed_bytes=freed, models=models)
 
 
 def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
@@ -121,6 +123,7 @@ def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
     blobs = {blob for link in links if (blob := blob_of(link))}
     _refuse_served(model.name, [*blobs, *links])
     _refuse_behind_link(model.name, [*blobs, *links], models_dir)
+    models = digests_of(links)
     for link in links:
         link.unlink()
         _drop_empty(link.parent, folder / "snapshots")
@@ -131,7 +134,7 @@ def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
     _drop_refs(folder)
     if not any((folder / "snapshots").iterdir()) and not _has_partial(folder) and not _is_fetched(folder):
         shutil.rmtree(folder)
-    return Removed(name=model.name, files=(*links, *unused), freed_bytes=freed)
+    return Removed(name=model.name, files=(*links, *unused), freed_bytes=freed, models=models)
 
 
 def _remove_repo(name: str, folder: Path) -> Removed:
@@ -142,9 +145,9 @@ def _remove_repo(name: str, folder: Path) -> Removed:
     files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     _refuse_served(name, files)
     _refuse_behind_link(name, [folder / "blobs", *files], folder.parent)
-    freed = sum(map(_freed, files))
+    freed, models = sum(map(_freed, files)), digests_of(files)
     shutil.rmtree(folder)
-    return Removed(name=name, files=tuple(files), freed_bytes=freed)
+    return Removed(name=name, files=tuple(files), freed_bytes=freed, models=models)
 
 
 def _refuse_behind_link(name: str, files: Sequence[Path], models_dir: Path) -> None:

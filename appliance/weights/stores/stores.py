@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
-from appliance.model import Format, list_models, plain_name, why_nothing
+from appliance.image_facts import is_projector
+from appliance.model import Format, digest, list_models, plain_name, read_model, why_nothing
 from appliance.model.files.find import find_projector
 from appliance.model.files.hub_cache import (
     CachedModel,
@@ -459,3 +461,14 @@ def why_damaged(path: Path) -> str | None:
     except ModelUnreadableError as error:
         return error.message
     return None
+
+
+def digests_of(files: Iterable[Path]) -> frozenset[str]:
+    """Return the digests of the models among the files, with which the names of their saved prompts begin."""
+    found = set()
+    for path in files:
+        if path.suffix == ".gguf" and not is_projector(path.name):
+            with suppress(ModelUnreadableError):  # a later part, or damaged: no engine can have served it
+                model = read_model(path)
+                found.add(digest(model.parts, model.header_bytes).key)
+    return frozenset(found)

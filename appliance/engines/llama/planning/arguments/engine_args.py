@@ -19,6 +19,7 @@ from appliance.settings import SETTINGS, Settings, is_flag
 _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "alias": ("-a", "--alias"),
     "auth": ("--api-key", "--api-key-file"),
+    "cache_disk_mib": ("--cache-disk", "--cache-disk-mib", "--cache-disk-key", "--cache-disk-stop-ms"),
     "cache_ram_mib": (
         "-cram", "--cache-ram", "--cache-idle-slots", "--no-cache-idle-slots", "-sps", "--slot-prompt-similarity",
     ),
