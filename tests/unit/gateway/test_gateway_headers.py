@@ -30,6 +30,12 @@ def test_what_reaches_the_engine() -> None:
     ]
 
 
+def test_only_the_gateway_says_whose_prompt_it_is() -> None:
+    sent = [(b"x-cache-owner", b"somebody"), (b"accept", b"*/*")]
+    assert to_engine(sent) == [(b"accept", b"*/*"), (b"accept-encoding", b"identity")]
+    assert to_engine(sent, owner="mine")[1:] == [(b"accept-encoding", b"identity"), (b"x-cache-owner", b"mine")]
+
+
 def test_what_reaches_the_client() -> None:
     sent = [
         (b"Server", b"llama.cpp"),
