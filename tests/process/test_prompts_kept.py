@@ -15,7 +15,7 @@ import pytest
 
 from appliance.image_facts import dump_facts, parse_engine_facts
 from tests.mounts import tmpfs
-from tests.process.stages.boot import Home, Serving, eventually
+from tests.process.stages.boot import Home, Serving, eventually, write_model
 
 FIRST = [{"role": "user", "content": "one two three four five six"}]
 NEXT = [*FIRST, {"role": "assistant", "content": "seven"}, {"role": "user", "content": "eight nine"}]
@@ -58,12 +58,14 @@ def key_of(home: Home) -> str:
     return options_of(home.started[-1])["--cache-disk-key"]
 
 
-def ask(serving: Serving, messages: Sequence[Any] = FIRST, key: str = "", **headers: str) -> dict[str, Any]:
+def ask(
+    serving: Serving, messages: Sequence[Any] = FIRST, key: str = "", model: str = "any", **headers: str
+) -> dict[str, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
     told = {"Authorization": f"Bearer {key or serving.home.key}", "X-Appliance-Receipt": "1"}
     told |= {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages}), told)
+        connection.request("POST", "/v1/chat/completions", json.dumps({"model": model, "messages": messages}), told)
         answer: dict[str, Any] = json.loads(connection.getresponse().read())
     finally:
         connection.close()
@@ -198,6 +200,21 @@ def test_without_authentication_prompts_have_no_owner(home: Home) -> None:
         serving.wait_ready()
         assert serving.ask("POST", "/v1/chat/completions", {"messages": FIRST})[0] == 200
         assert [name.split(".")[1] for name in saved(home)] == ["none"]
+        serving.terminate()
+
+
+def test_a_model_that_was_unloaded_finds_its_prompt_in_the_folder_of_all(home: Home) -> None:
+    write_model(home.data / "models/other.gguf", context=2048)
+    (home.data / "appliance.yaml").write_text("models:\n  a: {model: small.gguf}\n  b: {model: other.gguf}\n")
+    with home.serving() as serving:
+        serving.wait_ready()
+        for name in ("a", "b"):
+            ask(serving, model=name)
+        assert len({name.split("-")[0] for name in saved(home)}) == 2
+        for path in ("/models/unload", "/models/load"):
+            assert serving.ask("POST", path, {"model": "a"}, key=home.key)[0] == 200
+        assert ask(serving, NEXT, model="a")["timings"]["disk_n"] == 6
+        assert {options_of(line)["--cache-disk"] for line in home.started} == {str(folder_of(home))}
         serving.terminate()
 
 
