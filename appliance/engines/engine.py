@@ -437,6 +437,16 @@ class Engine(Protocol):
         ValueError if the answer has no such figure."""
         raise ValueError(_NOT_OFFERED)
 
+    @property
+    def prompt_disk_path(self) -> str | None:
+        """Path on the engine's server that counts the prompts that it keeps on disk; None if there is none."""
+        return None
+
+    def parse_prompt_disk(self, answer: bytes) -> Mapping[str, float]:
+        """Return the counts from the answer at `prompt_disk_path`, by the names of the appliance's metrics without
+        `appliance_prompt_disk_`."""
+        raise ValueError(_NOT_OFFERED)
+
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         """Run the program and return its facts. Raises EngineLibraryError (44), EngineArgumentsError (40), or OSError
         if the program does not exist."""

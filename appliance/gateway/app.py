@@ -103,6 +103,7 @@ def create_app(
         loads=lambda: (load for backend in roster if (load := backend.load())),
         aliases=(alias for backend in roster for alias in backend.aliases),
         insights=lambda: {backend.name: backend.insight for backend in roster if backend.insight},
+        prompt_disk=partial(_prompt_disk, roster),
         fleet=fleet,
     )
     requests.listen(metrics.finished)
@@ -158,6 +159,12 @@ def _engine_restarts(roster: Roster) -> Callable[[], int] | None:
     if all(backend.engine_restarts is None for backend in roster):
         return None
     return lambda: sum(backend.engine_restarts() for backend in roster if backend.engine_restarts is not None)
+
+
+def _prompt_disk(roster: Roster) -> dict[str, Mapping[str, float]]:
+    """Return what the engines that serve count of prompts on disk, by model."""
+    told = ((backend, backend.prompt_disk.value) for backend in roster if backend.prompt_disk)
+    return {backend.name: counts for backend, counts in told if counts and backend.progress().is_ready}
 
 
 def _engine_routes(roster: Roster, reading: Traffic, tell_every_s: float, requests: RequestLog) -> Routes:

@@ -10,9 +10,12 @@ what was received and is answered in every state. Only the standard library is u
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
+import re
+import secrets
 import select
 import signal
 import socket
@@ -80,6 +83,76 @@ class Ledger:
             }
 
 
+class PromptDisk:
+    """Prompts on disk as images/patches/llama-prompt-disk.patch keeps them, with words for tokens, and the latest
+    prompt in memory. A prompt is saved at once, not when the engine is idle."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.folder: Path | None = options.cache_disk if options.cache_disk_mib else None
+        self.key = options.cache_disk_key
+        self.secret = os.environ.get("LLAMA_CACHE_DISK_SECRET", "")
+        self.held: list[str] = []
+        self.counts: Counter[str] = Counter()
+        if self.folder and not re.fullmatch("[0-9a-f]{32}", self.secret):
+            log("W", "prompt disk: off: LLAMA_CACHE_DISK_SECRET is not 32 hexadecimal digits")
+            self.folder = None
+        if self.folder:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+
+    def read(self, words: list[str]) -> dict[str, int]:
+        """Return what the timings say of the cache for this prompt; nothing without a folder."""
+        if not self.folder:
+            return {}
+        held = self.usable(self.held, words)
+        found = max(
+            (self.usable(self.load(path), words) for path in self.folder.glob(f"{self.key}.*.prompt")), default=0
+        )
+        if found <= held:
+            return {"cache_n": held, "disk_n": 0}
+        self.counts.update(loads_total=1, loaded_tokens_total=found)
+        log("I", f"srv  load: prompt disk: loaded {found} tokens, 0.1 MiB in 0.1 ms")
+        return {"cache_n": found, "disk_n": found}
+
+    @staticmethod
+    def usable(kept: list[str], words: list[str]) -> int:
+        return min(len(kept), len(words) - 1) if kept == words[: len(kept)] else 0
+
+    def load(self, path: Path) -> list[str]:
+        try:
+            document = json.loads(path.read_text())
+            words: list[str] = document["words"]
+            if document["sum"] == self.checksum(words):
+                return words
+        except (OSError, ValueError, LookupError, TypeError):
+            pass
+        self.counts["passed_over_total"] += 1
+        log("W", f"srv  pass_over: prompt disk: passed over {path.name}: damaged")
+        path.unlink(missing_ok=True)
+        return []
+
+    def save(self, words: list[str], owner: str) -> None:
+        self.held = words
+        if not self.folder:
+            return
+        name = f"{self.key}.{owner}.{secrets.token_hex(8)}"
+        path = self.folder / f".{name}.tmp"
+        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            json.dump({"words": words, "sum": self.checksum(words)}, file)
+        path.rename(self.folder / f"{name}.prompt")
+        self.counts.update(saves_total=1, saved_bytes_total=100)
+        log("I", f"srv  save: prompt disk: saved {len(words)} tokens, 0.1 MiB in 0.1 ms")
+
+    def checksum(self, words: list[str]) -> str:
+        return hashlib.sha256(json.dumps([self.secret, words]).encode()).hexdigest()
+
+    def metrics(self) -> str:
+        names = ("saves_total", "saved_bytes_total", "loads_total", "loaded_tokens_total", "passed_over_total")
+        values = {name: self.counts[name] for name in names}
+        files = list(self.folder.glob("*.prompt")) if self.folder else []
+        values |= {"files": len(files), "bytes": 100 * len(files)}
+        return "".join(f"llamacpp:prompt_disk_{name} {value}\n" for name, value in values.items())
+
+
 class Engine(ThreadingMixIn, UnixStreamServer):
     daemon_threads = True
     request_queue_size = 512
@@ -91,6 +164,7 @@ class Engine(ThreadingMixIn, UnixStreamServer):
         self.is_terminating = threading.Event()
         self.worked = 0
         self.slot: list[int] = []  # the tokens that the cache of the only slot holds
+        self.prompt_disk = PromptDisk(options)
         super().__init__(options.host, Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -151,6 +225,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(200, self.slots())
         if path == "/props":
             return self.reply(200, {"model_path": "/data/models/fake.gguf", "total_slots": 1})
+        if path == "/metrics" and self.server.options.metrics:
+            return self.reply(200, self.server.prompt_disk.metrics())
         return self.fail(404, "not_found_error", "File Not Found")
 
     def slots(self) -> list[dict[str, Any]]:
@@ -226,12 +302,20 @@ class Handler(BaseHTTPRequestHandler):
                 }
             ],
             "usage": {"prompt_tokens": words, "completion_tokens": words, "total_tokens": 2 * words},
-            "timings": self.token_timings(request) if is_of_tokens else timings(words, words),
+            "timings": self.token_timings(request) if is_of_tokens else self.text_timings(request, words),
         }
         if request.get("return_tokens"):
             made = reply["timings"]["predicted_n"]
             reply["tokens"] = [0] * made if self.server.options.loop else list(range(made))
         return self.reply(200, reply)
+
+    def text_timings(self, request: dict[str, Any], words: int) -> dict[str, Any]:
+        """Return timings with what the cache had of the conversation, and keep it."""
+        spoken = conversation_of(request)
+        with self.server.ledger.lock:
+            kept = self.server.prompt_disk.read(spoken)
+            self.server.prompt_disk.save(spoken, self.headers.get("X-Cache-Owner", "none"))
+        return {**timings(len(spoken) - kept["cache_n"] if kept else words, words), **kept}
 
     def token_timings(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return timings like llama-server's: tokens that the slot already holds are not read again, and n tokens take
@@ -334,7 +418,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(status, {"error": {"code": status, "message": message, "type": kind}})
 
     def reply(self, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
+        body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -349,6 +433,12 @@ def prompt_of(request: dict[str, Any]) -> str:
     if isinstance(content, list):
         return " ".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
     return str(content)
+
+
+def conversation_of(request: dict[str, Any]) -> list[str]:
+    """Return the words of all messages of a chat, or of a prompt."""
+    messages = request.get("messages") or [request]
+    return " ".join(prompt_of({"messages": [each]} if "role" in each else each) for each in messages).split()
 
 
 def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
@@ -427,6 +517,11 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--until", type=Path, metavar="FILE", help="not so many chunks: a stream goes on until the file is there")
     add("--error-line", metavar="TEXT", help="logged at level E while loading, with other lines after it")
     add("--log-line", action="append", default=[], metavar="TEXT", help="written as it is while loading; repeatable")
+    add("--cache-disk", type=Path, metavar="DIR", help="keeps prompts there")
+    add("--cache-disk-mib", type=int, default=8192)
+    add("--cache-disk-key", default="0")
+    add("--cache-disk-stop-ms", type=int, default=1200)
+    add("--metrics", action="store_true", help="answers /metrics")
     add("--threads", type=int, default=1)
     add("--ubatch-size", type=int, default=512)
     add(

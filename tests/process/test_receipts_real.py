@@ -24,6 +24,7 @@ FIELDS = {
     "seconds",
     "profile_seconds",
     "tokens_cached",
+    "tokens_from_disk",
     "waited_s",
     "waited_for",
     "joules",

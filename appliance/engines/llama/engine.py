@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,14 @@ from appliance.engines.engine import (
     TextReader,
 )
 from appliance.engines.llama.api.client_errors import ERRORS
-from appliance.engines.llama.api.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
+from appliance.engines.llama.api.routes import (
+    DROPPED_HEADERS,
+    METRICS_PATH,
+    ROUTES,
+    SLOTS_PATH,
+    parse_kv_use,
+    parse_prompt_disk,
+)
 from appliance.engines.llama.kernels.kernel_record import KernelStore
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from appliance.engines.llama.planning.arguments.loader_check import refine
@@ -56,9 +63,13 @@ class Llama(Engine):
     dropped_headers = DROPPED_HEADERS
     metric_aliases = METRIC_ALIASES
     kv_use_path = SLOTS_PATH
+    prompt_disk_path = METRICS_PATH
 
     def parse_kv_use(self, answer: bytes, plan: Plan) -> float:
         return parse_kv_use(answer, plan.context)
+
+    def parse_prompt_disk(self, answer: bytes) -> Mapping[str, float]:
+        return parse_prompt_disk(answer)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return query_facts(binary, server.variant_environment(cpu_variant))

@@ -32,6 +32,7 @@ class FinishedRequest:
     stream: bool
     tokens_in: int | None  # with those from the cache
     tokens_cached: int | None
+    tokens_from_disk: int | None = None  # of the cached ones
     tokens_out: int | None
     waited_s: float  # before the engine began with it, as far as known
     ttft_s: float | None  # from its arrival to the first content
@@ -124,6 +125,7 @@ class Exchange:
             stream=bool(response and response.is_stream),
             tokens_in=usage.tokens_in,
             tokens_cached=usage.tokens_cached,
+            tokens_from_disk=usage.tokens_from_disk,
             tokens_out=usage.tokens_out,
             waited_s=round(waited_s, 3),
             ttft_s=None if ttft_s is None else round(ttft_s, 3),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
 
 from appliance.gateway.engine import upstream
 from appliance.gateway.engine.upstream_pool import UpstreamPool
@@ -22,7 +23,9 @@ WAIT_S = 0.2
 # Time limit for the engine's answer; one batch of prefill on a slow CPU takes less.
 GIVE_UP_S = 60.0
 
+T = TypeVar("T")
 ParseKvUse = Callable[[bytes], float | None]
+ParsePromptDisk = Callable[[bytes], Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +39,17 @@ class Load:
     kv_use: float | None
 
 
-class KvUse:
-    """Share of the KV cache that running requests use. The engine is asked only when metrics are scraped."""
+class EngineFigure(Generic[T]):
+    """What the engine answers on one path, such as the use of its KV cache. It is asked only when somebody looks."""
 
-    def __init__(self, pool: UpstreamPool, path: str, parse: ParseKvUse) -> None:
+    def __init__(self, pool: UpstreamPool, path: str, parse: Callable[[bytes], T | None]) -> None:
         """`parse` returns None while no engine serves, and raises ValueError for an answer that it cannot read."""
         self._pool = pool
         self._path = path
         self._parse = parse
         self._asked_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
-        self.share: float | None = None
+        self.value: T | None = None
 
     async def refresh(self) -> None:
         if self._asking is None or self._asking.done():
@@ -63,6 +66,6 @@ class KvUse:
                 upstream.request(self._pool.socket_path, "GET", self._path, (), b"") as answer,
             ):
                 body = await answer.read()
-            self.share = self._parse(body) if answer.status == 200 else None
+            self.value = self._parse(body) if answer.status == 200 else None
         except (upstream.UnreachableError, upstream.BrokenError, TimeoutError, ValueError):
-            self.share = None  # the gauge is then absent; the log tells of an engine that is gone
+            self.value = None  # the gauge is then absent; the log tells of an engine that is gone

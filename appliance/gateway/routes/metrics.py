@@ -60,7 +60,7 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self.endings: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter(prompt=0, cached=0, computed=0, generated=0)
+        self.tokens: Counter[str] = Counter(prompt=0, cached=0, from_disk=0, computed=0, generated=0)
         self.durations = {
             "time_to_first_token": Histogram(),
             "time_per_output_token": Histogram(TOKEN_BUCKETS_S),
@@ -73,6 +73,7 @@ class TokenCounts:
         if row.tokens_in is not None:
             cached = row.tokens_cached or 0
             self.tokens.update(prompt=row.tokens_in, cached=cached, computed=max(0, row.tokens_in - cached))
+            self.tokens["from_disk"] += row.tokens_from_disk or 0
         self.tokens["generated"] += row.tokens_out or 0
         self.durations["request"].observe(row.seconds)
         self.durations["request_wait"].observe(row.waited_s)
@@ -95,9 +96,11 @@ class Metrics:
         loads: Callable[[], Iterable[Load]] = tuple,
         aliases: Iterable[MetricAlias] = (),
         insights: Callable[[], Mapping[str, Insight]] = dict,
+        prompt_disk: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
         fleet: FleetDoor | None = None,
     ) -> None:
-        """`running` returns the number of running requests, `events_per_s` the events per second of their streams."""
+        """`running` returns the number of running requests, `events_per_s` the events per second of their streams.
+        `prompt_disk` returns what each model's engine counts of the prompts that it keeps on disk."""
         self._connections = connections
         self._running = running
         self._events_per_s = events_per_s
@@ -107,6 +110,7 @@ class Metrics:
         self._loads = loads
         self._aliases = tuple(dict.fromkeys(aliases))
         self._insights = insights
+        self._prompt_disk = prompt_disk
         self._fleet = fleet
         self._models: dict[str, TokenCounts] = {}
         self._requests: Counter[tuple[str, str, str]] = Counter()
@@ -186,6 +190,7 @@ class Metrics:
         yield CounterMetricFamily("appliance_engine_hangs", words, value=hangs)
         yield from self._of_models()
         yield from self._of_insights()
+        yield from self._of_prompt_disk()
         if self._fleet is not None:
             yield from _of_fleet(self._fleet.document())
         loads = tuple(self._loads())
@@ -216,6 +221,23 @@ class Metrics:
                 losses.add_metric([model, kind], 1.0)
         yield joules
         yield losses
+
+    def _of_prompt_disk(self) -> Iterable[Metric]:
+        """Yield the engines' counts of prompts on disk, by model. An engine that keeps none has no series."""
+        # imported here, with the first scrape and not at the start
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        told = self._prompt_disk()
+        for key, words in _PROMPT_DISK:
+            name, kind = (
+                key.removesuffix("_total"),
+                CounterMetricFamily if key.endswith("_total") else GaugeMetricFamily,
+            )
+            family = kind(f"appliance_prompt_disk_{name}", words, labels=["model_name"])
+            for model, counts in told.items():
+                if key in counts:
+                    family.add_metric([model], counts[key])
+            yield family
 
     def _of_models(self) -> Iterable[Metric]:
         """Yield tokens and times of finished inference requests, by model."""
@@ -272,8 +294,19 @@ def _of_fleet(fleet: Mapping[str, Any]) -> Iterable[Metric]:
 _TOKENS = (
     ("", "prompt", "Tokens of prompts, with those from the cache"),
     ("_cached", "prompt", "Tokens of prompts that were in the KV cache"),
+    ("_from_disk", "prompt", "Tokens of prompts that were in the KV cache since they were read from disk"),
     ("_computed", "prompt", "Tokens of prompts that were read, without those from the cache"),
     ("", "generated", "Tokens of answers"),
+)
+_PROMPT_DISK = (
+    ("saves_total", "Prompts that the engine saved on disk"),
+    ("saved_bytes_total", "Bytes of the prompts that the engine saved on disk"),
+    ("loads_total", "Prompts that the engine loaded from disk"),
+    ("loaded_tokens_total", "Tokens of the prompts that the engine loaded from disk"),
+    ("loaded_bytes_total", "Bytes of the prompts that the engine loaded from disk"),
+    ("passed_over_total", "Files of saved prompts that the engine could not use"),
+    ("files", "Saved prompts of all models now"),
+    ("bytes", "Bytes of the saved prompts of all models now"),
 )
 _TIMES = (
     ("time_to_first_token", "From an inference request's arrival to its first token"),

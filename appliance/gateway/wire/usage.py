@@ -35,10 +35,12 @@ _ENDINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens and seconds of one answer; None where the engine did not tell. `tokens_in` includes `tokens_cached`."""
+    """Tokens and seconds of one answer; None where the engine did not tell. `tokens_in` includes `tokens_cached`, which
+    includes `tokens_from_disk`."""
 
     tokens_in: int | None = None
     tokens_cached: int | None = None
+    tokens_from_disk: int | None = None
     tokens_out: int | None = None
     prefill_s: float | None = None
     decode_s: float | None = None
@@ -126,6 +128,7 @@ def _of_timings(fields: Mapping[str, Any]) -> dict[str, Any]:
     return _known(
         tokens_in=None if read is None else read + (cached or 0),
         tokens_cached=cached,
+        tokens_from_disk=_count(fields.get("disk_n")),
         tokens_out=_count(fields.get("predicted_n")),
         prefill_s=_seconds(fields.get("prompt_ms")),
         decode_s=_seconds(fields.get("predicted_ms")),

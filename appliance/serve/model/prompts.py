@@ -23,7 +23,8 @@ def prompt_folder(start: StartInputs, report: Report) -> PromptFolder | None:
         return None
     path = settings.prompts_dir
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         secret = read_or_make_secret(settings.prompts_secret_path)
         limit_mib = min(settings.cache_disk_mib, _room_mib(path))
     except OSError as error:

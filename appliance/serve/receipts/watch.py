@@ -117,6 +117,7 @@ class RequestWatch:
             "seconds": row.seconds,
             "profile_seconds": None if facts is None else round(facts.expected_s, 3),
             "tokens_cached": row.tokens_cached,
+            "tokens_from_disk": row.tokens_from_disk,
             "waited_s": row.waited_s,
             "waited_for": self._waited_for(row),
             "joules": self._joules(last),

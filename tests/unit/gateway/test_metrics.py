@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.console.progress import Phase, Progress
+from appliance.engines.llama.api.routes import parse_prompt_disk
 from appliance.engines.metric_aliases import METRIC_ALIASES
 from appliance.gateway.clients.connections import Counts
 from appliance.gateway.clients.request_log import FinishedRequest
@@ -21,6 +22,19 @@ from appliance.gateway.routes.metrics import Metrics
 ROOT = Path(__file__).parents[3]
 BOARD = ROOT / "compose/kubernetes/components/monitoring/board.json"
 PAGE = ROOT / "docs/metrics.md"
+# the form of llama-server's answer (server-task.cpp, `to_metrics`)
+TOLD = b"""# HELP llamacpp:prompt_disk_saves_total Number of prompts saved to disk
+# TYPE llamacpp:prompt_disk_saves_total counter
+llamacpp:prompt_disk_saves_total 3
+llamacpp:prompt_disk_saved_bytes_total 1.5e+09
+llamacpp:prompt_disk_loads_total 2
+llamacpp:prompt_disk_loaded_tokens_total 8190
+llamacpp:prompt_disk_loaded_bytes_total 1000000
+llamacpp:prompt_disk_passed_over_total 1
+llamacpp:prompt_seconds_total 0.5
+llamacpp:prompt_disk_files 5
+llamacpp:prompt_disk_bytes 2.5e+09
+"""
 NAME = re.compile(r"\b(?:appliance_|vllm:|llamacpp:)\w+")
 
 
@@ -85,6 +99,7 @@ def scraped(*rows: FinishedRequest) -> dict[str, dict[tuple[str, ...], float]]:
         loads=lambda: [Load(model="small", waiting=1, running=2, kv_use=0.5)],
         aliases=METRIC_ALIASES,
         insights=lambda: {"small": Known()},
+        prompt_disk=lambda: {"small": parse_prompt_disk(TOLD), "other": {"saves_total": 4.0}},
         fleet=Several(),
     )
     metrics.answered("/v1/messages", "POST", "200", 2.0)
@@ -112,6 +127,20 @@ def test_tokens_and_times_are_counted_once_a_request() -> None:
     assert (buckets["0.5", "small"], buckets["1.0", "small"], buckets["+Inf", "small"]) == (0.0, 2.0, 2.0)
     assert found["appliance_time_to_first_token_seconds_sum"] == {("small",): 1.4}
     assert found["appliance_time_per_output_token_seconds_bucket"]["0.05", "small"] == 2.0
+
+
+def test_tokens_from_disk_are_a_part_of_the_cached_ones() -> None:
+    found = scraped(row(tokens_from_disk=8), row(tokens_from_disk=0), row())
+    assert found["appliance_prompt_tokens_from_disk_total"] == {("small",): 8.0}
+    assert found["appliance_prompt_tokens_cached_total"] == {("small",): 30.0}
+
+
+def test_an_engines_counts_of_prompts_on_disk_are_shown_as_far_as_it_tells_them() -> None:
+    found = scraped()
+    assert found["appliance_prompt_disk_saves_total"] == {("small",): 3.0, ("other",): 4.0}
+    assert found["appliance_prompt_disk_saved_bytes_total"] == {("small",): 1.5e9}
+    assert found["appliance_prompt_disk_bytes"] == {("small",): 2.5e9}
+    assert parse_prompt_disk(b"llamacpp:prompt_disk_files nan\n{}") == {}
 
 
 def test_losses_of_one_kind_are_one_series() -> None:

@@ -28,6 +28,19 @@ CHAT_END = (
             CHAT_END,
             Usage(tokens_in=31, tokens_cached=12, tokens_out=9, prefill_s=0.0805, decode_s=0.0741, ending="stop"),
         ),
+        # an engine that keeps prompts on disk
+        (
+            CHAT_END.replace(b'"cache_n":12,', b'"cache_n":12,"disk_n":8,'),
+            Usage(
+                tokens_in=31,
+                tokens_cached=12,
+                tokens_from_disk=8,
+                tokens_out=9,
+                prefill_s=0.0805,
+                decode_s=0.0741,
+                ending="stop",
+            ),
+        ),
         # vLLM's whole answer, with spaces and nulls
         (
             b'{"choices": [{"finish_reason": "length"}], "usage": {"prompt_tokens": 5, "completion_tokens": 2, '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,9 @@ from appliance.engines.routes import BARE, post
 
 SLOTS_PATH = "/slots"
 """Used by the gateway only; clients have no route to it."""
+
+METRICS_PATH = "/metrics"  # of llama-server, not of the gateway
+_PROMPT_DISK = re.compile(rb"^llamacpp:prompt_disk_(\w+) ([0-9.e+]+)$", re.MULTILINE)
 
 CROWDED = b"Context size has been exceeded."
 """Text of the status 500 that ends all running requests when the context that slots share is full (server-context.cpp,
@@ -56,6 +60,11 @@ def parse_kv_use(answer: bytes, context: int) -> float:
         message = f"{SLOTS_PATH} has an unexpected form: {answer[:100]!r}"
         raise ValueError(message) from error
     return min(float(tokens) / context, 1.0)
+
+
+def parse_prompt_disk(answer: bytes) -> dict[str, float]:
+    """Return the counts of prompts on disk from the metrics, by name; empty if the engine keeps none."""
+    return {name.decode(): float(value) for name, value in _PROMPT_DISK.findall(answer)}
 
 
 def parse_work(answer: bytes) -> tuple[object, ...]:

@@ -54,6 +54,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "--reasoning-format": _OUTSIDE,
     "--offline": _OUTSIDE,
     "--no-ui": _OUTSIDE,
+    "--metrics": _OUTSIDE,
     "--log-prefix": _OUTSIDE,
     "--log-colors": _OUTSIDE,
     "--log-verbosity": _OUTSIDE,
@@ -69,6 +70,7 @@ def keep_prompts(command: Command, facts: EngineFacts, folder: PromptFolder) -> 
         "--cache-disk-mib", str(folder.limit_mib),
         "--cache-disk-key", key_of(command.argv, facts, folder),
         "--cache-disk-stop-ms", str(STOP_MS),
+        *(("--metrics",) if "--metrics" in facts.flags else ()),  # they have the counts of saved prompts
     )  # fmt: skip
     return replace(command, argv=(*command.argv, *found), environment={**command.environment, VARIABLE: folder.secret})
 

@@ -189,7 +189,7 @@ function Requests({ state }) {
             ${rows.map(
               (row) => html`<tr key=${row.id} class=${FAILED.has(row.ending) ? "failed" : ""}>
                 <td><time>${clock(row.time)}</time></td><td>${clean(row.model)}</td><td>${clean(row.route)}</td>
-                <td class="number">${count(row.tokens_in)}</td><td class="number">${count(row.tokens_cached)}</td>
+                <td class="number">${count(row.tokens_in)}</td><td class="number">${count(row.tokens_cached)}${row.tokens_from_disk ? ` (${t("fromDisk", count(row.tokens_from_disk))})` : ""}</td>
                 <td class="number">${count(row.tokens_out)}</td><td class="number">${seconds(row.waited_s)}</td>
                 <td class="number">${seconds(row.ttft_s)}</td><td class="number">${speed(row.tokens_per_s)}</td>
                 <td>${word("end", row.ending)}${FAILED.has(row.ending) ? ` (${row.status})` : ""}</td>

@@ -66,6 +66,7 @@ const WORDS = {
   route: ["route", "路径"],
   tokensIn: ["tokens in", "输入"],
   cached: ["cached", "缓存"],
+  fromDisk: ["{0} from disk", "{0} 来自磁盘"],
   tokensOut: ["out", "输出"],
   waited: ["waited", "等待"],
   ending: ["ending", "结束"],

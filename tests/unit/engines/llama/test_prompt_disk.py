@@ -41,7 +41,8 @@ def line(options: dict[str, list[str]]) -> list[str]:
 def test_a_serving_engine_gets_folder_bound_key_and_secret() -> None:
     found = keep_prompts(command_of("--model", "/m.gguf", "--threads", "2"), FACTS, FOLDER)
     assert found.argv[:5] == ("/opt/llama/llama-server", "--model", "/m.gguf", "--threads", "2")
-    given_options = dict(zip(found.argv[5::2], found.argv[6::2], strict=True))
+    assert found.argv[-1] == "--metrics"
+    given_options = dict(zip(found.argv[5:-1:2], found.argv[6:-1:2], strict=True))
     key = given_options.pop("--cache-disk-key")
     assert given_options == {
         "--cache-disk": "/data/cache/prompts",

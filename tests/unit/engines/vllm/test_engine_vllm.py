@@ -9,9 +9,11 @@ import pytest
 
 from appliance.__main__ import main
 from appliance.engines.engine import Install
+from appliance.engines.vllm.planning.arguments.engine_args import read_pins
 from appliance.engines.vllm.process import facts as vllm_facts
 from appliance.errors import ConfigError, EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts, dump_facts, parse_engine_facts
+from appliance.settings import resolve_settings
 from appliance.start.image import load_engine
 from tests.builders import IMAGE
 
@@ -60,6 +62,15 @@ def test_quantizations_and_attention_have_their_chips() -> None:
     assert not [name for name in backends if name.startswith(("ROCM_", "XPU_"))]
     assert {"hermes", "qwen3_coder"} <= set(facts.tool_parsers)
     assert {"qwen3", "deepseek_r1"} <= set(facts.reasoning_parsers)
+
+
+def test_the_pages_example_of_a_cache_on_disk_is_passed_on() -> None:
+    page = (ROOT / "docs/several-models.md").read_text("utf-8")
+    (example,) = (block for block in page.split("```yaml\n")[1:] if block.startswith("engine_arg"))
+    settings = resolve_settings({}, {}, example.partition("```")[0])
+    flag, config = read_pins(settings, parse_engine_facts(SAID_FOR_CUDA.read_text("utf-8"))).passed
+    assert flag == "--kv-transfer-config"
+    assert json.loads(config)["kv_connector"] == "OffloadingConnector"
 
 
 @pytest.mark.parametrize(
