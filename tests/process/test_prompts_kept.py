@@ -119,7 +119,7 @@ def test_the_secret_is_in_the_engines_environment_and_nowhere_else(home: Home, s
     told = [*home.started, served.text, home.command("plan", "--json").stdout]
     told += [json.dumps(served.document(name)) for name in ("status", "plan", "profile", "hardware")]
     assert not any(secret in text for text in told)
-    assert folder_of(home).stat().st_mode & 0o777 == 0o700
+    assert folder_of(home).stat().st_mode & 0o777 == 0o770
     assert [(folder_of(home) / name).stat().st_mode & 0o777 for name in saved(home)] == [0o600]
     served.terminate()
 

@@ -24,7 +24,7 @@ def prompt_folder(start: StartInputs, report: Report) -> PromptFolder | None:
     path = settings.prompts_dir
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o770, exist_ok=True)  # another user of group 0 must be able to remove files, not to read them
         secret = read_or_make_secret(settings.prompts_secret_path)
         limit_mib = min(settings.cache_disk_mib, _room_mib(path))
     except OSError as error:
