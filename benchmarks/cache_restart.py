@@ -65,6 +65,10 @@ class Rig:
     model: Path
     folder: Path
     context: int
+    limit_mib: int = 65_536
+    key: str = "0"
+    secret: str = "0123456789abcdef" * 2
+    log: Path = Path(os.devnull)
 
     def files(self, end: str = ".prompt") -> list[Path]:
         return [path for path in self.folder.iterdir() if path.name.endswith(end)] if self.folder.exists() else []
@@ -74,11 +78,12 @@ class Rig:
         port = free_port()
         argv = [
             str(self.engine), "--model", str(self.model), "--port", str(port), "--ctx-size", str(self.context),
-            "--parallel", "2", "--kv-unified", "--cache-disk", str(self.folder), "--cache-disk-mib", "65536",
-            "--cache-disk-key", "0", "--cache-disk-stop-ms", str(STOP_MS), "--no-ui", "--offline",
+            "--parallel", "2", "--kv-unified", "--no-ui", "--offline", "--cache-disk", str(self.folder),
+            "--cache-disk-mib", str(self.limit_mib), "--cache-disk-key", self.key, "--cache-disk-stop-ms", str(STOP_MS),
         ]  # fmt: skip
-        environment = {**os.environ, VARIABLE: "0123456789abcdef" * 2}
-        process = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with self.log.open("wb") as log:
+            environment = {**os.environ, VARIABLE: self.secret}
+            process = subprocess.Popen(argv, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             engine = Engine(process=process, port=port)
             engine.wait_ready()
