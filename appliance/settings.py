@@ -8,6 +8,7 @@ The same words everywhere: the setting `ctx_size` is `--ctx-size`, `APPLIANCE_CT
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -890,7 +891,28 @@ def _entries(written: object, file_name: str) -> tuple[ModelEntry, ...]:
             message = f"two models in {file_name} have the same name: '{printable(entry.name)}'"
             raise ConfigError(message, hint="give one of them another name, or an alias")
         seen.add(entry.name.casefold())
+    _check_aliases(entries, file_name)
     return entries
+
+
+def _check_aliases(entries: Sequence[ModelEntry], file_name: str) -> None:
+    """Raise ConfigError if an alias is also a name, an alias or the file of another model.
+
+    Of several entries with one file, one may have the file's name as its alias.
+    """
+    files = {entry.name: _file_names(entry) for entry in entries}
+    for entry, other in itertools.permutations(entries, 2):
+        theirs = {other.name, *other.aliases, *(files[other.name] - files[entry.name])}
+        lowered = {name.casefold() for name in theirs}
+        if (alias := next((alias for alias in entry.aliases if alias.casefold() in lowered), None)) is not None:
+            names = f"'{printable(entry.name)}' and '{printable(other.name)}'"
+            message = f"'{printable(alias)}' means two models in {file_name}: {names}"
+            raise ConfigError(message, hint=f"give '{printable(entry.name)}' another alias")
+
+
+def _file_names(entry: ModelEntry) -> set[str]:
+    file = str(entry.values["model"]).rpartition("/")[2]
+    return {file, file.removesuffix(".gguf")}
 
 
 def _entry(name: str, written: object, file_name: str) -> ModelEntry:

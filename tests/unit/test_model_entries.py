@@ -61,6 +61,11 @@ def test_a_model_that_the_file_does_not_name_comes_first_without_an_entry() -> N
     assert (own.model, entry) == ("other.gguf", None)
 
 
+def test_one_of_two_entries_of_a_file_may_be_called_as_the_file() -> None:
+    found = settings("models: {short: {model: n.gguf, alias: n}, long: {model: n.gguf, ctx_size: 65536}}")
+    assert [each.aliases for each in found.models] == [("n",), ()]
+
+
 def test_a_list_is_taken_too() -> None:
     found = settings("models: [a.gguf, {model: b.gguf, alias: b, pin: true}]")
     assert [(each.name, each.values["model"], each.is_pinned) for each in found.models] == [
@@ -78,6 +83,9 @@ def test_a_list_is_taken_too() -> None:
         ("models: {a: {ctx_siz: 3}}", "unknown setting in model a in file appliance.yaml: ctx_siz"),
         ("models: {a: {ctx_size: x}}", "setting ctx_size is not a whole number: 'x' (model a in file appliance.yaml)"),
         ("models: [{}]", "neither a name nor a `model`"),
+        ("models: {a: {alias: B}, b: {}}", "'B' means two models in appliance.yaml: 'a' and 'b'"),
+        ("models: {a: {alias: x}, b: {alias: X}}", "'x' means two models in appliance.yaml: 'a' and 'b'"),
+        ("models: {a: {alias: n}, b: {model: dir/n.gguf}}", "'n' means two models in appliance.yaml: 'a' and 'b'"),
         ("models: [a, A]", "two models in appliance.yaml have the same name: 'A'"),
         ("models: {a: {pin: maybe}}", "pin is neither on nor off: 'maybe'"),
         ("models: {a: {keep_alive: soon}}", "setting keep_alive is no duration"),
