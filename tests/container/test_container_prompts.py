@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import docker.types
 import pytest
 import requests
 
-from tests.container.stages.containers import Stage, started, volume, wait_for
+from tests.container.stages.containers import MODEL, Stage, started, volume, wait_for
 from tests.container.stages.three_models import three_in_memory_for_two
 
 WORDS = (
@@ -121,6 +122,25 @@ def test_a_removed_key_takes_its_prompts_along(home: str, first: dict[str, Any])
         wait_for(lambda: len(saved(stage)) > len(before), 60, stage.logs)
         stage.run("appliance", "keys", "remove", "ci")
         assert saved(stage) == before
+
+
+def test_a_volume_that_fills_up_stops_nothing_and_is_told_once() -> None:
+    disk = docker.types.Mount("/data", None, type="tmpfs", tmpfs_size=600 * 2**20, tmpfs_mode=0o775)
+    weights = docker.types.Mount("/weights", str(MODEL.parent), type="bind", read_only=True)
+    env = {"APPLIANCE_MODEL": f"/weights/{MODEL.name}", "APPLIANCE_CTX_SIZE": "4096"}
+    with started(None, env=env, mounts=[disk, weights]) as stage:
+        stage.wait_ready()
+        stage.container.exec_run(["sh", "-c", "cat /dev/zero > /data/fill"])
+        ask(stage, prompt(1))
+        refused = "prompt disk: not saved: the volume is full"
+        wait_for(lambda: refused in stage.logs(), 60, stage.logs)
+        ask(stage, prompt(2))
+        time.sleep(5)  # the engine is idle long enough to try again
+        assert stage.logs().count(refused) == 1
+        assert stage.run("ls", "-A", FOLDER) == ""
+        stage.run("rm", "/data/fill")
+        ask(stage, prompt(3))
+        wait_for(lambda: saved(stage), 60, stage.logs)
 
 
 def test_a_model_that_was_sent_away_finds_its_prompt_again() -> None:
