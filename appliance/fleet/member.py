@@ -45,7 +45,7 @@ class Member(Protocol):
 
     @property
     def cache_s(self) -> float:
-        """Seconds of prefill that its cache saves, and that unloading it loses."""
+        """Seconds that its last prompt costs once more after it was unloaded: of prefill, or of reading it from disk."""
         ...
 
     @property

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Before a model was ever loaded here: a disk of this speed, and the start of an engine.
 READ_MIB_S = 1000.0
 START_S = 1.0
+SHARE_ON_DISK = 0.02  # of its prefill: what reading a prompt from disk takes (benchmarks.cache_restart)
 ERROR = 0.03  # of a plan's memory, if this model was never loaded here: 248 loads were predicted within 3 %
 
 
@@ -79,9 +80,12 @@ class SlotMember:
 
     @property
     def cache_s(self) -> float:
-        plan = self.slot.plan
+        plan, served = self.slot.plan, self.slot.served
         speed = plan.speed if plan else None
-        return self.cached_tokens / speed.prefill_tokens_per_s if speed and speed.prefill_tokens_per_s else 0.0
+        if not speed or not speed.prefill_tokens_per_s:
+            return 0.0
+        share = SHARE_ON_DISK if served and served.prompts else 1.0
+        return share * self.cached_tokens / speed.prefill_tokens_per_s
 
     @property
     def progress(self) -> str:

@@ -83,3 +83,16 @@ def test_the_load_of_a_model_that_was_never_opened_is_estimated_by_its_files() -
     assert member.reload_s == module.START_S + 4.0
     slot.size_bytes = None
     assert member.reload_s == module.START_S
+
+
+@pytest.mark.parametrize(("prompts", "seconds"), [(None, 20.0), ("a folder", 20.0 * module.SHARE_ON_DISK)])
+def test_a_conversation_that_comes_back_from_disk_costs_little_to_send_away(
+    prompts: str | None, seconds: float
+) -> None:
+    plan = SimpleNamespace(speed=SimpleNamespace(prefill_tokens_per_s=100.0))
+    served = SimpleNamespace(prompts=prompts, host=None)
+    slot = cast("Any", SimpleNamespace(name="a", fleet_name="a", served=None))
+    member = SlotMember(slot, cast("Any", None), is_pinned=False, on_lost=lambda *_: None)
+    slot.plan, slot.served = plan, served
+    member.cached_tokens = 2000
+    assert member.cache_s == seconds
