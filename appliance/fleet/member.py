@@ -45,7 +45,7 @@ class Member(Protocol):
 
     @property
     def cache_s(self) -> float:
-        """Seconds that its last prompt costs once more after it was unloaded: of prefill, or of reading it from disk."""
+        """Seconds that its last prompt costs again after an unload: of prefill, or of reading it from disk."""
         ...
 
     @property
