@@ -125,6 +125,22 @@ def test_what_is_no_saved_prompt_is_passed_over(copied: Rig, spoil: Spoil) -> No
         assert line.startswith(f"passed over {spoiled.name}: ")
 
 
+def as_the_other_prompt(path: Path, _: random.Random) -> None:
+    (other,) = (each for each in path.parent.iterdir() if each != path)
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("spoil", [as_the_other_prompt, as_folder, as_pipe, as_link, cut])
+def test_a_file_that_is_replaced_while_the_engine_runs_is_passed_over(copied: Rig, spoil: Spoil) -> None:
+    spoiled = file_of(copied, FIRST)
+    with copied.running() as engine:
+        spoil(spoiled, random.Random(0))
+        assert engine.complete(FIRST)["timings"]["disk_n"] == 0
+        assert engine.complete(SECOND)["timings"]["disk_n"] >= COUNT - 8
+        (line,) = lines(copied)
+        assert line.startswith(f"passed over {spoiled.name}: ")
+
+
 def test_prompts_of_another_key_stay_and_are_told_in_one_line(copied: Rig) -> None:
     before = {path: path.read_bytes() for path in copied.files()}
     with replace(copied, key="1").running() as engine:
