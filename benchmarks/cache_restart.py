@@ -4,14 +4,16 @@ Four shapes with random weights are written at run time: plain attention, a slid
 hybrid. `--model` adds a real one, such as the demo's.
 
 - **first token**: a prompt of N tokens is read and saved, and the engine is killed. After a restart the same prompt is
-  asked again; after another one, a next turn of 60 more tokens. The clock runs from the request to the first token;
-  the load is not counted. The file is dropped from the page cache before each restart, so it is read from the disk.
-- **equal**: logits of the 32 positions after a prompt, as KL divergence from those of the engine that read the prompt.
-  The engine's own difference is the largest one of repetitions without a restart, between which other conversations
-  take its slots, so that the prompt comes back from its cache in memory; a restart is equal if it is within it. Random
-  weights repeat one token, so a text proves nothing; of a real model the greedy text is compared.
-- **kills**: `kill -9` at a random moment while a prompt is written. Counted are temporary files that are left after the
-  next start, and restarts whose logits are not equal.
+  asked again; after another one, a next turn of 60 more tokens; after a third one, that turn when other conversations
+  have taken the slots. The clock runs from the request to the first token; the load is not counted. The file is dropped
+  from the page cache before each restart, so it is read from the disk.
+- **equal**: logits of the 32 positions after a prompt, as KL divergence from those of an engine without saved prompts.
+  That engine's own difference is the largest one between reading the prompt in one go, going on from it, and having it
+  back from its cache in memory after other conversations. A restart is equal if it is within that difference. The
+  control is a prompt with another first half: a wrong state shows if its divergence is much larger. Random weights
+  repeat one token, so a text proves nothing; of a real model the greedy text is compared.
+- **kills**: `kill -9` at a random moment while a prompt is written. Counted are kills in mid-write, temporary files
+  that are left after the next start, and restarts whose logits are not equal.
 
     python3 -m benchmarks.cache_restart [--pairs 5] [--restarts 100] [--kills 100] [--tokens 8000] [--shape NAME ...]
 """
@@ -33,9 +35,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from appliance.engines.llama.process.prompt_disk import STOP_MS, VARIABLE
 from benchmarks.start import cpu_name, free_port
@@ -93,6 +95,13 @@ class Rig:
             process.wait()
 
 
+class Logits(NamedTuple):
+    """Log-probabilities by token, a row for each position, and how many tokens of the prompt came from disk."""
+
+    rows: list[dict[int, float]]
+    disk_n: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     process: subprocess.Popen[bytes]
@@ -138,16 +147,19 @@ class Engine:
         _, data = self._ask("POST", "/tokenize", json.dumps({"content": text, "add_special": True}), 60.0)
         return [int(token) for token in json.loads(data)["tokens"]]
 
-    def logits(self, prompt: Sequence[int], forced: Sequence[int]) -> list[dict[int, float]]:
-        """Return the log-probabilities of all tokens at each position after the prompt, by token."""
+    def logits(self, prompt: Sequence[int], forced: Sequence[int]) -> Logits:
+        """Return the log-probabilities of all tokens at each forced position after the prompt."""
         # Half of a UTF-8 character would have no probabilities, so a letter is sampled. The logits are unchanged.
         bias = [[self.tokens_of("a")[-1], 1_000]]
-        found = []
-        for end in range(1, len(forced) + 1):
-            answer = self.complete([*prompt, *forced[:end]], n_probs=SMALL_VOCABULARY, logit_bias=bias)
-            row = answer["completion_probabilities"][0]["top_logprobs"]
-            found.append({each["id"]: each["logprob"] for each in row})
-        return found
+        answers = [
+            self.complete([*prompt, *forced[:end]], n_probs=SMALL_VOCABULARY, logit_bias=bias)
+            for end in range(1, len(forced) + 1)
+        ]
+        rows = [answer["completion_probabilities"][0]["top_logprobs"] for answer in answers]
+        return Logits(
+            rows=[{each["id"]: each["logprob"] for each in row} for row in rows],
+            disk_n=answers[0]["timings"].get("disk_n", 0),
+        )
 
     def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
@@ -158,11 +170,11 @@ class Engine:
         return reply.status, data
 
 
-def divergence(reference: list[dict[int, float]], other: list[dict[int, float]]) -> float:
+def divergence(reference: Logits, other: Logits) -> float:
     """Return the largest KL divergence over the positions, in nats."""
     return max(
         sum(math.exp(logprob) * (logprob - there.get(token, -100.0)) for token, logprob in here.items())
-        for here, there in zip(reference, other, strict=True)
+        for here, there in zip(reference.rows, other.rows, strict=True)
     )
 
 
@@ -171,7 +183,7 @@ def wait_saved(rig: Rig) -> None:
     while not rig.files():
         if time.monotonic() > until:
             sys.exit("error: the prompt was not saved in time")
-        time.sleep(0.05)
+        time.sleep(0.001)
 
 
 def drop_from_memory(rig: Rig) -> None:
@@ -183,36 +195,63 @@ def drop_from_memory(rig: Rig) -> None:
         os.close(handle)
 
 
-def time_first_tokens(rig: Rig, prompts: Sequence[Sequence[int]], turn: Sequence[int]) -> dict[str, list[float]]:
-    """Return seconds to the first token, prompt by prompt: without a file, with one, and of a longer next turn."""
-    found: dict[str, list[float]] = {"without": [], "with": [], "next turn": []}
+def serve_strangers(engine: Engine, rng: random.Random) -> None:
+    """Take all slots with other conversations."""
+    for _ in range(STRANGERS):
+        engine.complete(tokens(rng, STRANGER))
+
+
+def time_first_tokens(
+    rig: Rig, prompts: Sequence[Sequence[int]], turn: Sequence[int], rng: random.Random
+) -> dict[str, list[float]]:
+    """Return seconds to the first token, prompt by prompt: without a file, with one, of a longer next turn, and of
+    that turn after other conversations."""
+    found: dict[str, list[float]] = {"without": [], "with": [], "next turn": [], "after others": []}
     for prompt in prompts:
         shutil.rmtree(rig.folder, ignore_errors=True)
         with rig.running() as engine:
             found["without"].append(engine.first_token_s(prompt))
             wait_saved(rig)
-        for name, asked in (("with", prompt), ("next turn", [*prompt, *turn])):
+        for name, asked in (("with", prompt), ("next turn", [*prompt, *turn]), ("after others", [*prompt, *turn])):
             drop_from_memory(rig)
             with rig.running() as engine:
+                if name == "after others":
+                    serve_strangers(engine, rng)
                 found[name].append(engine.first_token_s(asked))
     return found
+
+
+def own_difference(
+    rig: Rig, prompt: Sequence[int], forced: Sequence[int], rng: random.Random
+) -> tuple[Logits, dict[str, float]]:
+    """Return logits without saved prompts, and KL divergences: the engine's own largest one, and the control's.
+
+    The engine reads the prompt in one go with what follows, or goes on from it, or has it back from its own memory.
+    """
+    plain = replace(rig, limit_mib=0)
+    with plain.running() as engine:
+        at_once = engine.logits(prompt, forced)
+    with plain.running() as engine:
+        engine.complete(prompt)
+        found = [engine.logits(prompt, forced)]
+        for _ in range(REPETITIONS):
+            serve_strangers(engine, rng)
+            found.append(engine.logits(prompt, forced))
+        half = len(prompt) // 2
+        control = engine.logits([*tokens(rng, half), *prompt[half:]], forced)
+    own = max(divergence(one, other) for one, other in itertools.permutations([at_once, *found], 2))
+    return found[0], {"own_kl": own, "control_kl": divergence(found[0], control)}
 
 
 def count_equal(rig: Rig, rng: random.Random, restarts: int) -> dict[str, Any]:
     """Return in how many restarts the logits are as equal as without one."""
     prompt, forced = (tokens(rng, count) for count in (PROMPT_OF_LOGITS, POSITIONS))
+    reference, scale = own_difference(rig, prompt, forced, rng)
     shutil.rmtree(rig.folder, ignore_errors=True)
     with rig.running() as engine:
         engine.complete(prompt)
         wait_saved(rig)
         kept = {path.name: path.read_bytes() for path in rig.files()}
-        reference = engine.logits(prompt, forced)
-        found = [reference]
-        for _ in range(REPETITIONS):
-            for _ in range(STRANGERS):
-                engine.complete(tokens(rng, STRANGER))
-            found.append(engine.logits(prompt, forced))
-        own = max(divergence(one, other) for one, other in itertools.permutations(found, 2))
     found, from_disk = [], 0
     for number in range(restarts):
         shutil.rmtree(rig.folder)
@@ -220,12 +259,12 @@ def count_equal(rig: Rig, rng: random.Random, restarts: int) -> dict[str, Any]:
         for name, data in kept.items():
             (rig.folder / name).write_bytes(data)
         with rig.running() as engine:
-            first = engine.complete([*prompt, forced[0]])
-            from_disk += first["timings"]["disk_n"] >= len(prompt) - 8  # a checkpoint may be some tokens before its end
-            found.append(divergence(reference, engine.logits(prompt, forced)))
+            logits = engine.logits(prompt, forced)
+        from_disk += logits.disk_n >= len(prompt) - 8  # a checkpoint may be some tokens before its end
+        found.append(divergence(reference, logits))
         progress(f"restart {number + 1} of {restarts}")
-    equal = sum(each <= own + LEAST_KL for each in found)
-    return {"restarts": restarts, "equal": equal, "from_disk": from_disk, "own_kl": own, "worst_kl": max(found)}
+    equal = sum(each <= scale["own_kl"] + LEAST_KL for each in found)
+    return {"restarts": restarts, "equal": equal, "from_disk": from_disk, "worst_kl": max(found), **scale}
 
 
 def count_texts(rig: Rig, prompt: Sequence[int], restarts: int) -> dict[str, Any]:
@@ -244,27 +283,37 @@ def count_texts(rig: Rig, prompt: Sequence[int], restarts: int) -> dict[str, Any
 
 def count_kills(rig: Rig, rng: random.Random, kills: int, count: int) -> dict[str, int]:
     """Kill the engine while it writes; return what was left, and how often the next start was wrong."""
-    found = {"kills": kills, "whole files": 0, "left behind": 0, "wrong": 0}
+    found = {"kills": kills, "in mid-write": 0, "whole files": 0, "left behind": 0, "wrong": 0}
     prompt, forced = tokens(rng, count), tokens(rng, 2)
-    shutil.rmtree(rig.folder, ignore_errors=True)
-    with rig.running() as engine:
-        reference = engine.logits(prompt, forced)
-    for number in range(kills):
+    reference, scale = own_difference(rig, prompt, forced, rng)
+    longest_s = 0.0
+    for number in range(-1, kills):
         shutil.rmtree(rig.folder, ignore_errors=True)
         with rig.running() as engine:
             engine.complete(prompt)
-            began = time.monotonic()
-            while not rig.files(".tmp") and not rig.files() and time.monotonic() - began < SAVED_WITHIN_S:
-                time.sleep(0.0005)
-            time.sleep(rng.uniform(0, 0.06))
-            engine.process.kill()
-            engine.process.wait()
+            begun = wait_write(rig)
+            if number < 0:  # how long a write takes
+                wait_saved(rig)
+                longest_s = time.monotonic() - begun
+                continue
+            time.sleep(rng.uniform(0, longest_s))
+        found["in mid-write"] += len(rig.files(".tmp"))
         found["whole files"] += len(rig.files())
         with rig.running() as engine:
             found["left behind"] += len(rig.files(".tmp"))
-            found["wrong"] += divergence(reference, engine.logits(prompt, forced)) > 1e-3
+            found["wrong"] += divergence(reference, engine.logits(prompt, forced)) > scale["own_kl"] + LEAST_KL
         progress(f"kill {number + 1} of {kills}")
     return found
+
+
+def wait_write(rig: Rig) -> float:
+    """Return as soon as a prompt is being written."""
+    until = time.monotonic() + SAVED_WITHIN_S
+    while not rig.files(".tmp") and not rig.files():
+        if time.monotonic() > until:
+            sys.exit("error: no prompt was written in time")
+        time.sleep(0.0005)
+    return time.monotonic()
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -280,14 +329,14 @@ def measure(options: argparse.Namespace, name: str, rig: Rig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if options.pairs:
         prompts = [tokens(rng, options.tokens) for _ in range(options.pairs)]
-        found["seconds"] = time_first_tokens(rig, prompts, tokens(rng, TURN))
+        found["seconds"] = time_first_tokens(rig, prompts, tokens(rng, TURN), rng)
     if options.restarts and name in SHAPES:
         found["equal"] = count_equal(rig, rng, options.restarts)
     elif options.restarts:
         with rig.running() as engine:
             prompt = engine.tokens_of("A story of a fox and a river, told by an old wizard.\n" * 20 + "It begins: ")
         found["texts"] = count_texts(rig, prompt, options.restarts)
-    if options.kills and name == "attention":
+    if options.kills and name in SHAPES:
         found["killed"] = count_kills(rig, rng, options.kills, min(options.tokens, 4_000))
     return found
 
@@ -295,22 +344,16 @@ def measure(options: argparse.Namespace, name: str, rig: Rig) -> dict[str, Any]:
 def in_words(name: str, found: dict[str, Any]) -> str:
     words = []
     if seconds := found.get("seconds"):
-        without = statistics.median(seconds["without"])
-        ratios = {
-            key: statistics.median(
-                after / before for after, before in zip(seconds[key], seconds["without"], strict=True)
-            )
-            for key in ("with", "next turn")
-        }
-        words.append(
-            f"first token {without:.2f} s, with a saved prompt {statistics.median(seconds['with']):.3f} s "
-            f"({ratios['with']:.4f}), next turn {statistics.median(seconds['next turn']):.3f} s "
-            f"({ratios['next turn']:.4f}); aim {AIM}, bound 0.1"
-        )
+        without = seconds["without"]
+        words.append(f"first token {statistics.median(without):.2f} s; aim {AIM}, bound 0.1")
+        for key, times in seconds.items():
+            if times is not without:
+                ratio = statistics.median(after / before for after, before in zip(times, without, strict=True))
+                words.append(f"{key} {statistics.median(times):.3f} s ({ratio:.4f})")
     if equal := found.get("equal"):
         words.append(
             f"equal in {equal['equal']} of {equal['restarts']} restarts, {equal['from_disk']} read from disk; "
-            f"worst KL {equal['worst_kl']:.2e}, own {equal['own_kl']:.2e}"
+            f"worst KL {equal['worst_kl']:.2e}, own {equal['own_kl']:.2e}, control {equal['control_kl']:.2e}"
         )
     if texts := found.get("texts"):
         words.append(f"same greedy text in {texts['equal']} of {texts['restarts']} ({texts['own_texts']} without)")
