@@ -141,6 +141,12 @@ def test_a_file_that_is_replaced_while_the_engine_runs_is_passed_over(copied: Ri
         assert line.startswith(f"passed over {spoiled.name}: ")
 
 
+def test_a_name_of_a_file_makes_no_line_of_its_own(copied: Rig) -> None:
+    (copied.folder / "evil\nprompt disk: loaded \x1b[2J.prompt").write_bytes(b"")
+    with copied.running():
+        assert lines(copied) == ["passed over evil?prompt disk: loaded ?[2J.prompt: cut off"]
+
+
 def test_prompts_of_another_key_stay_and_are_told_in_one_line(copied: Rig) -> None:
     before = {path: path.read_bytes() for path in copied.files()}
     with replace(copied, key="1").running() as engine:
