@@ -5,13 +5,14 @@ hybrid. `--model` adds a real one, such as the demo's.
 
 - **first token**: a prompt of N tokens is read and saved, and the engine is killed. After a restart the same prompt is
   asked again; after another one, a next turn of 60 more tokens; after a third one, that turn when other conversations
-  have taken the slots. The clock runs from the request to the first token; the load is not counted. The file is dropped
-  from the page cache before each restart, so it is read from the disk.
+  have taken the slots. The same turn is also asked without a restart: the engine's own time for 60 tokens. The clock
+  runs from the request to the first token; the load is not counted. The file is dropped from the page cache before each
+  restart, so it is read from the disk.
 - **equal**: logits of the 32 positions after a prompt, as KL divergence from those of an engine without saved prompts.
   That engine's own difference is the largest one between reading the prompt in one go, going on from it, and having it
   back from its cache in memory after other conversations. A restart is equal if it is within that difference. The
-  control is a prompt with another first half: a wrong state shows if its divergence is much larger. Random weights
-  repeat one token, so a text proves nothing; of a real model the greedy text is compared.
+  control is another prompt with the same last tokens: a foreign state shows if its divergence is much larger. Random
+  weights repeat one token, so a text proves nothing; of a real model the greedy text is compared.
 - **kills**: `kill -9` at a random moment while a prompt is written. Counted are kills in mid-write, temporary files
   that are left after the next start, and restarts whose logits are not equal.
 
@@ -55,6 +56,7 @@ POSITIONS, TURN, REPETITIONS = 32, 60, 5
 STRANGERS, STRANGER = 3, 200  # conversations between repetitions, and their tokens: they take the slots
 PROMPT_OF_LOGITS = 1_000  # tokens
 SAVED_WITHIN_S, READY_WITHIN_S = 60.0, 120.0
+SAME = 8  # tokens that the control's prompt has in common with the other, at the end
 LEAST_KL = 1e-6
 AIM = 0.02  # of the time without a saved prompt
 
@@ -140,9 +142,6 @@ class Engine:
         connection.close()
         return seconds
 
-    def text_of(self, tokens: Sequence[int], count: int) -> str:
-        return str(self.complete(tokens, count=count)["content"])
-
     def tokens_of(self, text: str) -> list[int]:
         _, data = self._ask("POST", "/tokenize", json.dumps({"content": text, "add_special": True}), 60.0)
         return [int(token) for token in json.loads(data)["tokens"]]
@@ -204,14 +203,17 @@ def serve_strangers(engine: Engine, rng: random.Random) -> None:
 def time_first_tokens(
     rig: Rig, prompts: Sequence[Sequence[int]], turn: Sequence[int], rng: random.Random
 ) -> dict[str, list[float]]:
-    """Return seconds to the first token, prompt by prompt: without a file, with one, of a longer next turn, and of
-    that turn after other conversations."""
-    found: dict[str, list[float]] = {"without": [], "with": [], "next turn": [], "after others": []}
+    """Return seconds to the first token, prompt by prompt: without a file, with one, of a longer next turn, of that
+    turn after other conversations, and of that turn without a restart."""
+    found: dict[str, list[float]] = {
+        "without": [], "with": [], "next turn": [], "after others": [], "next turn, no restart": [],
+    }  # fmt: skip
     for prompt in prompts:
         shutil.rmtree(rig.folder, ignore_errors=True)
         with rig.running() as engine:
             found["without"].append(engine.first_token_s(prompt))
             wait_saved(rig)
+            found["next turn, no restart"].append(engine.first_token_s([*prompt, *turn]))
         for name, asked in (("with", prompt), ("next turn", [*prompt, *turn]), ("after others", [*prompt, *turn])):
             drop_from_memory(rig)
             with rig.running() as engine:
@@ -237,8 +239,7 @@ def own_difference(
         for _ in range(REPETITIONS):
             serve_strangers(engine, rng)
             found.append(engine.logits(prompt, forced))
-        half = len(prompt) // 2
-        control = engine.logits([*tokens(rng, half), *prompt[half:]], forced)
+        control = engine.logits([*tokens(rng, len(prompt) - SAME), *prompt[-SAME:]], forced)
     own = max(divergence(one, other) for one, other in itertools.permutations([at_once, *found], 2))
     return found[0], {"own_kl": own, "control_kl": divergence(found[0], control)}
 
@@ -271,14 +272,16 @@ def count_texts(rig: Rig, prompt: Sequence[int], restarts: int) -> dict[str, Any
     """Return in how many restarts the greedy text is one that the engine gives without a restart."""
     shutil.rmtree(rig.folder, ignore_errors=True)
     with rig.running() as engine:
-        own = {engine.text_of(prompt, POSITIONS) for _ in range(REPETITIONS)}
+        own = {str(engine.complete(prompt, count=POSITIONS)["content"]) for _ in range(REPETITIONS)}
         wait_saved(rig)
-    equal = 0
+    equal = from_disk = 0
     for number in range(restarts):
         with rig.running() as engine:
-            equal += engine.text_of(prompt, POSITIONS) in own
+            answer = engine.complete(prompt, count=POSITIONS)
+        equal += answer["content"] in own
+        from_disk += answer["timings"]["disk_n"] >= len(prompt) - 8
         progress(f"restart {number + 1} of {restarts}")
-    return {"restarts": restarts, "equal": equal, "own_texts": len(own)}
+    return {"restarts": restarts, "equal": equal, "from_disk": from_disk, "own_texts": len(own)}
 
 
 def count_kills(rig: Rig, rng: random.Random, kills: int, count: int) -> dict[str, int]:
@@ -356,7 +359,10 @@ def in_words(name: str, found: dict[str, Any]) -> str:
             f"worst KL {equal['worst_kl']:.2e}, own {equal['own_kl']:.2e}, control {equal['control_kl']:.2e}"
         )
     if texts := found.get("texts"):
-        words.append(f"same greedy text in {texts['equal']} of {texts['restarts']} ({texts['own_texts']} without)")
+        words.append(
+            f"same greedy text in {texts['equal']} of {texts['restarts']}, {texts['from_disk']} read from disk "
+            f"({texts['own_texts']} without)"
+        )
     if killed := found.get("killed"):
         words.append(", ".join(f"{value} {key}" for key, value in killed.items()))
     return f"{name}: " + "; ".join(words)
