@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
+import json
 import os
 import random
 import signal
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cache_restart import Rig, tokens, wait_saved
+from benchmarks.cache_restart import Engine, Rig, tokens, wait_saved
 from tests.process.stages.engine import find_engine
 from tests.shapes.shape import SMALL
 from tests.shapes.write import write_gguf
@@ -145,6 +147,27 @@ def test_a_name_of_a_file_makes_no_line_of_its_own(copied: Rig) -> None:
     (copied.folder / "evil\nprompt disk: loaded \x1b[2J.prompt").write_bytes(b"")
     with copied.running():
         assert lines(copied) == ["passed over evil?prompt disk: loaded ?[2J.prompt: cut off"]
+
+
+def ask_as(engine: Engine, owner: str, prompt: list[int]) -> int:
+    """Ask as the gateway does for an API key; return the status."""
+    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
+    body = json.dumps({"prompt": prompt, "n_predict": 2})
+    connection.request("POST", "/completion", body, {"Content-Type": "application/json", "X-Cache-Owner": owner})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_a_prompt_stays_that_of_who_asked_it(rig: Rig, tmp_path: Path) -> None:
+    """A refused request begins as the prompt that a slot holds, and never becomes its owner."""
+    apart = replace(rig, folder=tmp_path / "prompts", context=2048)
+    with apart.running() as engine:
+        assert ask_as(engine, "alice", FIRST) == 200
+        assert ask_as(engine, "bob", [*FIRST[:400], *tokens(random.Random(3), 3000)]) == 400
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.process.wait(10) == 0
+    assert [path.name.split(".")[1] for path in apart.files()] == ["alice"]
 
 
 def test_prompts_of_another_key_stay_and_are_told_in_one_line(copied: Rig) -> None:
