@@ -300,7 +300,9 @@ def test_one_of_two_that_do_not_fit_together_makes_room_for_the_other_and_comes_
             assert receipt["waited_for"] == f"{name} was loaded: nothing else is loaded"
             assert 0 < receipt["waited_s"] <= receipt["seconds"]
             receipt = chat(front, name)[1]["usage"]["appliance"]
-            assert (receipt["waited_s"], receipt["waited_for"]) == (0.0, None)
+            # Nothing is waited for, but on a busy machine some milliseconds are nobody's.
+            assert receipt["waited_for"] is None
+            assert receipt["waited_s"] < 1
             assert loaded(front) == {name}
             assert rows(front)[other]["sent_away_for"] == name
         assert len(front.engine_pids()) == 1
