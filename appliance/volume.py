@@ -15,7 +15,7 @@ from typing import IO
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError
 from appliance.model.formats.gguf import read_gguf
 from appliance.system.disk import read_file
-from appliance.system.secret_file import locked, new_key, replace_secret
+from appliance.system.secret_file import new_key, read_or_make
 
 FOLDERS = ("models", "profiles", "cache", "secrets")
 _KEY_FILE_BYTES = 4096
@@ -58,7 +58,7 @@ def read_or_make_key(path: Path) -> str:
     """Return the API key; create it if there is none. Two containers that start at once on an empty volume get the same
     key. Raises VolumeError if the key can be neither read nor stored."""
     try:
-        return _read(path) or _make_key(path)
+        return read_or_make(path, _read, new_key)
     except OSError as error:
         if _is_empty(path):  # an empty, read-only file: a mounted secret
             message = f"API key file is empty: {path}"
@@ -72,16 +72,6 @@ def _is_empty(path: Path) -> bool:
         return path.is_file() and path.stat().st_size == 0
     except OSError:  # the file cannot be examined: not an empty file
         return False
-
-
-def _make_key(path: Path) -> str:
-    """Create the key under a lock and return it. Another process may have created it meanwhile, so the file is read
-    again first. An empty file is left over from an interrupted write."""
-    with locked(path):
-        if found := _read(path):
-            return found
-        replace_secret(path, f"{new_key()}\n".encode())
-        return _read(path)
 
 
 def _read(path: Path) -> str:

@@ -113,7 +113,7 @@ class Engine:
         until = time.monotonic() + READY_WITHIN_S
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
-                if self._ask("GET", "/health", None, 5.0)[0] == 200:
+                if self.ask("GET", "/health", None, 5.0)[0] == 200:
                     return
             if self.process.poll() is not None:
                 sys.exit(f"error: the engine ended with {self.process.returncode}")
@@ -122,7 +122,7 @@ class Engine:
 
     def complete(self, tokens: Sequence[int], *, count: int = 1, **fields: object) -> dict[str, Any]:
         body = {"prompt": list(tokens), "n_predict": count, "temperature": 0, "ignore_eos": True, **fields}
-        status, data = self._ask("POST", "/completion", json.dumps(body), 1800.0)
+        status, data = self.ask("POST", "/completion", json.dumps(body), 1800.0)
         if status != 200:
             sys.exit(f"error: {status}: {data[:500].decode(errors='replace')}")
         found: dict[str, Any] = json.loads(data)
@@ -143,7 +143,7 @@ class Engine:
         return seconds
 
     def tokens_of(self, text: str) -> list[int]:
-        _, data = self._ask("POST", "/tokenize", json.dumps({"content": text, "add_special": True}), 60.0)
+        _, data = self.ask("POST", "/tokenize", json.dumps({"content": text, "add_special": True}), 60.0)
         return [int(token) for token in json.loads(data)["tokens"]]
 
     def logits(self, prompt: Sequence[int], forced: Sequence[int]) -> Logits:
@@ -160,9 +160,9 @@ class Engine:
             disk_n=answers[0]["timings"].get("disk_n", 0),
         )
 
-    def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> tuple[int, bytes]:
+    def ask(self, method: str, path: str, body: str | None, timeout_s: float, **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        connection.request(method, path, body, {"Content-Type": "application/json"})
+        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
         reply = connection.getresponse()
         data = reply.read()
         connection.close()

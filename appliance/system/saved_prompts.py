@@ -11,10 +11,11 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 from appliance.system.disk import read_file
-from appliance.system.secret_file import locked, replace_secret
+from appliance.system.secret_file import read_or_make
 
 NO_OWNER = "none"  # of requests without a key
 _SECRET = re.compile(r"[0-9a-f]{32}")
@@ -28,13 +29,7 @@ def owner_of(key_sha256: str) -> str:
 
 def read_or_make_secret(path: Path) -> str:
     """Return the secret of the volume, 32 hexadecimal digits; make it if there is none. Raises OSError."""
-    if found := _read(path):
-        return found
-    with locked(path):
-        if not (found := _read(path)):
-            found = secrets.token_hex(16)
-            replace_secret(path, f"{found}\n".encode())
-        return found
+    return read_or_make(path, _read, partial(secrets.token_hex, 16))
 
 
 def _read(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,17 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def read_or_make(path: Path, read: Callable[[Path], str], new: Callable[[], str]) -> str:
+    """Return what `read` finds in the file, else keep a new secret there and return that. Two processes that start at
+    once get the same one. `read` returns "" if the file has no secret. Raises OSError."""
+    if found := read(path):
+        return found
+    with locked(path):
+        if not read(path):  # an empty file is left over from an interrupted write
+            replace_secret(path, f"{new()}\n".encode())
+        return read(path)
 
 
 def replace_secret(path: Path, data: bytes) -> None:

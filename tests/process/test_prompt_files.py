@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import http.client
 import json
 import os
 import random
@@ -151,11 +150,8 @@ def test_a_name_of_a_file_makes_no_line_of_its_own(copied: Rig) -> None:
 
 def ask_as(engine: Engine, owner: str, prompt: list[int]) -> int:
     """Ask as the gateway does for an API key; return the status."""
-    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
     body = json.dumps({"prompt": prompt, "n_predict": 2})
-    connection.request("POST", "/completion", body, {"Content-Type": "application/json", "X-Cache-Owner": owner})
-    status = connection.getresponse().status
-    connection.close()
+    status, _ = engine.ask("POST", "/completion", body, 60.0, **{"X-Cache-Owner": owner})
     return status
 
 

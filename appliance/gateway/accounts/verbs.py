@@ -60,17 +60,16 @@ def run(options: argparse.Namespace, path: Path, prompts_dir: Path) -> int:
         _list(read_keys(path), as_json=options.json)
         return 0
     old = {owner_of(key.sha256) for key in read_keys(path) if key.name == options.name}
-    if options.action == "remove":
-        remove_key(path, options.name)
-        _remove_prompts(prompts_dir, old)
-        _tell(options, {"name": options.name}, f"removed: {options.name}")
-        return 0
-    make: dict[str, Callable[[], str]] = {
+    change: dict[str, Callable[[], str | None]] = {
         "add": lambda: add_key(path, options.name, limits, is_admin=options.admin, until=options.until),
         "rotate": lambda: rotate_key(path, options.name),
+        "remove": lambda: remove_key(path, options.name),
     }
-    key = make[options.action]()
+    key = change[options.action]()
     _remove_prompts(prompts_dir, old)
+    if key is None:
+        _tell(options, {"name": options.name}, f"removed: {options.name}")
+        return 0
     _tell(options, {"name": options.name, "key": key}, key)
     print(f"the key of {options.name}, shown this once; it works within a second", file=sys.stderr)
     return 0

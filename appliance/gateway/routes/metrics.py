@@ -229,11 +229,8 @@ class Metrics:
 
         told = self._prompt_disk()
         for key, words in _PROMPT_DISK:
-            name, kind = (
-                key.removesuffix("_total"),
-                CounterMetricFamily if key.endswith("_total") else GaugeMetricFamily,
-            )
-            family = kind(f"appliance_prompt_disk_{name}", words, labels=["model_name"])
+            kind = CounterMetricFamily if key.endswith("_total") else GaugeMetricFamily
+            family = kind(f"appliance_prompt_disk_{key.removesuffix('_total')}", words, labels=["model_name"])
             for model, counts in told.items():
                 if key in counts:
                     family.add_metric([model], counts[key])

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from appliance.console.report import Report
-from appliance.engines.engine import Inputs, PromptFolder
+from appliance.engines.engine import PromptFolder
 from appliance.model import digest
 from appliance.start.inputs import StartInputs
 from appliance.system.saved_prompts import held_bytes, read_or_make_secret
@@ -39,7 +39,7 @@ def prompt_folder(start: StartInputs, report: Report) -> PromptFolder | None:
         limit_mib=limit_mib,
         secret=secret,
         model=start.key.parts["model"],
-        attached=_attached(start.inputs),
+        attached=_attached(start),
     )
 
 
@@ -49,10 +49,7 @@ def _room_mib(path: Path) -> int:
     return int((volume.f_bavail * volume.f_frsize + held_bytes(path)) * FREE_SHARE / _MIB)
 
 
-def _attached(inputs: Inputs) -> tuple[str, ...]:
-    model, draft = inputs.model, inputs.draft
+def _attached(start: StartInputs) -> tuple[str, ...]:
+    model, draft = start.inputs.model, start.key.parts.get("draft")
     files = [*((model.projector.path,) if model.projector else ()), *(adapter.path for adapter in model.adapters)]
-    return (
-        *(digest([path], 0).key for path in files),
-        *((digest(draft.parts, draft.header_bytes).key,) if draft else ()),
-    )
+    return (*(digest([path], 0).key for path in files), *((draft,) if draft else ()))
