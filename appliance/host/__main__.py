@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import json
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -13,12 +14,14 @@ from typing import NoReturn
 
 from appliance.console.shown import shown_streams
 from appliance.errors import ConfigError, FatalError, UsageError
+from appliance.host import SHIPPED
 from appliance.host.start.together import SeveralErrors
 from appliance.host.verb_table import VERBS
 from appliance.settings import load_settings, process_environment
 
 EPILOG = (
-    "Exit codes: 2 usage, 10 Docker or a setting, 20 to 23 GPU, 30 to 32 model, 43 not ready, 50 volume, 60 build. "
+    "Exit codes: 2 usage, 10 Docker or a setting, 20 to 23 GPU, 30 to 32 model, 43 not ready, 50 volume, 60 build, "
+    "61 another image than the published one. "
     "If a container ends during its start, the code is that of the container."
 )
 
@@ -73,6 +76,11 @@ def without_package(command: str, package: str) -> ConfigError:
         message = f"`{command}` is for the machine that runs this container, and cannot be used inside of it"
         return ConfigError(message, hint=f"{VERBS[command.split()[-1]].inside}; or on that machine: {command}")
     message = f"`{command}` needs a Python package that is not installed: {package}"
+    if SHIPPED.exists():
+        verb = command.split()[-1]  # the extra with its packages has its name
+        name = f"{json.loads(SHIPPED.read_bytes())['distribution']}[{verb}]"
+        hint = f"pipx install --force '{name}', or uvx --from '{name}' appliance {verb}"
+        return ConfigError(message, hint=hint)
     return ConfigError(message, hint="pipx install '.[host]'; in a clone make venv, then .venv/bin/python")
 
 

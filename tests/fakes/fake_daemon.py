@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, parse_qsl, urlsplit
+from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
 
 KEY = "sk-fake"
 WORDS = ("It ", "guides ", "ships.")
@@ -314,7 +314,7 @@ class DockerHandler(_Quiet):
 
     def _of_one(self, method: str, words: list[str]) -> None:
         if words[0] == "images":
-            name = "/".join(words[1:-1])
+            name = unquote("/".join(words[1:-1]))  # of `@` before a digest
             if name not in self.knobs.image:
                 return self.say(404, {"message": f"No such image: {name}"})
             return self.say(200, _image(name, self.knobs))
@@ -369,13 +369,17 @@ class DockerHandler(_Quiet):
         return self.say(204)
 
     def _pull(self) -> None:
-        name = f"{self.query['fromImage']}:{self.query['tag']}"
+        tag = self.query["tag"]
+        name = f"{self.query['fromImage']}{'@' if tag.startswith('sha256:') else ':'}{tag}"
         if self.knobs.pull == "refused":
             return self.say(404, {"message": f"pull access denied for {name}"})
         self.knobs.image.append(name)
         events = [{"status": "Downloading", "id": "a", "progressDetail": {"current": 5, "total": 10}}]
         if self.knobs.pull == "error":
             events.append({"error": "unexpected EOF"})
+        if self.knobs.pull == "tampered":
+            said = f"unexpected commit digest sha256:0, expected {tag}: failed precondition"
+            events.append({"error": f"failed commit on ref {tag}: {said}"})
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -469,7 +473,7 @@ def main() -> None:
     parser.add_argument("--slow-image", default="none", help="its decode is 10 %% slower")
     parser.add_argument("--refuse-start", help="what Docker says instead of starting")
     parser.add_argument("--broken", help="what Docker says to everything")
-    parser.add_argument("--pull", choices=("whole", "refused", "error"), default="whole")
+    parser.add_argument("--pull", choices=("whole", "refused", "error", "tampered"), default="whole")
     knobs = parser.parse_args()
     address: Any = str(knobs.socket)
     server = UnixServer(address, Daemon(knobs), knobs.socket.with_suffix(".log"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from images.host import wheel
 from tests.ports import free_port
 from tests.process.stages.daemon import IMAGE, ROOT, RTX_4090, Host, on_host
 
@@ -519,8 +521,127 @@ def test_without_a_clone_and_an_image_it_says_that_building_needs_one() -> None:
     with installed("--image", "other:x", "--label", "io.appliance.sm=75") as host:
         done = host.run("run", host.model(), "-d")
     assert done.code == 10
-    assert "error: there is no image for this machine, and building one needs a clone of the project" in done.err
-    assert "in a clone: make up" in done.err
+    said = "there is no image for this machine: none is published yet, and building needs a clone"
+    assert f"error: {said}\n" in done.err
+    assert "in a clone of the project `make up` builds one" in done.err
+
+
+# Installed from a wheel, with published images.
+
+DIGEST = f"sha256:{'a' * 64}"
+
+
+@contextmanager
+def from_wheel(cell: str, *knobs: str, recipe: str | None = "qwen") -> Iterator[Host]:
+    """Yield a host with the tree of a wheel, for which one image is published."""
+    labels = ("--label", f"io.appliance.cell={cell}", *(("--label", f"io.appliance.recipe={recipe}") if recipe else ()))
+    with on_host("--image", "other:x", *labels, *knobs) as host:
+        host.place = host.folder / "lib"
+        data = json.loads((ROOT / "images/inventory.json").read_text())
+        image = f"registry.example/me/appliance/{recipe or ''}:{cell}"
+        row = {"cell": cell, "recipe": recipe, "image": image, "digest": DIGEST, "compressed_bytes": 99_000_000}
+        wheel.stage(ROOT, host.place, {**data, "images": [row]}, name="owner-appliance")
+        yield host
+
+
+PINNED = f"registry.example/me/appliance/qwen@{DIGEST}"
+
+
+def test_a_published_image_is_pulled_by_its_digest_and_once() -> None:
+    with from_wheel("llama-cpu") as host:
+        for name in ("one", "two"):
+            done = host.run("run", "qwen", "-d", "--cpu", "--name", name, "--port", str(free_port()))
+            assert done.code == 0, done.err
+            assert (f"pulling {PINNED} (99 MB)\n" in done.err) is (name == "one")
+            assert host.created()["Image"] == PINNED
+        done = host.run("upgrade", "one")
+        assert (done.code, done.out) == (0, f"one is up to date: {PINNED}\n"), done.err
+        assert len(host.asked("images/create")) == 1
+
+
+def test_an_upgrade_takes_the_digest_of_a_newer_command() -> None:
+    with from_wheel("llama-cpu") as host:
+        done = host.run("run", "qwen", "-d", "--cpu", "--name", "one", "--port", str(free_port()))
+        assert done.code == 0, done.err
+        inventory = host.place / "appliance/host/docker/inventory.json"
+        newer = f"sha256:{'b' * 64}"
+        inventory.write_text(inventory.read_text().replace(DIGEST, newer))
+        done = host.run("upgrade", "one", "--no-measure")
+        assert done.code == 0, done.err
+        assert host.created()["Image"] == f"registry.example/me/appliance/qwen@{newer}"
+
+
+def test_the_published_image_of_the_gpu_is_chosen() -> None:
+    labels = ("--label", "io.appliance.sm=86", "--label", "io.appliance.driver.floor.sass=580")
+    with from_wheel("llama-cu130-sm86", *labels, "--nvidia-runtime") as host:
+        host.gpu(RTX_4090)
+        done = host.run("run", "qwen", "-d", "--port", str(free_port()))
+        assert done.code == 0, done.err
+        assert host.created()["Image"] == PINNED
+        host.gpu("NVIDIA H100, 580.95.05, 9.0, 81559")
+        done = host.run("run", "qwen", "-d", "--name", "other")
+        assert (done.code, done.out) == (20, "")
+        assert "error: no image is published for this machine's GPU: NVIDIA H100 (sm_90)" in done.err
+        host.gpu(RTX_4090.replace("580.95.05", "550.54.14"))
+        done = host.run("run", "qwen", "-d", "--name", "other")
+        assert (done.code, done.out) == (21, "")
+        assert "error: the driver is too old for every published image: 550.54.14" in done.err
+
+
+def test_a_pull_that_fails_names_the_image_that_is_here() -> None:
+    with from_wheel("llama-cpu", "--image", "appliance/qwen:llama-cpu", "--pull", "refused") as host:
+        done = host.run("run", "qwen", "-d", "--cpu")
+        assert (done.code, done.out) == (10, "")
+        assert f"error: the image cannot be pulled: {PINNED}: pull access denied" in done.err
+        assert "hint: docker login, or the image of this machine: --image appliance/qwen:llama-cpu" in done.err
+        done = host.run("run", "qwen", "-d", "--cpu", "--image", "appliance/qwen:llama-cpu")
+        assert done.code == 0, done.err
+
+
+def test_another_content_than_the_published_is_61() -> None:
+    with from_wheel("llama-cpu", "--pull", "tampered") as host:
+        done = host.run("run", "qwen", "-d", "--cpu")
+    assert (done.code, done.out) == (61, "")
+    assert f"error: the registry's image is not the published one: {PINNED}: " in done.err
+    assert "hint: do not use this registry or mirror" in done.err
+
+
+def test_an_image_of_other_labels_than_its_row_is_61() -> None:
+    with from_wheel("llama-cpu", "--label", "io.appliance.cell=llama-cu130-sm86") as host:
+        done = host.run("run", "qwen", "-d", "--cpu")
+    assert (done.code, done.out) == (61, "")
+    assert "it is qwen on llama-cu130-sm86, not qwen on llama-cpu" in done.err
+
+
+def test_a_recipe_without_a_published_image_names_those_that_have_one() -> None:
+    with from_wheel("llama-cpu") as host:
+        done = host.run("run", "gemma", "-d", "--cpu")
+    assert (done.code, done.out) == (10, "")
+    assert "error: no image of gemma is published: published are qwen\n" in done.err
+
+
+def test_a_prefix_takes_the_mirrors_image_by_its_tag() -> None:
+    with from_wheel("llama-cpu") as host:
+        host.environment["IMAGE_PREFIX"] = "mirror.example/team"
+        done = host.run("run", "qwen", "-d", "--cpu", "--port", str(free_port()))
+        assert done.code == 0, done.err
+        assert host.created()["Image"] == "mirror.example/team/qwen:llama-cpu"
+
+
+def test_building_is_refused_without_a_clone_before_anything_is_made() -> None:
+    with from_wheel("llama-cpu") as host:
+        done = host.run("run", "qwen", "-d", "--cpu", "--build")
+        assert host.asked("images/create") == []
+    assert (done.code, done.out) == (10, "")
+    assert "error: --build needs a clone of the project, and this command is installed without" in done.err
+
+
+def test_a_damaged_inventory_is_said() -> None:
+    with from_wheel("llama-cpu") as host:
+        (host.place / "appliance/host/docker/inventory.json").write_text('{"recipes": []}')
+        done = host.run("run", "qwen", "-d")
+    assert (done.code, done.out) == (10, "")
+    assert "error: data of this package cannot be read: " in done.err
 
 
 # Building, with a program in place of the build half.
@@ -588,6 +709,19 @@ def test_what_the_build_half_refuses_is_passed_on() -> None:
         done = host.run("run", "qwem", "-d", "--yes")
     assert done.code == 10
     assert "error: no image can be chosen for this machine: no recipe qwem\n\nhint: do this" in done.err
+
+
+def test_build_takes_the_clones_image_although_one_is_published() -> None:
+    with clone() as host:
+        data = json.loads((ROOT / "images/inventory.json").read_text())
+        image = "registry.example/me/appliance/qwen:llama-cpu"
+        row = {"cell": "llama-cpu", "recipe": "qwen", "image": image, "digest": DIGEST, "compressed_bytes": 1}
+        (host.place / "images/inventory.json").write_text(json.dumps({**data, "images": [row]}))
+        line = host.run("run", "qwen", "--cpu", "--dry-run")
+        assert line.out.endswith(f" {PINNED}\n"), line.err
+        done = host.run("run", "qwen", "-d", "--cpu", "--build", "--port", str(free_port()))
+        assert done.code == 0, done.err
+        assert host.created()["Image"] == "appliance/qwen:llama-cpu"
 
 
 def test_an_upgrade_builds_what_the_clone_holds() -> None:

@@ -186,7 +186,7 @@ WITHOUT_IO = (
 )
 # The groups of images/ in the order in which an image comes about: each may import those before it.
 IMAGES_LEAVES = ("errors", "own_python", "rows", "docker", "console")
-IMAGES_ORDER = ("matrix", "choice", "recipes", "pins", "layers", "build", "proof", "ci", "verbs")
+IMAGES_ORDER = ("matrix", "choice", "recipes", "pins", "layers", "build", "proof", "ci", "host", "verbs")
 # Programs that run inside an image or its build, beside the files that copy them there.
 COPIED = {"builder", "router"}
 OWN_DATA = {"appliance/engines/llama/planning/replays.py", "appliance/engines/vllm/planning/model/chips.py"}

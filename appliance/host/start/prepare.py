@@ -53,6 +53,7 @@ def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping
         lambda: variables(options, Weights(called="", name="", setting=None)),
         lambda: ports.choose(options.bind, options.port, taken),
         lambda: _asked_gpus(options),
+        lambda: image.refuse_build_without_clone() if options.build else None,
         lambda: _refuse_foreign(client, options.volume),
     )
     weights = understand(options.model, hub, recipes)
@@ -106,8 +107,8 @@ def _refuse_foreign(client: APIClient, volume: str) -> None:
 def _image(client: APIClient, wish: image.Wanted, options: argparse.Namespace, err: Console) -> Image | None:
     if options.dry_run:
         return image.find_any(client, wish)
-    agreed: Callable[[str], bool] = (lambda _: True) if options.yes else agrees
-    return image.obtain(client, wish, err, agrees=agreed)
+    agreed: Callable[[str], bool] = (lambda _: True) if options.yes or options.build else agrees
+    return image.obtain(client, wish, err, agrees=agreed, builds=options.build)
 
 
 def variables(options: argparse.Namespace, weights: Weights) -> dict[str, str]:

@@ -61,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--volume", metavar="NAME", default=VOLUME, help=f"volume for weights, profiles and the key [{VOLUME}]"
     )
     parser.add_argument("--image", metavar="IMAGE", help="use this image instead of the one chosen for this machine")
-    parser.add_argument("--yes", "-y", action="store_true", help="build the image without asking")
+    about = "build the image from this clone of the project instead of pulling a published one"
+    parser.add_argument("--build", action="store_true", help=about)
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask before building")
     parser.add_argument("--dry-run", action="store_true", help="print the equivalent docker command and do nothing")
 
 

@@ -95,7 +95,8 @@ def _newer(client: APIClient, found: Found, launch: Launch, options: argparse.Na
     reference = options.image or launch.image
     wish = image.of_running(reference, found.labels, is_named=bool(options.image))
     here = image.find(client, reference)
-    if here is None or here.id == found.image_id:
+    is_newest = wish.published is not None and wish.reference == reference  # a digest names one image for ever
+    if here is None or (here.id == found.image_id and not is_newest):
         here = _brought(client, wish, options, err, is_here=here is not None) or here
     if here is None:
         message = f"no such image: {reference}"
@@ -107,7 +108,7 @@ def _brought(
     client: APIClient, wish: image.Wanted, options: argparse.Namespace, err: Console, *, is_here: bool
 ) -> Image | None:
     if wish.can_be_pulled:
-        return image.pull(client, wish.reference, err, may_fail=is_here)
+        return image.pull(client, wish, err, may_fail=is_here)
     if not (wish.cell and image.has_builder()):
         return None
     if not (options.yes or agrees(f"Build {wish.reference} from this clone? Unchanged parts are reused")):
