@@ -65,6 +65,11 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             "add the appliance to the settings of an editor or another tool; --undo removes it",
             "it changes the settings of programs on the host",
         ),
+        "compose": Verb(
+            "appliance.host.verbs.compose",
+            "start and stop a model for `docker compose`, as the provider of a service",
+            "outside the container `docker compose` calls it",
+        ),
         "upgrade": Verb(
             "appliance.host.verbs.upgrade",
             "change to a newer image and compare the speed; --back undoes it",

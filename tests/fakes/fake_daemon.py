@@ -272,6 +272,9 @@ class DockerHandler(_Quiet):
         if words[0] == "volumes":
             inspected = {"Name": words[1], "Labels": None, "Mountpoint": self.knobs.volume}
             return self.say(200, inspected) if self.knobs.volume else self.say(404, {"message": "no such volume"})
+        if words[0] == "networks":  # all are of the project that somebody asks for
+            names = [{"Name": each} for each in self.knobs.network]
+            return self.say(200, names if method == "GET" else None)
         if words[0] in ("containers", "images") and len(words) > 2:
             return self._of_one(method, words)
         answers: dict[str, Callable[[], None]] = {
@@ -456,6 +459,7 @@ def main() -> None:
     parser.add_argument("--image", action="append", default=[], help="that is here")
     parser.add_argument("--label", action="append", default=[], help="NAME=VALUE of every image")
     parser.add_argument("--volume", help="every volume is there, with its contents in this folder")
+    parser.add_argument("--network", action="append", default=[], help="that is here")
     parser.add_argument("--nvidia-runtime", action="store_true")
     parser.add_argument("--cdi", action="append", default=[], help="name of a device")
     parser.add_argument("--security", action="append", default=[])

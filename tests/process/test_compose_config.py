@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from appliance.host.provision.secret import RULES, make_secrets
 from appliance.host.provision.verb import add_arguments
@@ -181,6 +182,41 @@ def test_provision_knows_its_flags_and_finds_what_they_name(front: str) -> None:
     assert service["healthcheck"]["test"] == ["CMD", "test", "-f", str(options.ready_file)]
     checks = services(front)["check"]["command"]
     assert (parser.parse_args(checks).action, parser.parse_args(checks).folder) == ("check", "/run/secrets")
+
+
+def test_the_one_box_file_needs_no_other_file_and_no_build(tmp_path: Path) -> None:
+    """A stranger feeds it on stdin, in an empty folder; the GPUs' file lies over it by another descriptor."""
+    one, gpus = (str(ROOT / "compose" / name) for name in ("appliance.yaml", "gpu.yaml"))
+    lines = {
+        f"cat {one} | docker compose -f - config --format json": False,
+        f"docker compose -f <(cat {one}) -f <(cat {gpus}) config --format json": True,
+    }
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    for line, has_gpus in lines.items():
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        service = document["services"]["appliance"]
+        assert document["name"] == "appliance"
+        assert not {"build", "env_file"} & set(service)
+        assert all(volume["type"] == "volume" for volume in service["volumes"])
+        assert "secrets" not in document
+        assert ("deploy" in service) is has_gpus
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compose_that_knows_no_provider_says_so_in_its_own_words() -> None:
+    done = compose(*files("app.yaml"), "config")
+    if done.returncode == 0:
+        pytest.skip("this Compose knows providers: tests/container/test_compose_line.py starts one")
+    assert "services.llm Additional property provider is not allowed" in done.stderr
+
+
+def test_an_app_names_its_model_in_three_lines() -> None:
+    services = yaml.safe_load((ROOT / "compose/app.yaml").read_text())["services"]
+    provider = services["llm"]["provider"]
+    assert (provider["type"], provider["options"]) == ("appliance", {"model": "${APPLIANCE_MODEL:-qwen}"})
+    assert services["app"]["depends_on"] == ["llm"]
 
 
 # Replicas

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from appliance.host.docker.inventory import load_inventory
 from appliance.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,14 @@ def test_it_is_hardened(service: dict[str, Any]) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_the_default_image_is_the_published_one_once_there_is_one(service: dict[str, Any]) -> None:
+    """Until then it is the name that `make up` gives: on a public registry nobody has it."""
+    inventory = load_inventory()
+    row = inventory.published_image("llama-cpu", "qwen") if inventory else None
+    wanted = f"{row.image}@{row.digest}" if row else "appliance:llama-cpu"
+    assert service["image"] == f"${{APPLIANCE_IMAGE:-{wanted}}}"
 
 
 def test_a_cuda_cell_is_given_the_gpus_and_the_cpu_image_is_not() -> None:

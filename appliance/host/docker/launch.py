@@ -61,6 +61,8 @@ class Launch:
     user: str
     gpus: GpuRequest | None
     restarts: bool
+    networks: tuple[str, ...] = ()  # joined beside Docker's own, by name
+    alias: str = ""  # the container's name in them
 
     @property
     def short_name(self) -> str:

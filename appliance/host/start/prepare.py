@@ -39,19 +39,28 @@ INSIDE = {"data_dir", "engine_dir", "facts_dir", "runtime_dir", "host", "port", 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     launch: Launch
-    replaces: Found | None  # a container of the same name that has ended
+    replaces: Found | None  # a container of the same name that has ended, or may run
 
 
-def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping[str, str], err: Console) -> Prepared:
-    """Return the launch. Pulls or builds the image if it does not exist, unless this is a dry run. Raises
-    FatalError."""
+def prepare(
+    client: APIClient,
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+    err: Console,
+    *,
+    may_run: bool = False,
+) -> Prepared:
+    """Return the launch. Pulls or builds the image if it does not exist, unless this is a dry run. `may_run` is True if
+    a container of this name that this command started may still run. Raises FatalError."""
     found = containers.all_of_ours(client)
     taken = {each.address[1]: each.name for each in found if each.address}
+    # The port of a container that may still run is its own, and is free again before the next one starts.
+    own = [port for port, name in taken.items() if may_run and options.name and name == container_name(options.name)]
     recipes, hub = recipes_here(), environment.get("HF_ENDPOINT", "")
     refuse_together(
         lambda: understand(options.model, hub, recipes),
         lambda: variables(options, Weights(called="", name="", setting=None)),
-        lambda: ports.choose(options.bind, options.port, taken),
+        lambda: options.port in own or ports.choose(options.bind, options.port, taken),
         lambda: _asked_gpus(options),
         lambda: image.refuse_build_without_clone() if options.build else None,
         lambda: _refuse_foreign(client, options.volume),
@@ -61,8 +70,8 @@ def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping
         err.print(f"note: {weights.note}", markup=False, soft_wrap=True)
     settings = variables(options, weights)
     name = container_name((options.name or weights.name).removeprefix(PREFIX))
-    replaces = _replaced(client, found, name)
-    port = ports.choose(options.bind, options.port, taken)
+    replaces = _replaced(client, found, name, may_run=may_run)
+    port = options.port if options.port in own else ports.choose(options.bind, options.port, taken)
     here = () if options.cpu else gpus.query_gpus()
     info = client.info()
     request = gpus.request(_asked_gpus(options), here, gpus.ways(info, which=shutil.which))
@@ -140,10 +149,10 @@ def _asked_gpus(options: argparse.Namespace) -> str | None:
     return "none"
 
 
-def _replaced(client: APIClient, found: Sequence[Found], name: str) -> Found | None:
-    """Return the ended container of this name, or None. Raises ConfigError if it runs or is not ours."""
+def _replaced(client: APIClient, found: Sequence[Found], name: str, *, may_run: bool) -> Found | None:
+    """Return the container of this name, or None. Raises ConfigError if it runs, unless it may, or is not ours."""
     other = next((each for each in found if each.name == name), None) or containers.by_name(client, name)
-    if other is None or (other.launch and not other.is_up):
+    if other is None or (other.launch and (may_run or not other.is_up)):
         return other
     if other.launch:
         at = f" at {Gateway(host=other.address[0], port=other.address[1]).url}" if other.address else ""

@@ -74,7 +74,14 @@ def _create(client: APIClient, launch: Launch, environment: Mapping[str, str]) -
         raise ConfigError(message, hint="`appliance run` gets it") from error
     except APIError as error:
         raise _refused(error, launch) from error
-    return str(made["Id"])
+    id_ = str(made["Id"])
+    try:
+        for network in launch.networks:
+            client.connect_container_to_network(id_, network, aliases=[launch.alias])
+    except APIError as error:
+        client.remove_container(id_, force=True)
+        raise _refused(error, launch) from error
+    return id_
 
 
 def _is_about(error: APIError, words: tuple[str, ...]) -> bool:

@@ -9,12 +9,11 @@ import pytest
 from appliance.errors import ConfigError, DriverTooOldError, FatalError, NoKernelError
 from appliance.host.docker.choose import choose
 from appliance.host.docker.gpus import HostGpu
-from appliance.host.docker.inventory import load_inventory
+from appliance.host.docker.inventory import CLONE, load_inventory
 from images.choice import select
 from images.choice.gpus import Gpu
 from images.errors import MatrixError
 from images.matrix import compat, matrix
-from tests.unit.host.test_preflight import CLONE
 
 INVENTORY = load_inventory()
 assert INVENTORY

@@ -26,7 +26,7 @@ LEAVES = {
     "__init__.py", "documents.py", "errors.py", "keep_alive.py", "model_names.py", "reference.py", "run.py",
     "settings.py", "values.py",
 }  # fmt: skip
-DATA = {"choices": [], "images": [], "recipes": []}
+DATA: dict[str, object] = {"choices": [], "images": [], "recipes": []}
 # Of the distributions in DEPENDENCIES and EXTRAS; requests is docker's own, and `bench --plot` asks for matplotlib.
 PACKAGES = {"docker", "requests", "rich", "msgspec", "aiohttp", "yaml", "matplotlib"}
 
