@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from appliance.documents import load, read
@@ -26,6 +27,8 @@ SHM_SIZE = "4g"
 BEFORE = "-before"  # suffix of the name of a container that an upgrade replaced
 # same as compose: running streams get half a minute, and the grace leaves time for the rest
 DEFAULTS = {"APPLIANCE_DRAIN_S": "30"}
+# Fields that labels of before do not have, with their values.
+LATER: Mapping[str, Any] = MappingProxyType({"networks": [], "alias": ""})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +72,14 @@ class Launch:
         return self.name.removeprefix(PREFIX)
 
     def as_label(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        # Without what few have, so that a command of before can still upgrade the rest.
+        given = {name: value for name, value in asdict(self).items() if value or name not in LATER}
+        return json.dumps(given, sort_keys=True)
 
 
 def parse_label(text: str) -> Launch:
     """Return the launch in a label. Raises ValueError if the text is not a launch."""
-    return read(Launch, load(text))
+    return read(Launch, {**LATER, **load(text)})
 
 
 def container_name(word: str) -> str:

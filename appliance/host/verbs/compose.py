@@ -18,6 +18,7 @@ from typing import Any
 from docker.api import APIClient
 from rich.console import Console
 
+from appliance.console.terminal import Terminal
 from appliance.errors import FatalError, UsageError
 from appliance.host.docker import containers
 from appliance.host.docker.containers import Found
@@ -120,7 +121,7 @@ def _up(client: APIClient, project: str, service: str, name: str, words: Sequenc
     except argparse.ArgumentError as error:
         message = f"service {service}: {error}"
         raise UsageError(message, hint="`appliance run --help` says what each option takes") from error
-    environment, err = process_environment(), Console(file=Messages(), width=WIDTH, highlight=False)
+    environment, err = process_environment(), Terminal(file=Messages(), width=WIDTH, highlight=False)
     prepared = prepare(client, options, environment, err, may_run=True)
     launch = replace(prepared.launch, networks=networks(client, project), alias=service)
     other = prepared.replaces

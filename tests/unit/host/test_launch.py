@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ def test_another_label_is_refused(text: str) -> None:
 
 
 def test_every_field_is_in_the_label() -> None:
-    assert all(f'"{field.name}"' in LAUNCH.as_label() for field in fields(Launch))
+    joined = replace(LAUNCH, networks=("shop_default",), alias="llm")
+    assert all(f'"{field.name}"' in joined.as_label() for field in fields(Launch))
 
 
 @settings(max_examples=examples(100))
@@ -160,3 +162,10 @@ def test_any_word_becomes_a_name_that_docker_takes(word: str) -> None:
     assert len(name) > len("appliance-")
     assert all(letter.isascii() and (letter.isalnum() or letter in "_.-") for letter in name)
     assert name[-1].isalnum() or name[-1] == "_"
+
+
+def test_a_label_from_before_there_were_networks_is_still_read() -> None:
+    assert {"networks", "alias"} & set(json.loads(LAUNCH.as_label())) == set()  # older commands refuse unknown fields
+    assert parse_label(LAUNCH.as_label()) == LAUNCH
+    joined = replace(LAUNCH, networks=("shop_default",), alias="llm")
+    assert parse_label(joined.as_label()) == joined

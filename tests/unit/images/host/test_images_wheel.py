@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from appliance.host.verb_table import VERBS
-from images.errors import UsageError
+from images import __main__ as command
+from images.errors import BuildError, UsageError
 from images.host import wheel
 from images.rows import PROJECT
 
@@ -89,3 +90,23 @@ def test_the_help_takes_no_package_and_little_time(tmp_path: Path) -> None:
 def test_a_name_that_no_distribution_can_have_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="not the name of a distribution"):
         wheel.check_name(name)
+
+
+def test_the_verb_lists_the_files_and_refuses_what_it_cannot_use(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command.main(["wheel", "--dry-run"]) == 0
+    files = capsys.readouterr().out.splitlines()
+    assert files == [path.as_posix() for path in (*wheel.modules(PROJECT), wheel.INVENTORY)]
+    assert command.main(["wheel", "--dry-run", "--name", "A b"]) == 2
+    assert "error: not the name of a distribution: 'A b'" in capsys.readouterr().err
+    assert command.main(["wheel", "--dry-run", "--published", str(tmp_path / "missing.yaml")]) == 10
+    assert "missing.yaml cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_build_that_uv_refuses_is_exit_60(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(wheel, "BACKEND", "uv_build<0.1")
+    with pytest.raises(BuildError, match="the wheel of the host command was not built") as caught:
+        wheel.build(PROJECT, tmp_path, DATA)
+    assert caught.value.exit_code == 60
+    assert list(tmp_path.iterdir()) == []
