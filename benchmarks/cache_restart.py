@@ -83,7 +83,8 @@ class Rig:
         argv = [
             str(self.engine), "--model", str(self.model), "--port", str(port), "--ctx-size", str(self.context),
             "--parallel", "2", "--kv-unified", "--no-ui", "--offline", "--cache-disk", str(self.folder),
-            "--cache-disk-mib", str(self.limit_mib), "--cache-disk-key", self.key, "--cache-disk-stop-ms", str(STOP_MS),
+            "--cache-disk-mib", str(self.limit_mib), "--cache-disk-stop-ms", str(STOP_MS),
+            *(("--cache-disk-key", self.key) if self.key else ()),
         ]  # fmt: skip
         with self.log.open("wb") as log:
             environment = {**os.environ, VARIABLE: self.secret}

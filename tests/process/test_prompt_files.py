@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import http.client
 import json
 import os
 import random
@@ -113,6 +115,40 @@ def test_a_damaged_file_is_passed_over_and_removed(copied: Rig, spoil: Spoil, se
         assert line.startswith(f"passed over {spoiled.name}: ")
         assert not spoiled.exists()
         assert other.read_bytes() == whole
+
+
+def test_the_next_best_file_is_read_if_the_best_is_damaged(copied: Rig) -> None:
+    """Of two files of one prompt the smaller one is looked at first, and a cut one is smaller."""
+    whole = file_of(copied, FIRST)
+    half = whole.read_bytes()[: whole.stat().st_size * 3 // 4]
+    (copied.folder / "0.none.0000000000000000.prompt").write_bytes(half)
+    with copied.running() as engine:
+        assert engine.complete(FIRST)["timings"]["disk_n"] >= COUNT - 8
+        assert [line.partition(":")[0] for line in lines(copied)] == ["passed over 0.none.0000000000000000.prompt"]
+        assert whole.exists()
+
+
+def test_without_a_key_nothing_is_kept(copied: Rig) -> None:
+    before = copied.files()
+    with replace(copied, key="").running() as engine:
+        assert "disk_n" not in engine.complete(FIRST)["timings"]
+    assert copied.files() == before
+    assert "prompt disk: off: without --cache-disk-key" in copied.log.read_text("utf-8")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_stop_in_mid_decode_ends_and_keeps_the_prompt(rig: Rig, tmp_path: Path, seed: int) -> None:
+    """A third of these stops hung while the signal's handler itself took the queue's lock."""
+    apart = replace(rig, folder=tmp_path / "prompts")
+    body = json.dumps({"prompt": FIRST, "n_predict": 3000, "ignore_eos": True, "stream": True})
+    with apart.running() as engine, contextlib.closing(http.client.HTTPConnection("127.0.0.1", engine.port)) as asked:
+        asked.request("POST", "/completion", body, {"Content-Type": "application/json"})
+        reply = asked.getresponse()
+        for _ in range(2 + random.Random(seed).randrange(60)):
+            reply.readline()
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.process.wait(10) == 0
+    assert len(apart.files()) == 1
 
 
 @pytest.mark.parametrize("spoil", [empty, as_folder, as_pipe, as_link])
