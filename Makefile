@@ -70,7 +70,7 @@ export TESTCONTAINERS_RYUK_DISABLED ?= true
 # Where it is set, each worker compiles every test anew, and each process that a test starts the whole appliance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help devcontainer-verify up down clean venv image model check test lint drift unit properties mutants process container integration verify render lock bench prune reproduce web
+.PHONY: help devcontainer-verify up down clean venv image model check test lint drift unit properties mutants process container integration verify render lock bench prune reproduce release web
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -195,6 +195,21 @@ lint: static ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflo
 	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
 	  for file in images/rendered/*/Dockerfile; do docker buildx build --check --file "$$file" . || exit 1; done; \
 	else echo "skipped: docker buildx build --check: this buildx has no such option"; fi
+
+# The steps of .github/workflows/image.yml, on this machine. What is pushed is of the lock, and what was proven.
+CELLS ?= $(CELL)
+MODELS ?= demo qwen gemma gpt-oss
+release: LOOK = test --cell '$(firstword $(CELLS))'
+release: preflight venv ## REGISTRY=HOST/NAME CELLS='llama-cpu': build, prove and push cells with MODELS, then write images/published.yaml; FRESH=1: without the builder's cache
+	@test -n '$(REGISTRY)' || { echo "error: no registry to push to: REGISTRY is not set"; echo; echo "hint: make release REGISTRY=ghcr.io/OWNER/appliance CELLS=llama-cpu"; exit 2; } >&2
+	@set -e; for cell in $(CELLS); do \
+	  $(BUILD) --only $$cell --locked $(if $(FRESH),--no-cache); \
+	  $(PY) -m images verify --only $$cell $(CA); \
+	  $(BUILD) --only $$cell --locked --push $(REGISTRY); \
+	  for model in $(MODELS); do $(BUILD) --only $$cell --locked --push $(REGISTRY) --model $$model $$(test $$model != demo || echo --bake-weights) $(HUB); done; \
+	  $(PY) -m images published --registry $(REGISTRY) --only $$cell $(foreach model,$(MODELS),--model $(model)) --merge; \
+	done
+	@$(PY) -m images render >/dev/null
 
 prune: venv ## give back what builds left behind; the builder's cache with: images prune --cache
 	@$(PY) -m images prune

@@ -26,6 +26,7 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "sbom": ("prove.sbom", "write the bill of materials of built images as SPDX, .make/images/<cell>.spdx.json"),
     "router": ("make.router", "build and verify the image of the load balancer in compose/replicas.yaml"),
     "wheel": ("make.wheel", "build the host command as a wheel and an sdist of its own"),
+    "published": ("write.published", "write images/published.yaml: digests and compressed sizes that a registry has"),
     "bake": ("write.bake", "write docker-bake.json: the builds for docker buildx bake"),
     "ci-matrix": ("write.ci_matrix", "write .github/images.json: the jobs of the images workflow"),
     "ci-steps": ("show.ci_steps", "show the steps of the workflows' jobs; with --out write the shell of each"),

@@ -17,6 +17,7 @@ from typing import Any
 
 from images import docker
 from images.build.build import FILES_LABEL, Built, Job, buildx_argv, explain_failure, moment_labels
+from images.build.model import ModelImage
 from images.errors import BuildError, UsageError, VerificationError
 from images.layers import oci
 from images.matrix.matrix import Cell
@@ -33,6 +34,7 @@ VOCABULARY = re.compile(
     r"https://(?:mobyproject\.org|in-toto\.io|slsa\.dev|spdx\.dev|github\.com/moby/buildkit)(?:[/#]|$)"
 )
 PROXY = re.compile(r"(?:^|[^a-z])(?:https?|ftp|all|no)_proxy|proxy_?env", re.IGNORECASE)
+ASKED_S = 60.0  # for an answer of a registry
 PRIVATE_KEY = "PRIVATE KEY-----"
 
 
@@ -90,6 +92,40 @@ def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str
         if is_new:
             engine.remove(reference)
     return Pushed(reference=f"{reference}@{contents.index}", manifest=contents.manifest)
+
+
+def push_model(root: Path, cell: Cell, made: ModelImage, engine: docker.Engine, *, name: str) -> str:
+    """Pushes a model image and returns NAME:TAG@DIGEST. What it is made of, the bill of materials of its cell says.
+
+    Raises BuildError if the registry has another manifest afterwards than the image here.
+    """
+    reference = f"{name}:{tag_of(cell, engine.platform)}"
+    is_new = engine.image(reference) is None
+    engine.tag(made.tag, reference)
+    try:
+        _push(root, reference, made.digest)
+    finally:
+        if is_new:
+            engine.remove(reference)
+    return f"{reference}@{made.digest}"
+
+
+def merge(root: Path, cell: Cell, name: str) -> tuple[str, ...]:
+    """Makes NAME:<cell> of what the platforms have pushed, and returns those that have. A cell of one platform has
+    that tag already. Raises BuildError if nothing is there."""
+    if len(cell.platforms) == 1:
+        return cell.platforms
+    tags = {platform: f"{name}:{tag_of(cell, platform)}" for platform in cell.platforms}
+    there = {platform: tag for platform, tag in tags.items() if docker.registry_has(tag, timeout_s=ASKED_S)}
+    if not there:
+        message = f"the registry has no platform of {name}:{cell.id}: {', '.join(tags.values())}"
+        raise BuildError(message, hint=f"python -m images build --only {cell.id} --push {name}")
+    argv = ("docker", "buildx", "imagetools", "create", "--tag", f"{name}:{cell.id}", *there.values())
+    asked = docker.capture(argv, cwd=root)
+    if asked.code != 0:
+        message = f"platforms were not merged: {name}:{cell.id}: {' '.join(asked.lines)}"
+        raise BuildError(message, hint="may you write there? docker login " + name.partition("/")[0])
+    return tuple(there)
 
 
 def _files_of(image: docker.Image | None) -> str | None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from images import rows
-from images.errors import MatrixError, near_miss
+from images import docker, rows
+from images.errors import BuildError, MatrixError, near_miss
+from images.layers.oci import platform_manifests
 from images.rows import Row
 
 FILE = Path("images/published.yaml")
 
 
 class Published(Row):
-    """One image. `recipe` is None for a cell without a recipe; `compressed_bytes` is what one platform downloads."""
+    """One image. `recipe` is None for a cell without a recipe; `compressed_bytes` is what one platform downloads, the
+    largest if there are several."""
 
     cell: rows.Text
     recipe: rows.Text | None = None
@@ -39,6 +42,56 @@ def load(path: Path, *, cells: Collection[str], recipes: Collection[str]) -> tup
             _refuse_unknown("recipe", row.recipe, recipes, path)
     rows.refuse_twice("image", (f"{row.cell} of {row.recipe or 'no recipe'}" for row in found), name=str(path))
     return found
+
+
+def ask(root: Path, registry: str, cell: str, recipe: str | None) -> Published:
+    """Asks the registry for the image of a cell, or of a recipe on it. Raises BuildError if it has none."""
+    repository = f"{registry}/{recipe}" if recipe else registry
+    image = f"{repository}:{cell}"
+    top = _document(root, image)
+    digest = str(_inspected(root, image, "--format", "{{json .Manifest}}")["digest"])
+    manifests = platform_manifests(top["manifests"], None) if "manifests" in top else None
+    documents = (
+        [top] if manifests is None else [_document(root, f"{repository}@{each['digest']}") for each in manifests]
+    )
+    sizes = [sum(int(part["size"]) for part in (each["config"], *each["layers"])) for each in documents]
+    return Published(cell=cell, recipe=recipe, image=image, digest=digest, compressed_bytes=max(sizes))
+
+
+def merged(old: Iterable[Published], new: Sequence[Published]) -> tuple[Published, ...]:
+    """Returns all rows by cell and recipe, of which the new ones replace old ones of the same kind."""
+    rows_by_kind = {(row.cell, row.recipe or ""): row for row in (*old, *new)}
+    return tuple(row for _, row in sorted(rows_by_kind.items()))
+
+
+def text(before: str, found: Iterable[Published]) -> str:
+    """Returns the file with these rows below the comments at its beginning."""
+    comments = [line for line in before.splitlines() if line.startswith("#")]
+    made = [_row(row) for row in found]
+    return "\n".join([*comments, "images:" if made else "images: []", *made]) + "\n"
+
+
+def _row(row: Published) -> str:
+    fields = {name: value for name, value in row.model_dump().items() if value is not None}
+    first, *rest = (f"{name}: {json.dumps(value)}" for name, value in fields.items())
+    return "\n    ".join([f"  - {first}", *rest])
+
+
+def _document(root: Path, reference: str) -> dict[str, Any]:
+    return _inspected(root, reference, "--raw")
+
+
+def _inspected(root: Path, reference: str, *words: str) -> dict[str, Any]:
+    argv = ("docker", "buildx", "imagetools", "inspect", reference, *words)
+    answer, asked = docker.feed(argv, "".join, cwd=root)
+    if asked.code != 0:
+        message = f"the registry does not have this image: {reference}: {' '.join(asked.lines)}"
+        raise BuildError(message, hint="make release builds and pushes it; docker login, if the registry asks for it")
+    try:
+        return dict(json.loads(answer))
+    except (TypeError, ValueError) as error:
+        message = f"the registry's answer is not JSON: {reference}: {answer[:200]!r}"
+        raise BuildError(message, hint=f"docker buildx imagetools inspect {reference} shows it") from error
 
 
 def _refuse_unknown(kind: str, name: str, known: Collection[str], path: Path) -> None:

@@ -17,10 +17,12 @@ import docker as docker_py
 import pytest
 
 from images import docker
-from images.build import build
+from images.build import build, model
 from images.ci import push
 from images.errors import BuildError, VerificationError
+from images.host import published
 from images.matrix import matrix
+from images.pins import web_lock
 from images.proof import reproduce, sbom
 from tests.container.small_cell import ca_bundle
 from tests.container.stages.registry import manifest, registry
@@ -51,8 +53,9 @@ def job(root: Path) -> Iterator[build.Job]:
     mark = f"appliance-test-{uuid.uuid4().hex}"
     (root / cell.folder).mkdir(parents=True)
     (root / cell.folder / "Dockerfile").write_text(f"FROM {cell.base.reference}\n{STEPS.format(mark=mark)}")
-    (root / push.SCANNER).parent.mkdir(parents=True)
-    (root / push.SCANNER).write_bytes((ROOT / push.SCANNER).read_bytes())
+    for path in (push.SCANNER, web_lock.WEB):  # the bill of materials names the pages' libraries
+        (root / path).parent.mkdir(parents=True)
+        (root / path).write_bytes((ROOT / path).read_bytes())
     bundle = root / "ca.pem"
     bundle.write_bytes((ca_bundle() or Path("/etc/ssl/certs/ca-certificates.crt")).read_bytes())
     yield build.Job(
@@ -135,6 +138,39 @@ def test_the_merge_of_the_workflow_keeps_what_was_said(built: build.Built, pushe
     merged = manifest(host, "team/appliance", "merged").json()["manifests"]
     assert built.digest in [each["digest"] for each in merged]
     assert _inspect(f"{host}/team/appliance:merged", "{{json .SBOM}}")["SPDX"]["packages"]
+
+
+def test_platforms_are_merged_and_the_registry_tells_digest_and_size(
+    root: Path, job: build.Job, pushed: push.Pushed, host: str
+) -> None:
+    """Of two platforms the one that was pushed; the size is what a pull of it downloads."""
+    name = f"{host}/team/appliance"
+    assert push.merge(root, job.cell, name) == ("linux/amd64",)
+    row = published.ask(root, name, job.cell.id, None)
+    answer = manifest(host, "team/appliance", row.digest)
+    (own,) = [each for each in answer.json()["manifests"] if each["digest"] == pushed.manifest]
+    parts = manifest(host, "team/appliance", own["digest"]).json()
+    assert row.compressed_bytes == parts["config"]["size"] + sum(layer["size"] for layer in parts["layers"])
+    assert row.image == f"{name}:llama-cpu"
+    with pytest.raises(BuildError, match=f"the registry has no platform of {name}/qwen:llama-cpu"):
+        push.merge(root, job.cell, f"{name}/qwen")
+    with pytest.raises(BuildError, match="the registry does not have this image") as caught:
+        published.ask(root, name, job.cell.id, "qwen")
+    assert caught.value.exit_code == 60
+
+
+def test_the_image_of_a_model_is_pushed_as_it_is_here(
+    root: Path, job: build.Job, built: build.Built, host: str
+) -> None:
+    made = model.ModelImage(tag=job.tag, cell=job.cell.id, digest=built.digest, is_reused=True)
+    name = f"{host}/team/appliance/demo"
+    assert push.push_model(root, job.cell, made, docker.Engine(), name=name) == (
+        f"{name}:llama-cpu-amd64@{built.digest}"
+    )
+    assert manifest(host, "team/appliance/demo", built.digest).status_code == 200
+    other = replace(made, digest=f"sha256:{'0' * 64}")
+    with pytest.raises(BuildError, match="the registry does not have what was pushed"):
+        push.push_model(root, job.cell, other, docker.Engine(), name=name)
 
 
 def test_a_fresh_build_is_compared_with_what_was_published(

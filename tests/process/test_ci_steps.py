@@ -43,10 +43,13 @@ VALUES = {
     "github.server_url": "https://git.example",
     "github.token": "a-token",
     "inputs.cell": "llama-cpu",
+    "inputs.models": "demo qwen",
+    "inputs.models || 'demo qwen gemma gpt-oss'": "demo qwen",
     "inputs.only || '.*'": "llama-cpu",
     "matrix.arch": "amd64",
     "needs.build.outputs.amd64": DIGEST,
     "needs.build.outputs.arm64": "",
+    "needs.list.outputs.cells": '[{"cell": "llama-cpu"}]',
     "vars.REGISTRY": "registry.example/appliance",
 }
 
@@ -117,13 +120,15 @@ def asked(calls: list[str]) -> list[list[str]]:
 def test_a_cell_is_built_gated_and_pushed(place: Place) -> None:
     """The job `image / build` runs these steps. The build half itself accepts each command that they give it."""
     calls = ran(place, "image/build")
-    assert [words[0] for words in asked(calls)] == ["build", "verify", "build"]
+    assert [words[0] for words in asked(calls)] == ["build", "verify", "build", "build", "build"]
     address = "https://git.example/team/appliance"
     named = ["--source", address, "--url", address, "--vendor", "team"]
     for words in asked(calls):
         assert words[1:3] == ["--only", "llama-cpu"]
-        assert words[0] == "verify" or words[-6:] == named
+        assert words[0] == "verify" or " ".join(named) in " ".join(words)
         assert command.main([*words, "--dry-run"]) == 0
+    assert [words[words.index("--model") + 1 :][:1] for words in asked(calls)[3:]] == [["demo"], ["qwen"]]
+    assert ["--bake-weights" in words for words in asked(calls)] == [False, False, False, True, False]
     cache = "type=registry,ref=registry.example/appliance-cache:llama-cpu-amd64"
     assert asked(calls)[0][4:8] == ["--cache-from", cache, "--cache-to", f"{cache},mode=max"]
     assert place.lines("output") == [f"amd64={DIGEST}"]
@@ -150,6 +155,23 @@ def test_an_index_is_made_of_what_was_pushed(place: Place, kind: str, name: str,
     assert tags[2:] == [f"registry.example/appliance{tag}" for tag in more]
     assert words[-1] == f"registry.example/appliance@{DIGEST}"  # arm64 gave none
     assert place.lines("output") == [f"digest={DIGEST}"]
+
+
+def test_images_of_models_are_merged_of_what_was_built(place: Place) -> None:
+    calls = [line for line in ran(place, "image/merge") if "imagetools create" in line]
+    assert [line.rpartition("--tag ")[2] for line in calls[1:]] == [
+        f"registry.example/appliance/{name}:llama-cpu registry.example/appliance/{name}:llama-cpu-amd64"
+        for name in ("demo", "qwen")
+    ]
+
+
+def test_digests_and_sizes_are_proposed(place: Place) -> None:
+    calls = ran(place, "images/published")
+    words, rendered = asked(calls)
+    assert words[:5] == ["published", "--registry", "registry.example/appliance", "--only", "llama-cpu"]
+    assert command.main([*words, "--dry-run"]) == 0
+    assert rendered == ["render"]
+    assert [line for line in calls if line.startswith("gh pr create")]
 
 
 def test_the_cells_of_a_run_are_chosen_by_name(place: Place) -> None:

@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a cache to read, as docker buildx takes it: type=local,src=DIR; may be given several times"
     parser.add_argument("--cache-from", metavar="SPEC", action="append", default=[], help=about)
     parser.add_argument("--cache-to", metavar="SPEC", action="append", default=[], help="a cache to write, likewise")
-    about = "then push the image to this repository as :<cell>, with bill of materials and provenance; print the digest"
+    about = (
+        "then push the image to this repository as :<cell>, with bill of materials and provenance; print the digest. "
+        "With --model: that image, to REGISTRY/NAME/<model>"
+    )
     parser.add_argument("--push", metavar="REGISTRY/NAME", help=about)
     about = "also build appliance/NAME:<cell>, which fetches and serves weights of images/models/NAME.yaml"
     parser.add_argument("--model", metavar="NAME", help=about)
@@ -85,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
     for cell in cells:
         addresses.refuse_narrow(cell, addresses.here())
     wanted = with_toolkit(wanted, loaded, cells, engine, is_dry=False)
-    results = [_build_cell(cell, wanted, engine, archives, name) for cell in cells]
+    # With a model, its image is what is pushed: the cell was, or its layers go along.
+    results = [_build_cell(cell, wanted, engine, archives, None if models else name) for cell in cells]
     if models:
         results = [
             build_model(cell, result, engine, options, named, rung)

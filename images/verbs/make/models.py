@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from appliance.image_facts import Recipe
 from images import docker
 from images.build import build, model
+from images.ci import push
 from images.console import ROOT, progress
 from images.errors import UsageError
 from images.matrix import space
@@ -29,9 +30,6 @@ def models_of(options: argparse.Namespace, cells: Sequence[Cell]) -> list[tuple[
     if options.model is None:
         _refuse_without_model(options)
         return []
-    if options.push:
-        message = f"--push publishes cells, and --model makes an image of this machine: {options.model}"
-        raise UsageError(message, hint="push the cell; who pulls it makes the model image in a second")
     model.check_prefix(options.image_prefix)
     row = recipe.load(ROOT, options.model)
     rungs = [rung_of(options, row, cell.engine.files.serves) for cell in cells]
@@ -65,6 +63,7 @@ def build_model(
     has = f"has {rung.name} in it" if weights else f"takes one of {others} rungs when it starts"
     progress(cell.id, f"{'reused: ' if made.is_reused else ''}{made.tag} {has}")
     alias = model.set_alias(named.name, cell.id, engine, prefix) if options.alias else None
+    pushed = push.push_model(ROOT, cell, made, engine, name=f"{options.push}/{named.name}") if options.push else None
     return result | {
         "tag": made.tag,
         "cell_tag": result["tag"],
@@ -73,6 +72,7 @@ def build_model(
         "file": rung.files[0].path,
         "is_baked": weights is not None,
         "digest": made.digest,
+        "pushed": pushed,
     }
 
 

@@ -86,7 +86,6 @@ def test_what_is_about_a_model_needs_one(words: list[str], capsys: pytest.Captur
     ("words", "message"),
     [
         (["--model", "qwen", "--rung", "8b-q6", "--memory-mib", "1"], "--memory-mib chooses others: 1"),
-        (["--model", "qwen", "--push", "host/x"], "--push publishes cells"),
         (["--model", "qwen", "--rung", "8b-q7"], "qwen has no rung of that name: 8b-q7"),
         (["--model", "qwen", "--rung", "8b-bf16"], "8b-bf16 of qwen is safetensors, and this engine serves gguf"),
         (["--model", "qwen", "--memory-mib", "100"], "no weights of qwen fit into 100 MiB"),

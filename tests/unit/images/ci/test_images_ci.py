@@ -89,7 +89,7 @@ def test_actions_are_pinned_to_a_commit_and_say_where_it_is_from(project: Path) 
 def test_what_is_published_is_of_the_lock_or_not_at_all(project: Path) -> None:
     text = (project / ".github/workflows/image.yml").read_text("utf-8")
     builds = [line for line in text.splitlines() if "-m images build " in line]
-    assert len(builds) == 2
+    assert len(builds) == 3
     assert all(" --locked " in line for line in builds)
 
 

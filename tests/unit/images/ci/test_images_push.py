@@ -55,11 +55,6 @@ def test_a_bad_repository_is_refused_before_anything_is_built(capsys: pytest.Cap
     assert "host/app:latest" in capsys.readouterr().err
 
 
-def test_a_model_image_is_not_pushed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["build", "--only", "llama-cpu", "--push", "host/app", "--model", "demo"]) == 2
-    assert "push the cell" in capsys.readouterr().err
-
-
 def test_the_tag_names_the_architecture_only_where_there_are_two(project: Path) -> None:
     one, both = (matrix.select(matrix.load(project).cells, f"llama-cu130-sm{sm}")[0] for sm in (75, 90))
     assert push.tag_of(one, "linux/amd64") == "llama-cu130-sm75"

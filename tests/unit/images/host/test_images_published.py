@@ -12,7 +12,7 @@ from images.errors import MatrixError
 from images.host import published
 from images.rows import PROJECT
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "cell": "llama-cpu",
     "recipe": "qwen",
     "image": "ghcr.io/owner/appliance/qwen:llama-cpu",
@@ -62,3 +62,22 @@ def test_a_wrong_row_is_refused_with_its_place(tmp_path: Path, change: dict[str,
 def test_two_rows_of_one_image_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MatrixError, match="image is there twice: llama-cpu of qwen"):
         read(tmp_path, GOOD, {**GOOD, "image": "ghcr.io/other/appliance/qwen:llama-cpu"})
+
+
+def test_new_rows_replace_those_of_their_kind_and_comments_stay(tmp_path: Path) -> None:
+    old = read(tmp_path, GOOD, {**GOOD, "recipe": None})
+    newer = published.Published(**{**GOOD, "digest": f"sha256:{'1' * 64}"})
+    other = published.Published(**{**GOOD, "cell": "llama-cu130-sm90"})
+    text = published.text("# What this is.\nimages: []\n", published.merged(old, [other, newer]))
+    assert text.startswith("# What this is.\nimages:\n")
+    (tmp_path / "published.yaml").write_text(text)
+    found = published.load(tmp_path / "published.yaml", cells=["llama-cpu", "llama-cu130-sm90"], recipes=["qwen"])
+    assert [(row.cell, row.recipe) for row in found] == [
+        ("llama-cpu", None), ("llama-cpu", "qwen"), ("llama-cu130-sm90", "qwen")
+    ]  # fmt: skip
+    assert found[1].digest == newer.digest
+
+
+def test_without_rows_the_file_is_as_it_was() -> None:
+    before = (PROJECT / published.FILE).read_text("utf-8")
+    assert published.text(before, ()) == before
