@@ -1,4 +1,7 @@
-"""compose/one-api.yaml and new-api.yaml for real, with the fake of their API in place of both images."""
+"""compose/one-api.yaml and new-api.yaml for real, with the fake of their API in place of both images.
+
+With APPLIANCE_TEST_REAL_FRONTS=1 the images of the compose files are pulled instead, and their databases.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from tests.container.stages.containers import IMAGE, ROOT, volume
 from tests.ports import free_port
 
 FRONTS = ("one-api", "new-api")
+IS_REAL = os.environ.get("APPLIANCE_TEST_REAL_FRONTS") == "1"
 # As root the secrets are given to somebody else: no service is root.
 USER = os.getuid() or 1000
 PROGRAM = """#!/bin/sh
@@ -97,11 +101,12 @@ def front(name: str, fake_image: str, data: str, secrets: Path) -> Iterator[Fron
         os.chown(path, USER, -1)
     port = str(free_port())
     variables = {
-        "APPLIANCE_IMAGE": IMAGE, "ONE_API_IMAGE": fake_image, "NEW_API_IMAGE": fake_image,
-        "DATABASE_IMAGE": fake_image, "APPLIANCE_VOLUME": data, "APPLIANCE_USER": f"{USER}:0",
+        "APPLIANCE_IMAGE": IMAGE, "APPLIANCE_VOLUME": data, "APPLIANCE_USER": f"{USER}:0",
         "APPLIANCE_SECRETS": str(secrets), "ONE_API_HOST_PORT": port, "NEW_API_HOST_PORT": port,
         "APPLIANCE_TUNE": "off", "APPLIANCE_THREADS": "1",
     }  # fmt: skip
+    if not IS_REAL:
+        variables |= dict.fromkeys(("ONE_API_IMAGE", "NEW_API_IMAGE", "DATABASE_IMAGE"), fake_image)
     found = Front(name=name, project=f"appliance-test-{uuid.uuid4().hex[:8]}", variables=variables)
     try:
         yield found

@@ -143,7 +143,7 @@ def test_the_merge_of_the_workflow_keeps_what_was_said(built: build.Built, pushe
 def test_platforms_are_merged_and_the_registry_tells_digest_and_size(
     root: Path, job: build.Job, pushed: push.Pushed, host: str
 ) -> None:
-    """Of two platforms the one that was pushed; the size is what a pull of it downloads."""
+    """The index has the platform that was pushed, and the size is what a pull of it downloads."""
     name = f"{host}/team/appliance"
     assert push.merge(root, job.cell, name) == ("linux/amd64",)
     row = published.ask(root, name, job.cell.id, None)

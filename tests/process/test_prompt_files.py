@@ -118,7 +118,7 @@ def test_a_damaged_file_is_passed_over_and_removed(copied: Rig, spoil: Spoil, se
 
 
 def test_the_next_best_file_is_read_if_the_best_is_damaged(copied: Rig) -> None:
-    """Of two files of one prompt the smaller one is looked at first, and a cut one is smaller."""
+    """A file that is cut is smaller, so it is looked at first."""
     whole = file_of(copied, FIRST)
     half = whole.read_bytes()[: whole.stat().st_size * 3 // 4]
     (copied.folder / "0.none.0000000000000000.prompt").write_bytes(half)

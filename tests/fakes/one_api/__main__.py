@@ -4,7 +4,7 @@
 
 Prints its port at once and listens on it `--up-after` seconds later. What it does is read off the forks' code
 (QuantumNous/new-api controller/channel.go at 029ddd4f, controller/token.go at 0533f389, controller/setup.go at
-17795c94, controller/user.go at 0089a12f); neither was run.
+17795c94, controller/user.go at 0089a12f); neither was run. README.md compares it with one-api, route by route.
 Failures are HTTP 200 with `success: false`; a route without its trailing slash is a redirect; a created channel's
 answer has no id, and names are not unique; a search is by the beginning of a name. `GET /fake/state` shows everything.
 Only the standard library is used.
@@ -237,10 +237,11 @@ class Handler(BaseHTTPRequestHandler):
         return self.accept(None)
 
     def search(self, rows: list[dict[str, Any]]) -> None:
-        """Answer rows whose name begins with the keyword, or whose id it is. Keys of channels are left out; new forks
-        mask keys of tokens."""
+        """Answer rows whose name begins with the keyword, and the channel whose id it is. Keys of channels are left
+        out; new forks mask keys of tokens."""
         wanted = self.query.get("keyword", "")
-        found = [row for row in reversed(rows) if row["name"].startswith(wanted) or str(row["id"]) == wanted]
+        by_id = wanted if rows is self.state.channels else None
+        found = [row for row in reversed(rows) if row["name"].startswith(wanted) or str(row["id"]) == by_id]
         shown = [self.shown(row) for row in found]
         if not self.state.is_new or (self.state.knobs.old and rows is self.state.tokens):
             return self.accept(shown)
@@ -272,8 +273,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.state.is_new and not self.state.knobs.old and "status" in given:
             return self.refuse("无效的参数")
         found = next((row for row in self.state.channels if row["id"] == given.get("id")), None)
-        if found is None:
-            return self.refuse("record not found")
+        if found is None:  # one-api changes no row, and answers with what it was given
+            return self.refuse("record not found") if self.state.is_new else self.accept(given)
         found |= {name: value for name, value in given.items() if value not in ("", 0, None) or name in ("base_url",)}
         return self.accept(self.shown(found))
 
@@ -284,8 +285,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def add_token(self) -> None:
         given = self.json()
-        if len(given["name"]) > 30:
-            return self.refuse("令牌名称过长")
+        if len(given["name"].encode()) > (50 if self.state.is_new else 30):
+            return self.refuse("令牌名称过长" if self.state.is_new else "参数错误：令牌名称过长")
         if self.state.collisions:
             self.state.collisions -= 1
             return self.refuse('ERROR: duplicate key value violates unique constraint "tokens_pkey"')
