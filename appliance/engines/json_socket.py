@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -9,6 +10,8 @@ import aiohttp
 
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
+
+_CLOSE = {"Connection": "close"}
 
 
 class JsonSocket:
@@ -27,6 +30,17 @@ class JsonSocket:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._session.close()
+
+    async def exchange(self, route: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        """Post `body`; return the status and the whole body of the answer, also of a stream and of a refusal. Raises
+        EngineNotReadyError (43) if the engine breaks off."""
+        try:
+            # An engine may end the connection of a stream: kept for the next request, that one may find it closing.
+            async with self._session.post(f"http://engine{route}", json=body, headers=_CLOSE) as reply:
+                return reply.status, await reply.read()
+        except aiohttp.ClientError as error:
+            message = f"engine broke off {route} while {self._doing}: {type(error).__name__}: {error}"
+            raise EngineNotReadyError(message) from error
 
     async def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post `body` and return the answer. Raises EngineNotReadyError (43) if the engine refuses or breaks off, or if
