@@ -495,6 +495,7 @@ class Settings:
         "whether a model whose chat template has a switch reasons before it answers, unless a request says it. "
         "auto: the template's default",
         "on|off|auto",
+        is_rare=True,
     )
     engine_arg: tuple[str, ...] = _setting(
         _engine_arguments,

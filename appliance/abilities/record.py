@@ -72,8 +72,8 @@ class Abilities:
         yield f"abilities of this model here: {self.describe()}"
         yield from (f"  {row.describe()}" for row in self.rows if row.result is Result.FAILED)
 
-    def as_document(self) -> list[dict[str, Any]]:
-        return [{**asdict(row), "result": row.result} for row in self.rows]
+    def as_document(self) -> dict[str, Any]:
+        return {"summary": self.describe(), "rows": [{**asdict(row), "result": row.result} for row in self.rows]}
 
 
 def digest_of(*parts: object) -> str:

@@ -11,14 +11,16 @@ import aiohttp
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
 
-_CLOSE = {"Connection": "close"}
-
 
 class JsonSocket:
-    """HTTP session, to be used as a context manager. Error messages name the purpose `doing`."""
+    """HTTP session, to be used as a context manager. Error messages name the purpose `doing`.
 
-    def __init__(self, command: Command, *, doing: str) -> None:
-        connector = aiohttp.UnixConnector(path=str(command.socket_path), limit=0)
+    Without `keeps_connections` each request has its own: an engine may end that of a stream, which the next request
+    would find closing.
+    """
+
+    def __init__(self, command: Command, *, doing: str, keeps_connections: bool = True) -> None:
+        connector = aiohttp.UnixConnector(path=str(command.socket_path), limit=0, force_close=not keeps_connections)
         # No timeout: a slow answer is not an error here, and the supervisor finds an engine that hangs.
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         self._doing = doing
@@ -35,8 +37,7 @@ class JsonSocket:
         """Post `body`; return the status and the whole body of the answer, also of a stream and of a refusal. Raises
         EngineNotReadyError (43) if the engine breaks off."""
         try:
-            # An engine may end the connection of a stream: kept for the next request, that one may find it closing.
-            async with self._session.post(f"http://engine{route}", json=body, headers=_CLOSE) as reply:
+            async with self._session.post(f"http://engine{route}", json=body) as reply:
                 return reply.status, await reply.read()
         except aiohttp.ClientError as error:
             message = f"engine broke off {route} while {self._doing}: {type(error).__name__}: {error}"
