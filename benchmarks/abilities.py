@@ -1,7 +1,7 @@
 """Abilities by chat template: the suite of a served model, with random weights, on the bare engine and on ours.
 
-Random weights say nothing by themselves, so only rows that need no judgement are asked: a grammar makes their answers, or the
-prompt alone is looked at. Each template of a folder is given to the engine with a made-up model of a vocabulary of
+Random weights say nothing by themselves, so only rows that need no judgement are asked: a grammar makes their answers, or
+the prompt alone is looked at. Each template of a folder is given to the engine with a made-up model of a vocabulary of
 bytes. What a template has no notation for is `not offered`, as in a start of the appliance.
 
     python3 -m benchmarks.abilities --templates llama.cpp/models/templates --engine bare=DIR --engine ours=DIR
@@ -51,7 +51,7 @@ async def _never() -> bool:
 @contextmanager
 def engine(folder: Path, model: Path, template: Path, socket_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     argv = [str(folder / "llama-server"), "-m", str(model), "--host", str(socket_path), "-c", str(CONTEXT), "-np", "1"]
-    argv += ["-t", "2", "--chat-template-file", str(template)]
+    argv += ["-t", "1", "--chat-template-file", str(template)]
     socket_path.unlink(missing_ok=True)
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 CHECK_AFTER_S = 60.0  # idle time before a row
 LIMIT_S = 600.0  # of all rows in one start, interrupted ones included: the next start continues
 LEAST_CONTEXT = 2048  # prompt and answer of the longest row, with a token for two characters
-DEATHS_MAX = 2  # of the engine, in one start: then the check is left to the next one
+BREAKS_MAX = 2  # times that the engine breaks off, in one start: then the check is left to the next one
 LOOK_EVERY_S = 1.0  # for an engine that is away
 _DIED_WITHIN_S = 2.0  # the supervisor notes the death of an engine within this time
 
@@ -49,7 +49,7 @@ class AbilityCheck:
         self._alone = alone
         self._after_s = min(after_s, served.settings.idle_s)
         self._left_s = limit_s
-        self._deaths = 0
+        self._breaks = 0
         self._is_told = False
 
     @property
@@ -116,12 +116,11 @@ class AbilityCheck:
             found: Ability = checking.result()
         except EngineNotReadyError:
             await asyncio.sleep(_DIED_WITHIN_S)
-            self._left_s -= _DIED_WITHIN_S
+            self._breaks += 1
+            if self._breaks == BREAKS_MAX:
+                self._left_s = 0.0
             if supervisor is None or supervisor.crash is crash_before:
                 return None
-            self._deaths += 1
-            if self._deaths == DEATHS_MAX:
-                self._left_s = 0.0
             reason, then = "the engine ended while it answered", "leave such requests out: they end every answer"
             return Ability(name=row.name, whole=Result.FAILED, streamed=Result.FAILED, reason=reason, then=then)
         return found
