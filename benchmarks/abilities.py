@@ -1,8 +1,8 @@
 """Abilities by chat template: the suite of a served model, with random weights, on the bare engine and on ours.
 
-Random weights say nothing by themselves, so only rows that need no judgement are asked: a grammar makes their answers, or
-the prompt alone is looked at. Each template of a folder is given to the engine with a made-up model of a vocabulary of
-bytes. What a template has no notation for is `not offered`, as in a start of the appliance.
+Random weights say nothing by themselves, so only rows that need no judgement are asked: a grammar makes their answers,
+or the prompt alone is looked at. Each template of a folder is given to the engine with a made-up model, whose
+vocabulary is of bytes. What a template has no notation for is `not offered`, as in a start of the appliance.
 
     python3 -m benchmarks.abilities --templates llama.cpp/models/templates --engine bare=DIR --engine ours=DIR
 

@@ -140,7 +140,7 @@ def _row(
 
 _FORCED: Body = {"tool_choice": "required", "parallel_tool_calls": False}
 _ASK_WEATHER = _said("What is the weather in Paris for the next 2 days? Use the tool.")
-_BOTH = {**WEATHER, **CLOCK}
+BOTH = {**WEATHER, **CLOCK}
 _NAMED: Body = {"parallel_tool_calls": False, "tool_choice": {"type": "function", "function": {"name": "get_time"}}}
 _OTHER_TEMPLATE = "name another template with --chat-template-file"
 
@@ -165,7 +165,7 @@ ROWS = (
     _row(
         "tool_named",
         "tool_choice with one of two tools",
-        {**_ASK_WEATHER, "tools": _tools(_BOTH), **_NAMED},
+        {**_ASK_WEATHER, "tools": _tools(BOTH), **_NAMED},
         judge=judge.forced_call,
         tools=CLOCK,
         then='send that tool alone with tool_choice "required"',

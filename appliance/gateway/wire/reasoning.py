@@ -30,7 +30,7 @@ def switch(*, is_on: bool) -> dict[str, bool]:
 
 
 def with_template_words(body: bytes) -> bytes:
-    """Return a request of Anthropic's dialect with `chat_template_kwargs` made of `thinking` and `output_config.effort`.
+    """Return a request of Anthropic's dialect with its `thinking` and `output_config.effort` as `chat_template_kwargs`.
 
     Every other byte stays. A request that says nothing of them, or that has `chat_template_kwargs`, is unchanged; so is
     one that is no JSON object, which the engine refuses.
