@@ -102,9 +102,9 @@ def test_a_broken_call_fails_and_is_told_without_its_text(home: Home) -> None:
         warned = {event["ability"] for event in serving.events if event["event"] == "ability_failed"}
         assert warned == {name for name in NAMES if found[name]["result"] == "failed"}
         assert SECRET not in serving.text
-    plan = home.command("plan", **settings).stdout
+    plan = home.command("plan", beside=None, **settings).stdout
     assert "tool_forced: failed (the call's arguments are no JSON)" in plan
-    document = json.loads(home.command("plan", "--json", **settings).stdout)
+    document = json.loads(home.command("plan", "--json", beside=None, **settings).stdout)
     assert [row["name"] for row in document["abilities"]["rows"]] == NAMES
 
 

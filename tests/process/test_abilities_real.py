@@ -20,14 +20,14 @@ def test_random_weights_pass_all_that_needs_no_judgement(tmp_path: Path) -> None
     write_gguf(home.data / "models/model.gguf", shape, quantization="Q8_0", with_data=True)
     template = str(TEMPLATES / "qwen3.jinja")
     settings = {"chat_template_file": template, "ctx_size": "4096", "threads": "1", "parallel": "1"}
-    assert home.command("tune", budget_s="5", **settings).returncode == 0
+    assert home.command("tune", beside=None, budget_s="5", **settings).returncode == 0
     with home.serving(**QUICK, **settings) as serving:
         serving.wait_ready()
         found = {name: row["result"] for name, row in all_rows(serving).items()}
         assert listed(serving)["abilities"] == found
     assert {found[name] for name in SURE} == {"passed"}, found
     assert {found[name] for name in CHOSEN} == {"not judged"}
-    words = home.command("plan", **QUICK, **settings).stdout
+    words = home.command("plan", beside=None, **QUICK, **settings).stdout
     assert "abilities of this model here: " in words
 
 
@@ -36,7 +36,7 @@ def test_the_demo_model_has_no_tools(tmp_path: Path) -> None:
     home = real_home(tmp_path / "home")
     (home.data / "models/demo.gguf").symlink_to(demo)
     settings = {"ctx_size": "4096", "parallel": "1"}
-    assert home.command("tune", budget_s="5", **settings).returncode == 0
+    assert home.command("tune", beside=None, budget_s="5", **settings).returncode == 0
     with home.serving(**QUICK, **settings) as serving:
         serving.wait_ready()
         found = {name: row["result"] for name, row in all_rows(serving).items()}

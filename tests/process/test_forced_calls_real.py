@@ -20,7 +20,7 @@ from tests.process.stages.engine import find_engine, plain_environment
 from tests.shapes import SMALL, write_gguf
 
 TEMPLATES = Path(__file__).parents[1] / "data/templates"
-WITH_TOOLS = ("qwen3", "qwen3.5", "gemma-4", "gpt-oss", "demo-with-tools")
+WITH_TOOLS = ("qwen3", "qwen3.5", "gemma-4", "gpt-oss", "glm-4.6", "kimi-k2", "deepseek-v3.2", "demo-with-tools")
 WITHOUT_TOOLS = ("demo", "gemma-2")
 TOKENS = 400  # a byte each
 SEEDS = range(6)  # until one ends before its tokens do: random weights may begin thoughts, which they never end

@@ -98,7 +98,7 @@ def test_a_stream_makes_the_same_answer_as_a_whole_one() -> None:
     message = {"content": "a\u2028b", "reasoning": "r", "tool_calls": [{"function": function}]}
     begin = {"index": 0, "function": {"name": "write_note", "arguments": ""}}
     parts = [{"index": 0, "function": {"arguments": each}} for each in arguments]
-    deltas = [
+    deltas: list[dict[str, Any]] = [
         {"reasoning_content": "r"},
         {"content": "a\u2028b"},
         *({"tool_calls": [part]} for part in [begin, *parts]),
