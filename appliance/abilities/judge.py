@@ -13,6 +13,7 @@ from appliance.abilities.record import Result
 
 # What models of the usual families write around their reasoning; in a text they are left over.
 _MARKS = re.compile(r"</?think(?:ing)?>|\[/?THINK\]|<\|channel\|>|<\|START_THINKING\|>|<seed:think>|◁/?think▷")
+LEFT_OVER = "the marks of reasoning are left in the text"
 _KINDS: Mapping[str, type] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
 
 
@@ -119,14 +120,14 @@ def uses_result(answer: Answer, _: Schemas, *, word: str) -> Verdict:
 
 def reasoning(answer: Answer, _: Schemas) -> Verdict:
     if _MARKS.search(answer.text):
-        return failed("the marks of reasoning are left in the text")
+        return failed(LEFT_OVER)
     return PASSED if answer.reasoning.strip() else not_judged("the model did not reason")
 
 
 def no_reasoning(answer: Answer, _: Schemas) -> Verdict:
     if answer.reasoning.strip():
         return failed("it reasons, though reasoning was turned off")
-    return PASSED
+    return failed(LEFT_OVER) if _MARKS.search(answer.text) else PASSED
 
 
 def structured(answer: Answer, _: Schemas, *, schema: Mapping[str, Any]) -> Verdict:

@@ -70,6 +70,7 @@ def test_reasoning_is_apart_or_left_in_the_text() -> None:
     assert judge.reasoning(answer(text="No."), {}).result is Result.NOT_JUDGED
     assert judge.reasoning(answer(text="</think>No.", reasoning="7"), {}).result is Result.FAILED
     assert judge.no_reasoning(answer(text="No.", reasoning="7"), {}).result is Result.FAILED
+    assert judge.no_reasoning(answer(text="</think>No."), {}).result is Result.FAILED
     assert judge.no_reasoning(answer(text="No."), {}) == judge.PASSED
 
 
