@@ -6,22 +6,12 @@ Both engines read OpenAI's fields themselves. Of Anthropic's they read at most t
 
 from __future__ import annotations
 
-import codecs
 import json
 from typing import Any
 
-import msgspec
+from appliance.documents import fields_in
 
 _THINKS = {"enabled": True, "adaptive": True, "disabled": False}
-
-
-class _Asked(msgspec.Struct):
-    thinking: object = None
-    output_config: object = None
-    chat_template_kwargs: object = None
-
-
-_ASKED = msgspec.json.Decoder(_Asked)
 
 
 def switch(*, is_on: bool) -> dict[str, bool]:
@@ -37,20 +27,17 @@ def with_template_words(body: bytes) -> bytes:
     """
     if b'"thinking"' not in body and b'"output_config"' not in body:
         return body
-    try:
-        asked = _ASKED.decode(body.removeprefix(codecs.BOM_UTF8))
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return body
-    words = _words(asked)
-    if not words or asked.chat_template_kwargs is not None:
+    asked = fields_in(body, "thinking", "output_config", "chat_template_kwargs")
+    words = _words(asked.get("thinking"), asked.get("output_config"))
+    if not words or asked["chat_template_kwargs"] is not None:
         return body
     begin = body.index(b"{") + 1
     return b'%b"chat_template_kwargs":%b,%b' % (body[:begin], json.dumps(words).encode(), body[begin:])
 
 
-def _words(asked: _Asked) -> dict[str, Any]:
-    kind = asked.thinking.get("type") if isinstance(asked.thinking, dict) else None
-    effort = asked.output_config.get("effort") if isinstance(asked.output_config, dict) else None
+def _words(thinking: object, output_config: object) -> dict[str, Any]:
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    effort = output_config.get("effort") if isinstance(output_config, dict) else None
     is_on = _THINKS.get(kind) if isinstance(kind, str) else None
     return {
         **({} if is_on is None else switch(is_on=is_on)),
