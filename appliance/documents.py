@@ -52,6 +52,24 @@ def model_in(data: bytes) -> str | None:
     return name if isinstance(name, str) else None
 
 
+@cache
+def _some(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
+    fields: list[Any] = [(name, object, None) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct("Some", fields))
+
+
+def fields_in(data: bytes, *names: str) -> dict[str, Any]:
+    """Return these fields of a JSON object; None for one that it does not have. Empty if it is no JSON object.
+
+    Every other field is skipped, as in `model_in`.
+    """
+    try:
+        found = _some(names).decode(data.removeprefix(codecs.BOM_UTF8))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return {}
+    return msgspec.structs.asdict(found)
+
+
 def has_too_many_values(data: bytes) -> bool:
     """True if reading this JSON would block the process for long: 64 MiB of empty lists take 8 s. Counts commas and
     opening brackets, also the few inside of strings."""

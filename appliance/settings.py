@@ -278,7 +278,8 @@ POOLINGS = ("none", "mean", "cls", "last", "rank")
 ENGINE_SETTINGS = frozenset({
     "allow_disk", "cache_disk_mib", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model",
     "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "numa",
-    "parallel", "pooling", "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch",
+    "parallel", "pooling", "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "thinking",
+    "threads", "ubatch",
 })  # fmt: skip
 
 
@@ -309,7 +310,7 @@ OF_PROCESS = frozenset({
 # Settings that are about one model: as a flag or variable they are those of the first model only.
 OF_ONE_MODEL = (
     "alias", "chat_template_file", "ctx_size", "draft_model", "engine_arg", "gpu_layers", "lora", "mmproj", "model",
-    "n_cpu_moe", "pooling", "reasoning_format", "rope_scaling", "speculation",
+    "n_cpu_moe", "pooling", "reasoning_format", "rope_scaling", "speculation", "thinking",
 )  # fmt: skip
 
 
@@ -488,6 +489,14 @@ class Settings:
         "FORMAT",
         is_rare=True,
     )
+    thinking: str = _setting(
+        _one_of("auto", "on", "off"),
+        "auto",
+        "whether a model whose chat template has a switch reasons before it answers, unless a request says it. "
+        "auto: the template's default",
+        "on|off|auto",
+        is_rare=True,
+    )
     engine_arg: tuple[str, ...] = _setting(
         _engine_arguments,
         (),
@@ -544,6 +553,14 @@ class Settings:
         "SECONDS",
     )
     budget_s: float = _setting(_seconds(5, 86400), 120.0, "time limit for measuring", "SECONDS")
+    check_abilities: bool = _setting(
+        _switch,
+        True,
+        "check in idle time, after measuring, what this model can do here: tool calls, reasoning, documents "
+        "(with tune off: never)",
+        "on|off",
+        is_rare=True,
+    )
     receipts: str = _setting(
         _one_of("asked", "always", "off"),
         "asked",

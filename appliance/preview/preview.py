@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
+from appliance.abilities import Abilities
+from appliance.abilities.kept import KeptAbilities
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError, ModelAwayError
 from appliance.model import Model
@@ -45,6 +47,7 @@ class Preview:
     space: Space
     profile: Profile | None = None
     status: ProfileStatus | None = None
+    abilities: Abilities | None = None  # that were checked on this machine
     fetches: Option | None = None  # the candidate that a start would fetch first
     shape: PublishedShape | None = None  # planned instead of a file
     stand: Stand | None = None  # stands for an image that is not here
@@ -181,12 +184,14 @@ def preview_of(start: StartInputs) -> Preview:
         start = replace(start, warnings=(*start.warnings, why_smaller(kills, most_mib)))
     profile = store.peek(start.key)
     kv_checks = profile.kv_checks if profile else ()
+    kept = KeptAbilities(start.settings.profiles_dir, start.key.id, lambda _: None).load(start.abilities_digest)
+    abilities = kept if kept.rows else None
     space = start.space(kv_checks)
     picked = pick(profile, start.settings.mode, space) if profile else None
     if profile is not None and isinstance(picked, Picked):
         status = store.status(profile)
-        return Preview(plan=picked.plan, start=start, space=space, profile=profile, status=status)
-    return Preview(plan=space.predicted, start=start, space=space)
+        return Preview(plan=picked.plan, start=start, space=space, profile=profile, status=status, abilities=abilities)
+    return Preview(plan=space.predicted, start=start, space=space, abilities=abilities)
 
 
 def _preview_away(contents: ImageContents, offered: Option, machine: UsableMachine) -> Preview:

@@ -42,6 +42,8 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
         "profile": profile.key.id if profile else None,
         "standing": status.as_document() if status else None,
     }
+    if found.abilities:
+        document["abilities"] = found.abilities.as_document()
     if fetches:
         document["fetches"] = {"model": fetches.candidate.name, "bytes": fetches.candidate.missing_bytes}
     if stand := found.stand:
@@ -65,6 +67,7 @@ def plan_text(
         *_subject(found, machine),
         *_expert_cache(found),
         *_origin(found),
+        *(found.abilities.lines() if found.abilities else ()),
         f"\nreasons, in the order of decision\n{_indented(explain(found.plan, is_verbose=is_verbose))}\n",
         f"settings\n{_indented(explain_settings(found.start.settings))}",
     ))  # fmt: skip

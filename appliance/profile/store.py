@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -130,13 +131,14 @@ class ProfileStore:
         return not (profile.disturbance and old is not None and old.disturbance is None)
 
     def forget(self, id_: str) -> Removed:
-        """Remove the profile with its pin, marks, partial results, memory peaks and memory kills.
+        """Remove the profile with its pin, marks, partial results, memory peaks, memory kills and abilities.
 
-        Works for a damaged profile, for one of another schema and, if there are peaks or kills, without a profile.
+        Works for a damaged profile, for one of another schema and, if there is one of the others, without a profile.
         Needs no free space. The pin is removed first: if the process ends in between, an unpinned profile is left. A
         pin without a profile would pass to a later profile of the same key.
         """
-        there = {*self._files.ids(), *self._files.ids(".peak"), *self._files.ids(".kills")}
+        beside = {suffix: self._files.ids(suffix) for suffix in (".peak", ".kills", ".abilities")}
+        there = {*self._files.ids(), *chain.from_iterable(beside.values())}
         name = _only_one([each for each in there if each.startswith(id_)], id_)
         path = self._files.path(name)
         with self._files.locked(name), refusing(f"profile cannot be removed: {path}"):
@@ -148,6 +150,7 @@ class ProfileStore:
             self._unfinished.forget(name)
             self._peaks.forget(name)
             self._kills.forget(name)
+            self._files.remove(self._files.path(name, ".abilities"))
             self._files.remove(path)
             self._files.sync()
         return Removed(id=name, alias=profile.plan.alias if profile else None, was_pinned=was_pinned)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import time
 
+from appliance.abilities import digest_of
 from appliance.engines.engine import Engine, Inputs, Install, Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model, digest, find_model, read_draft, read_model, with_projector
@@ -46,6 +47,15 @@ class StartInputs:
     def settings(self) -> Settings:
         """The settings of this start; the engine's folder is always filled in."""
         return self.inputs.settings
+
+    @property
+    def abilities_digest(self) -> str:
+        """Digest of what a model's abilities depend on beside the key of its profile."""
+        settings, facts = self.inputs.settings, self.inputs.facts
+        return digest_of(
+            facts.version, facts.build, self.inputs.model.chat_template, settings.thinking, settings.reasoning_format,
+            settings.engine_arg,
+        )  # fmt: skip
 
     def space(self, kv_checks: Sequence[KvCheck] = ()) -> Space:
         """Build all plans.

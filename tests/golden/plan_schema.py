@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from appliance.abilities import Ability, Result
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from appliance.engines.vllm.planning.arguments.launch import VllmLaunch
 from appliance.plan import Head, LargerContext, Plan
@@ -49,6 +50,11 @@ def _root() -> dict[str, Any]:
         "plan": {"$ref": "#/$defs/Plan"},
         "profile": {"anyOf": [_text("id of the profile that it comes from"), _NULL], "description": "null: predicted"},
         "standing": {"anyOf": [_of_status(), _NULL], "description": "of that profile"},
+        "abilities": _object(
+            "what this model was seen to do here; absent before the first check",
+            summary=_text(),
+            rows={"type": "array", "items": _of_ability()},
+        ),
         "fetches": _object("what a start fetches first", model=_text(), bytes={"type": "integer"}),
         "warnings": {
             "type": "array",
@@ -74,6 +80,12 @@ def _root() -> dict[str, Any]:
         "properties": properties,
         "required": ["schema", "head", "larger_contexts", "to_measure", "plan", "profile", "standing", "argv"],
     }
+
+
+def _of_ability() -> dict[str, Any]:
+    result = {"enum": [*map(str, Result)]}
+    words = {name: _text() for name in Ability.__dataclass_fields__}
+    return _object("one ability", **words | {"whole": result, "streamed": result, "result": result})
 
 
 def _of_status() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tests.process.stages.engine import find_engine, plain_environment
 from tests.shapes import SMALL, write_gguf
 
 TEMPLATES = Path(__file__).parents[1] / "data/templates"
-WITH_TOOLS = ("qwen3", "qwen3.5", "gemma-4", "gpt-oss", "demo-with-tools")
+WITH_TOOLS = ("qwen3", "qwen3.5", "gemma-4", "gpt-oss", "glm-4.6", "kimi-k2", "deepseek-v3.2", "demo-with-tools")
 WITHOUT_TOOLS = ("demo", "gemma-2")
 TOKENS = 400  # a byte each
 SEEDS = range(6)  # until one ends before its tokens do: random weights may begin thoughts, which they never end
@@ -168,3 +168,14 @@ def test_a_template_without_tools_takes_them_all_the_same(unable: Engine) -> Non
     """`auto` promises no call: such a template may ignore the tools."""
     status, body = unable.post("/v1/chat/completions", asked("auto", 0, max_tokens=4))
     assert status == 200, body
+
+
+def test_a_budget_of_none_ends_reasoning_at_once(model: Path) -> None:
+    """The prompt of DeepSeek R1 goes on after the start tag, by a line: the end tag is forced after it, whole."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 40, "temperature": 0}
+    with serving(model, "deepseek-r1") as engine:
+        status, answer = engine.post("/v1/chat/completions", {**body, "reasoning_budget_tokens": 0})
+    assert status == 200, answer
+    message = json.loads(answer)["choices"][0]["message"]
+    assert message["content"]
+    assert not (message.get("reasoning_content") or "").strip()

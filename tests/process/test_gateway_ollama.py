@@ -139,7 +139,7 @@ def test_what_the_engine_is_asked(stage: Stage, client: ollama.Client) -> None:
         "max_tokens": 3,
         "stop": ["."],
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
-        "chat_template_kwargs": {"enable_thinking": False},
+        "chat_template_kwargs": {"enable_thinking": False, "thinking": False},
     }
     client.generate("small", "what is it?", images=[base64.b64decode(PIXEL)], system="be brief", format="json")
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}

@@ -60,13 +60,16 @@ MAY_IMPORT = {
     "engines": {"probe", "model", "settings", "plan", "run"},
     "tune": {"probe", "settings", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
+    "abilities": {"engines", "profile"},
     "supervisor": set(),
     "fleet": set(),
     "gateway": set(),
     "weights": {"volume", "model", "settings"},
-    "start": {"weights", "probe", "model", "settings", "plan", "engines", "profile"},
+    "start": {"abilities", "weights", "probe", "model", "settings", "plan", "engines", "profile"},
     "selection": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start"},
-    "preview": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start", "selection"},
+    "preview": {
+        "abilities", "weights", "probe", "model", "settings", "plan", "engines", "profile", "start", "selection",
+    },
     "serve": {
         "start",
         "selection",
@@ -83,6 +86,7 @@ MAY_IMPORT = {
         "gateway",
         "fleet",
         "doctor",
+        "abilities",
     },
     "doctor": {
         "volume",

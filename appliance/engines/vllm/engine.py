@@ -31,7 +31,7 @@ from appliance.probe import GpuProbe, Hardware
 
 SETTINGS = frozenset({
     "chat_template_file", "devices", "engine_arg", "kv_type", "mmproj", "nodes", "parallel", "reserve_mib",
-    "rope_scaling", "speculation", "threads", "ubatch",
+    "rope_scaling", "speculation", "thinking", "threads", "ubatch",
 })  # fmt: skip
 
 

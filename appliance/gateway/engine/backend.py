@@ -44,6 +44,7 @@ class ListedModel:
     parameters: int | None = None
     vocabulary: int | None = None
     embedding_length: int | None = None
+    abilities: tuple[tuple[str, str], ...] = ()  # checked ones with their results
 
     @property
     def names(self) -> tuple[str, ...]:

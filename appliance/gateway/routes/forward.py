@@ -30,7 +30,9 @@ from appliance.gateway.engine.upstream_pool import UpstreamPool
 from appliance.gateway.routes.metrics import CLIENT_LEFT, FAILED
 from appliance.gateway.wire import api_error, events, headers, receipts
 from appliance.gateway.wire.api_error import ApiError
+from appliance.gateway.wire.mcp import refuse_mcp
 from appliance.gateway.wire.model_name import with_model, without_fields
+from appliance.gateway.wire.reasoning import with_template_words
 from appliance.keep_alive import parse_keep_alive
 from appliance.race import first_of
 
@@ -235,6 +237,10 @@ class EngineEndpoint:
         body = await unless_over(reading, must_end=must_end)
         if self._route.fault is not None and (why := self._route.fault(body)) is not None:
             raise ApiError(400, "invalid_request", why)
+        if self._route.can_stream:
+            refuse_mcp(body)
+        if self._route.dialect == "anthropic":
+            body = with_template_words(body)
         serving = self._through_gate(scope, body, reply, exchange)
         await unless_over(serving, until_client_left(receive), must_end=must_end)
 

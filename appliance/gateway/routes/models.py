@@ -169,6 +169,7 @@ def entry(model: ListedModel) -> dict[str, Any]:
         "quantization": model.quantization,
         "format": model.format,
         "adapters": [{"name": name, "scale": scale} for name, scale in model.adapters] or None,
+        "abilities": dict(model.abilities),
     })  # fmt: skip
 
 

@@ -70,6 +70,7 @@ class Status:
     vram_mib: float | None
     allocated_mib: float | None
     tuning: str | None
+    abilities: str | None  # counts of what was checked, and what failed
     fetch: dict[str, Any] | None
     uptime_s: float | None
     restarts: int | None
@@ -115,6 +116,7 @@ def query_status(client: APIClient, found: Found) -> Status:
         vram_mib=sum(mib for _, mib in devices) if devices is not None else None,
         allocated_mib=sum(parts) if parts else None,
         tuning=told.get("tuning"),
+        abilities=(told.get("abilities") or {}).get("summary"),
         fetch=told.get("fetch"),
         uptime_s=_seconds_since(state["StartedAt"]) if is_running else None,
         restarts=told.get("engine_restarts"),
@@ -170,6 +172,7 @@ def as_text(status: Status) -> str:
         "mode": f"{status.mode}, context {status.context or 0:,}" if status.mode else "",
         "memory": _memory(status),
         "tuning": status.tuning or "",
+        "abilities": status.abilities or "",
         "uptime": duration(status.uptime_s) if status.uptime_s is not None else "",
         "restarts": f"{status.restarts} of the engine" if status.restarts else "",
         "endpoint": status.endpoint or "",

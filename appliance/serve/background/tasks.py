@@ -44,7 +44,12 @@ class BackgroundTasks:
                 ended.result()  # neither ends but by an error
 
     async def _run(self, backend: Backend) -> None:
+        from appliance.serve.background.ability_check import AbilityCheck, is_wanted  # here: no start needs it
+
         served = self._served
+        abilities = AbilityCheck(served, alone=self._alone)
+        if is_wanted(served):
+            await abilities.load()
         await self._unless_hurried(self._know_machine(backend))
         while True:
             if served.modes.wanted is not None:
@@ -56,6 +61,7 @@ class BackgroundTasks:
                 await first_of(served.sharing.is_alone.wait(), served.modes.is_wanted.wait())
                 continue
             await self._unless_switched(self._know_machine(backend))
+            await self._unless_hurried(abilities.run(backend.traffic))
             await self._unless_hurried(self._look_at_machine(backend))
             if served.settings.tune != "idle" or not needs_measuring(served):
                 served.tuning.wanted_now.clear()

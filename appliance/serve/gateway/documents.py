@@ -74,6 +74,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "memory_prediction_error": profile.prediction_error if profile else None,
         "slow_beside": served.slow_beside,
         "losses": [asdict(loss) for loss in losses_of(served)],
+        "abilities": served.abilities.as_document() if served.abilities and served.abilities.rows else None,
         "watts": served.meter.watts,
         "energy": _energy(served),
         "gpu_memory": _gpu_memory(served),
@@ -177,6 +178,7 @@ def listed_of(served: ServedModel) -> ListedModel:
         parameters=model.parameters or None,
         vocabulary=model.vocabulary,
         embedding_length=model.embedding_length,
+        abilities=tuple(served.abilities.by_name().items()) if served.abilities else (),
     )
 
 

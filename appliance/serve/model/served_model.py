@@ -39,6 +39,7 @@ from appliance.values import dataclass
 from appliance.volume import hold_files
 
 if TYPE_CHECKING:
+    from appliance.abilities import Abilities
     from appliance.gateway.engine.upstream_pool import UpstreamPool
     from appliance.probe.load.conditions import Conditions
     from appliance.probe.load.watch import Watch
@@ -102,6 +103,7 @@ class ServedModel:
         self.gpu_memory: MemoryPeak | None = None  # that engine was seen to hold; None: not looked at, or unknown
         self.slow_beside: str | None = None  # what slows that engine down; None: nothing does
         self.gpus_at_first = usable_gpus(self.inputs.image, self.hardware)
+        self.abilities: Abilities | None = None  # as far as they are checked; None: not looked at yet
         self.losses: tuple[Loss, ...] = ()  # that were seen while it serves
         gpus = () if self.settings.devices == "none" else self.gpus_at_first
         self.meter = Meter(self.hardware, environment, gpus)

@@ -98,13 +98,13 @@ def test_a_format_is_a_response_format() -> None:
     ("think", "fields"),
     [
         (None, {}),
-        (False, {"chat_template_kwargs": {"enable_thinking": False}}),
-        (True, {"chat_template_kwargs": {"enable_thinking": True}}),
+        (False, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+        (True, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
         (
             "low",
             {
                 "reasoning_effort": "low",
-                "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"},
+                "chat_template_kwargs": {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"},
             },
         ),
     ],

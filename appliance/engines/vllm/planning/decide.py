@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from appliance.engines.gpus import device_id
+from appliance.engines.vllm.planning.arguments.engine_args import thinking_arguments
 from appliance.engines.vllm.planning.arguments.launch import VllmLaunch, compile_key
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import free_mib
@@ -66,7 +67,7 @@ def _launch(estimate: Estimate) -> VllmLaunch:
         reasoning_parser=parsers.reasoning,
         sees=facts.shape.sees and not facts.is_text_only,
         variables=facts.variables,
-        engine_args=facts.pins.passed,
+        engine_args=(*thinking_arguments(facts.settings), *facts.pins.passed),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from appliance.engines.thinking import thinking_choice
 from appliance.engines.vllm.planning.arguments.launch import EAGER
 from appliance.engines.vllm.planning.arguments.variables import variable_choices
 from appliance.engines.vllm.planning.estimate import Estimate
@@ -46,6 +47,7 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
         *_foreign_code(facts),
         *_no_template(facts),
         *facts.parsers.choices,
+        *thinking_choice(facts.settings, facts.given.model),
         *variable_choices(facts.settings, facts.given.image.build_id),
         *_engine_args(facts),
         Choice(

@@ -140,8 +140,21 @@ function Why({ state }) {
         </tbody>
       </table>
     </div>
+    <${Abilities} rows=${status?.abilities?.rows} />
     ${head.command && html`<details><summary>${t("command")}</summary><pre tabindex="0"><code>${clean(head.command)}</code></pre></details>`}
   </${View}>`;
+}
+
+function Abilities({ rows }) {
+  if (!rows?.length) return null;
+  return html`<h3>${t("abilities")}</h3><div class="wide" tabindex="0" role="region" aria-label=${t("abilities")}><table>
+    <thead><tr><th scope="col">${t("name")}</th><th scope="col">${t("result")}</th><th scope="col">${t("reason")}</th></tr></thead>
+    <tbody>${rows.map(
+      (row) => html`<tr key=${row.name} class=${row.result === "failed" ? "refused" : ""}>
+        <th scope="row">${clean(row.name)}</th><td>${t(row.result)}</td>
+        <td>${clean(row.reason)}${row.then && html` <small>${clean(row.then)}</small>`}</td></tr>`,
+    )}</tbody>
+  </table></div>`;
 }
 
 function Modes({ status }) {

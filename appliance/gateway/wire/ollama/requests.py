@@ -14,6 +14,7 @@ from typing import Any
 from appliance.documents import foreign, has_too_many_values
 from appliance.gateway.wire.api_error import ApiError
 from appliance.gateway.wire.ollama_paths import CHAT, EMBED, EMBEDDINGS, GENERATE
+from appliance.gateway.wire.reasoning import switch
 from appliance.values import dataclass
 
 Document = dict[str, Any]
@@ -234,9 +235,9 @@ def _thinking(asked: Document) -> Document:
     if think is None:
         return {}
     if isinstance(think, bool):
-        return {"chat_template_kwargs": {"enable_thinking": think}}
+        return {"chat_template_kwargs": switch(is_on=think)}
     if isinstance(think, str) and think in _LEVELS:
-        template = {"enable_thinking": True, "reasoning_effort": think}
+        template = {**switch(is_on=True), "reasoning_effort": think}
         return {"reasoning_effort": think, "chat_template_kwargs": template}
     raise ApiError(
         400, _INVALID, f"invalid think value: {think!r:.40} (must be true, false, {', '.join(map(repr, _LEVELS))})"

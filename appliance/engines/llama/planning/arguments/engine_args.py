@@ -64,6 +64,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "-devd", "--device-draft", "--spec-draft-device", "-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft",
         "--spec-draft-ngl",
     ),
+    "thinking": ("-rea", "--reasoning"),
     "threads": (
         "-t", "--threads", "-tb", "--threads-batch", "-C", "--cpu-mask", "-Cr", "--cpu-range", "--cpu-strict",
         "-Cb", "--cpu-mask-batch", "-Crb", "--cpu-range-batch", "--cpu-strict-batch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from appliance.engines.llama.planning.arguments.engine_args import engine_args_choice
 from appliance.engines.llama.planning.memory.attachments import adapters_mib, projector_mib
+from appliance.engines.thinking import thinking_choice
 from appliance.model import Model, Projector
 from appliance.plan import Device
 from appliance.plan.parts.choice import Choice
@@ -26,6 +27,7 @@ class Extras:
 
 def extras_of(settings: Settings, model: Model, *, on_host: bool) -> Extras:
     """Return the options for this model. `on_host` is True if the projector lies in host memory."""
+    thinking = () if settings.thinking == "auto" else ("--reasoning", settings.thinking)
     is_explicit, projector = settings.pooling != "auto", model.projector
     return Extras(
         projector=str(projector.path) if projector else None,
@@ -33,7 +35,7 @@ def extras_of(settings: Settings, model: Model, *, on_host: bool) -> Extras:
         reads=projector.reads if projector else (),
         adapters=tuple((str(adapter.path), adapter.scale) for adapter in model.adapters),
         pooling=model.pooling if is_explicit or model.is_reranker else None,
-        engine_args=settings.engine_arg,
+        engine_args=(*thinking, *settings.engine_arg),
         chat_template_file=str(settings.chat_template_file) if settings.chat_template_file else None,
         reasoning_format=None if settings.reasoning_format == "auto" else settings.reasoning_format,
     )
@@ -62,7 +64,7 @@ def extra_choices(
         *_adapters(settings, model),
         *_pooling(settings, model),
     )
-    return (*loaded, *found, *((passed,) if passed else ()))
+    return (*loaded, *found, *thinking_choice(settings, model), *((passed,) if passed else ()))
 
 
 def _projector(

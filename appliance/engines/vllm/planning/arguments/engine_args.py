@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from appliance.engines.vllm.planning.arguments.launch import EAGER, GRAPH_MODES
+from appliance.engines.vllm.planning.arguments.launch import EAGER, GRAPH_MODES, THINKING_FLAG
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts
 from appliance.settings import SETTINGS, Settings, is_flag
@@ -118,6 +118,8 @@ def read_pins(settings: Settings, engine: EngineFacts) -> Pins:
         reader.check_once(flag)
         if flag == "--hf-overrides" and settings.is_set("rope_scaling"):
             reader.refuse(f"a flag that the setting rope_scaling gives as well: {flag}", "use one of them")
+        if flag == THINKING_FLAG and settings.thinking != "auto":
+            reader.refuse(f"a flag that the setting thinking gives as well: {flag}", "use one of them")
         taken = reader.pinned(flag, values)
         if twice := taken.keys() & found.keys():
             reader.refuse(
@@ -126,6 +128,14 @@ def read_pins(settings: Settings, engine: EngineFacts) -> Pins:
         found |= taken
         passed += [] if taken else [word, *values]
     return Pins(**found, passed=tuple(passed), source=reader.source)
+
+
+def thinking_arguments(settings: Settings) -> tuple[str, ...]:
+    """Return the argument that sets the default of a template's switch, by the names that templates have for it."""
+    if settings.thinking == "auto":
+        return ()
+    is_on = settings.thinking == "on"
+    return THINKING_FLAG, json.dumps({"enable_thinking": is_on, "thinking": is_on})
 
 
 def grouped(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -10,6 +10,7 @@ from appliance.plan import PREDICTED, KnobEffect, Launch, Plan, launch_as
 from appliance.plan.parts.launch import Value
 from appliance.values import dataclass
 
+THINKING_FLAG = "--default-chat-template-kwargs"
 EAGER = "EAGER"  # without torch.compile and CUDA graphs
 GRAPH_MODES = ("FULL_AND_PIECEWISE", "PIECEWISE", "FULL_DECODE_ONLY", "NONE", EAGER)
 
@@ -113,6 +114,9 @@ def compile_key(plan: Plan) -> str:
 def compile_parts(plan: Plan) -> dict[str, object]:
     """Return the parts of the compile key by name."""
     launch = launch_of(plan)
+    compiled = list(launch.engine_args)
+    if compiled[:1] == [THINKING_FLAG]:
+        del compiled[:2]  # what a template is given compiles nothing
     speculation = (plan.speculation.kind, plan.speculation.tokens) if plan.speculation else None
     return {
         "model": plan.model_path,
@@ -128,6 +132,6 @@ def compile_parts(plan: Plan) -> dict[str, object]:
         "overrides": launch.hf_overrides,
         "text_only": launch.is_text_only,
         "speculation": speculation,
-        **({"engine_args": list(launch.engine_args)} if launch.engine_args else {}),
+        **({"engine_args": compiled} if compiled else {}),
         **({"variables": own} if (own := [each for each in launch.variables if each[0].startswith("VLLM_")]) else {}),
     }
