@@ -52,8 +52,8 @@ class QuantizeIdle:
             await self._until_quiet()
             file = found.file or await self._made(found)
             if file is not None and file.note.loss is None and file.note.why_no_loss is None:
-                await self._measure(found.origin, file)
-            state.set_over(file)
+                file = await self._measure(found.origin, file)
+            state.set_over(file, why=file.note.refused or "" if file else "")
         except FatalError as error:
             state.set_over(None, why=error.message)
             self._served.report.warning("not_quantized", f"{error.message}; {error.hint or 'the original serves on'}")
@@ -97,8 +97,8 @@ class QuantizeIdle:
         needed = min(ROOM_MIB, ROOM_OF_FILE * file_bytes / 2**20)
         return "" if usable >= needed else f"{needed:,.0f} MiB of memory are needed, and {usable:,.0f} MiB are free"
 
-    async def _measure(self, origin: Model, file: QuantizedFile) -> None:
-        """Measure the loss and keep it with the file. A file without probabilities is refused."""
+    async def _measure(self, origin: Model, file: QuantizedFile) -> QuantizedFile:
+        """Measure the loss and return the file with it. A file without probabilities is refused."""
         report = self._served.report
         try:
             quantized = await asyncio.to_thread(read_model, file.path)
@@ -115,14 +115,17 @@ class QuantizeIdle:
         except FatalError as error:
             changed = await asyncio.to_thread(change_note, file, why_no_loss=error.message)
             report.info("quantized_loss", f"{file.path.name}: {changed.loss_in_words}")
-            return
+            return changed
         if loss.is_finite:
             changed = await asyncio.to_thread(change_note, file, loss=loss)
             report.info("quantized_loss", f"{file.path.name}: {changed.loss_in_words}")
-            return
+            return changed
         why = "its probabilities of a text are not finite numbers"
-        await asyncio.to_thread(refuse, file, why)
-        report.warning("quantized_refused", f"{file.path.name} is removed: {why}; the original serves on")
+        refused = await asyncio.to_thread(refuse, file, why)
+        report.warning(
+            "quantized_refused", f"{file.path.name} is removed: {why}; the original serves from the next load on"
+        )
+        return refused
 
     def _plan(self, model: Model) -> Plan:
         """Return the plan of a run over a text, on the CPU. Raises ModelDoesNotFitError (31)."""

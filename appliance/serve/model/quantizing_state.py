@@ -20,7 +20,7 @@ class QuantizingState:
         self.why_not = ""  # why there is no file; empty if there is one
 
     def set_over(self, file: QuantizedFile | None, *, why: str = "") -> None:
-        self.is_over, self.file = True, file
+        self.is_over, self.file = True, None if file and file.note.refused else file
         self.why_not = self.why_not or why
 
     def document(self, found: Quantization | None) -> dict[str, Any] | None:
