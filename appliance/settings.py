@@ -415,6 +415,7 @@ class Settings:
         "quantize a file of F16, BF16 or F32 once and serve the result. auto: to the largest type that fits and is "
         "faster; off; or one type",
         "auto|off|TYPE",
+        is_rare=True,
     )
     load_mode: str = _setting(
         _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"),

@@ -47,10 +47,11 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
     if quantization := found.start.quantization:
         file = quantization.file
         document["quantization"] = {
-            "type": quantization.kind,
+            "type": quantization.kind or quantization.origin.label,
             "words": quantization.describe(),
             "comes_first": quantization.comes_first,
-            "file": asdict(file.note) if file else None,
+            "file": str(file.path) if file else "",
+            "loss": file.loss_in_words if file else "",
         }
     if stand := found.stand:
         document["cell"] = {"name": stand.cell, "facts_of": stand.facts_of, "is_picked": stand.is_picked}

@@ -22,7 +22,7 @@ from tests.shapes.write import write_gguf
 
 QUANTIZE, PERPLEXITY = ROOT / "tests/fakes/fake_quantize.py", ROOT / "tests/fakes/fake_perplexity.py"
 SHAPE = SMALL["gqa"]
-FAST = {"quantize": "Q8_0"}  # whatever this machine's memory and bandwidth let `auto` decide
+FAST: Any = {"quantize": "Q8_0"}  # whatever this machine's memory and bandwidth let `auto` decide
 # A model whose weights need more memory than everything else: F16 does not fit into LIMIT_MIB, and Q8_0 does.
 BIG = replace(SHAPE, metadata={**SHAPE.metadata, "embedding_length": 2048, "feed_forward_length": 8192})
 LIMIT_MIB = 480

@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "fleet": set(),
     "gateway": set(),
     "weights": {"volume", "model", "settings"},
-    "quantize": {"volume", "weights", "model", "settings", "plan", "engines", "tune", "supervisor"},
+    "quantize": {"volume", "weights", "model", "engines", "tune", "supervisor"},
     "start": {"weights", "probe", "model", "settings", "plan", "engines", "profile"},
     "selection": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start"},
     "preview": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start", "selection"},

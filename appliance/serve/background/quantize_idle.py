@@ -25,7 +25,7 @@ from appliance.weights.download.meter import FetchProgress
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for types only: it takes half a second to import
 
-# What llama-quantize and llama-perplexity hold beside mapped files: a buffer of 512 MiB and its result, or the logits
+# What the engine's programs hold beside mapped files: a buffer of 512 MiB and its result, or the logits
 # of 256 tokens. Without it the kernel might end the engine that serves.
 ROOM_MIB = 1280
 # Small models need less: twice the file, which is more than any of its tensors as f32.

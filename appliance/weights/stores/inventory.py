@@ -15,13 +15,22 @@ from typing import Any
 
 from appliance.documents import load
 from appliance.errors import printable
-from appliance.model.files.quantized import Note, QuantizedFile, list_quantized, unfinished
 from appliance.settings import Settings
 from appliance.system.disk import read_file
 from appliance.values import dataclass
 from appliance.weights.cache.size import as_size
 from appliance.weights.stores.remove import used_blobs
-from appliance.weights.stores.stores import Listing, StoredModel, list_store, other_stores, volume_store
+from appliance.weights.stores.stores import (
+    Listing,
+    Note,
+    QuantizedFile,
+    StoredModel,
+    list_quantized,
+    list_store,
+    other_stores,
+    unfinished,
+    volume_store,
+)
 
 _PROFILE_BYTES = 16 * 2**20
 _PROFILES_LIMIT = 200

@@ -12,18 +12,21 @@ from pathlib import Path
 
 from appliance.errors import ConfigError, VolumeError, printable
 from appliance.image_facts import is_projector
-from appliance.model.files.quantized import QuantizedFile, folder_of, list_quantized, note_of
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import is_held, refusal
 from appliance.weights.stores.stores import (
+    QuantizedFile,
     StoredModel,
     digests_of,
     find_stored,
+    folder_of,
     is_in_cache,
     is_last_model,
     lies_below,
+    list_quantized,
     list_store,
+    note_of,
     other_stores,
     read_ref,
     volume_store,
