@@ -314,7 +314,8 @@ PROPER_NAMES = {
     "appliance/engines/vllm/planning/model/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
     "appliance/model/recipes.json": "ggml-org",  # who publishes a repository
     "appliance/model/formats/parts.py": "llama-gguf-split",  # the only program that merges parts
-    "appliance/model/__init__.py": "images whose name begins vllm-",  # what serves the other format
+    # what serves the other format, and the program that converts to this one
+    "appliance/model/__init__.py": "images whose name begins vllm-|convert_hf_to_gguf.py of llama.cpp",
 }
 # Types, keys and architectures of GGUF, and the names of published models.
 OF_THE_FORMAT = (
