@@ -74,7 +74,7 @@ def _models(start: StartInputs, kinds: tuple[str, ...]) -> tuple[dict[str, Model
         found = {kind: requantized(gguf, kind) for kind in kinds}
     except (ValueError, KeyError, IndexError, ArithmeticError, ModelUnreadableError) as error:
         return {}, f"its size in another type is unknown: {type(error).__name__}: {error}"
-    name = plain_name(origin.path)
+    name = origin.called or plain_name(origin.path)
     return {
         kind: replace(model, projector=origin.projector, adapters=origin.adapters, called=name)
         for kind, model in found.items()
