@@ -64,8 +64,8 @@ def read_model(path: Path, *, serves: Format = "gguf") -> Model:
         message = f"model format is not served by this image: {path}: safetensors ({model.quantization})"
         hint = (
             "take the model as a GGUF file, which may be unquantized. Converting the folder needs torch and "
-            "transformers, which this image does not have: run convert_hf_to_gguf.py of llama.cpp elsewhere and put its file on the "
-            "volume, or serve the folder with one of the images whose name begins vllm-"
+            "transformers, which this image does not have: run convert_hf_to_gguf.py of llama.cpp elsewhere "
+            "and put its file on the volume, or serve the folder with one of the images whose name begins vllm-"
         )
         raise ModelUnreadableError(message, hint=hint)
     return model

@@ -23,7 +23,7 @@ def types(*found: Forecast | str) -> Mapping[str, Forecast | str]:
     return dict(zip(("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M"), found, strict=True))
 
 
-ROWS = {
+ROWS: Mapping[str, tuple[Mapping[str, Forecast | str], Forecast | str, str | None]] = {
     "the largest is fast enough": (types(at(30), at(40), at(45), at(50)), at(16), "Q8_0"),
     "only the smaller ones are fluent": (types(at(9), at(12), at(14.9), at(15)), at(5), "Q4_K_M"),
     "none is fluent: the fastest": (types(at(4), at(5), at(6), at(7)), at(2), "Q4_K_M"),
