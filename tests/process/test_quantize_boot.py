@@ -93,6 +93,21 @@ def test_it_is_made_once_and_served_by_the_next_start(home: Home) -> None:
     assert runs(home)[0][2] == "Q8_0"
 
 
+def test_the_next_load_of_a_sleeping_model_takes_it(home: Home) -> None:
+    with home.serving(**FAST) as serving:
+        serving.wait_ready()
+        serving.event("quantized_loss")
+        assert serving.ask("POST", "/models/unload", {"model": "mine-F16"}, key=home.key)[0] == 200
+        eventually(lambda: serving.document("status")["phase"] == "asleep", what=lambda: serving.text)
+        assert serving.chat()[0] == 200
+        assert "quantized file" in serving.event("model_changed")["message"]
+        assert quantization(serving)["is_served"]
+        (model,) = serving.ask("GET", "/v1/models", key=home.key)[1]["data"]
+        assert (model["id"], model["quantization"], model["state"]) == ("mine-F16", "Q8_0", "ready")
+        serving.terminate()
+    assert len(runs(home)) == 1
+
+
 def test_off_and_a_quantized_model_make_nothing(home: Home) -> None:
     with home.serving(quantize="off") as serving:
         serving.wait_ready()
