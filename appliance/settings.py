@@ -278,7 +278,7 @@ POOLINGS = ("none", "mean", "cls", "last", "rank")
 ENGINE_SETTINGS = frozenset({
     "allow_disk", "cache_disk_mib", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model",
     "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "numa",
-    "parallel", "pooling", "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "thinking",
+    "parallel", "pooling", "quantize", "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "thinking",
     "threads", "ubatch",
 })  # fmt: skip
 
@@ -310,7 +310,7 @@ OF_PROCESS = frozenset({
 # Settings that are about one model: as a flag or variable they are those of the first model only.
 OF_ONE_MODEL = (
     "alias", "chat_template_file", "ctx_size", "draft_model", "engine_arg", "gpu_layers", "lora", "mmproj", "model",
-    "n_cpu_moe", "pooling", "reasoning_format", "rope_scaling", "speculation", "thinking",
+    "n_cpu_moe", "pooling", "quantize", "reasoning_format", "rope_scaling", "speculation", "thinking",
 )  # fmt: skip
 
 
@@ -408,6 +408,14 @@ class Settings:
         "quantization of a recipe or a repository. quality: near the original; balanced: usual; compact: small "
         "(default: the best for this machine)",
         "TIER",
+    )
+    quantize: str = _setting(
+        _one_of("auto", "off", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M"),
+        "auto",
+        "quantize a file of F16, BF16 or F32 once and serve the result. auto: to the largest type that fits and is "
+        "faster; off; or one type",
+        "auto|off|TYPE",
+        is_rare=True,
     )
     load_mode: str = _setting(
         _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"),

@@ -14,6 +14,7 @@ from appliance.values import dataclass
 class Phase(StrEnum):
     STARTING = "starting"
     FETCHING = "fetching"  # weights are being downloaded
+    QUANTIZING = "quantizing"  # the model does not fit as it is: a quantized file is being made
     LOADING = "loading"
     TUNING = "tuning"
     READY = "ready"
@@ -27,6 +28,7 @@ class Phase(StrEnum):
 DOING = {
     Phase.STARTING: "the appliance is starting",
     Phase.FETCHING: "the model is being fetched",
+    Phase.QUANTIZING: "the model is being quantized",
     Phase.LOADING: "the model is being loaded",
     Phase.TUNING: "the machine is being measured",
     Phase.READY: "the model is ready",

@@ -380,6 +380,15 @@ class TextReader(Protocol):
     def as_error(self, ending: Ending) -> FatalError: ...
 
 
+class Quantizer(Protocol):
+    """One run of a program that quantizes a model file."""
+
+    @property
+    def command(self) -> Command: ...
+
+    def as_error(self, ending: Ending) -> FatalError: ...
+
+
 class Engine(Protocol):
     """One engine. It has no state between calls except files on the volume. Methods with a body here are defaults; an
     engine need not define them."""
@@ -539,6 +548,16 @@ class Engine(Protocol):
 
     def text_reader(self, plan: Plan, install: Install, chunk_spec: ChunkSpec, text: Path) -> TextReader:
         """Return a reader for checking one of the KV cache types that `Space.kinds_to_check` names."""
+        raise ValueError(_NOT_OFFERED)
+
+    def quantizes(self, install: Install) -> bool:
+        """True if the image has a program that quantizes a model file."""
+        return False
+
+    def quantizer(
+        self, install: Install, origin: Path, target: Path, kind: str, *, threads: int, cpu_variant: str | None
+    ) -> Quantizer:
+        """Return the run that writes `target`, the quantized form of `origin`. Only if `quantizes` is True."""
         raise ValueError(_NOT_OFFERED)
 
     def is_worth_showing(self, line: str) -> bool:

@@ -62,7 +62,11 @@ def read_model(path: Path, *, serves: Format = "gguf") -> Model:
     model = read_folder(path)
     if serves != "safetensors":
         message = f"model format is not served by this image: {path}: safetensors ({model.quantization})"
-        hint = "give the model as a GGUF file; folders of safetensors are served by the images whose name begins vllm-"
+        hint = (
+            "take the model as a GGUF file, which may be unquantized. Converting the folder needs torch and "
+            "transformers, which this image does not have: run convert_hf_to_gguf.py of llama.cpp elsewhere "
+            "and put its file on the volume, or serve the folder with one of the images whose name begins vllm-"
+        )
         raise ModelUnreadableError(message, hint=hint)
     return model
 

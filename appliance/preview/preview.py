@@ -28,12 +28,13 @@ from appliance.selection.candidates import (
     choose_with_saved,
 )
 from appliance.selection.forecast import without_profile
+from appliance.selection.quantized import planned, start_of
 from appliance.selection.request import FromHub, FromRecipe, Request, read_request
 from appliance.selection.saved_choice import Saved
 from appliance.settings import Settings
 from appliance.start.attachments import with_attachments
 from appliance.start.image import ImageContents, read_contents
-from appliance.start.inputs import Located, StartInputs, inputs_of, with_model
+from appliance.start.inputs import Located, StartInputs, inputs_of
 from appliance.start.machine import UsableMachine, look_at_machine, machine_of
 from appliance.values import dataclass
 
@@ -89,12 +90,12 @@ def _preview(
     if isinstance(found, PublishedShape):
         return _preview_shape(contents, found, look())
     if isinstance(found, Located):
-        return preview_of(with_model(contents, found, look))
+        return preview_of(start_of(contents, found, look))
     made = _made(contents, found, environment, look(), is_here=hardware is None)
     if isinstance(made, Saved):
-        return preview_of(with_model(contents, made.located, look))
+        return preview_of(start_of(contents, made.located, look))
     if made.pick.located:
-        return preview_of(with_model(contents, made.pick.located, look))
+        return preview_of(start_of(contents, made.pick.located, look))
     return _preview_away(contents, made.pick, look())
 
 
@@ -175,7 +176,11 @@ def _chosen(
 
 
 def preview_of(start: StartInputs) -> Preview:
-    """Preview a model that is here, on a machine that was looked at."""
+    """Preview a model that is here, on a machine that was looked at. One that is quantized first has no profile yet."""
+    if start.quantization and start.quantization.comes_first:
+        start = planned(start)
+        space = start.space()
+        return Preview(plan=space.predicted, start=start, space=space)
     store = ProfileStore(start.settings.profiles_dir, lambda _: None)
     start = start.with_memory_peaks(store)
     kills = start.memory_kills(store)

@@ -46,6 +46,15 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
         document["abilities"] = found.abilities.as_document()
     if fetches:
         document["fetches"] = {"model": fetches.candidate.name, "bytes": fetches.candidate.missing_bytes}
+    if quantization := found.start.quantization:
+        file = quantization.file
+        document["quantization"] = {
+            "type": quantization.kind or quantization.origin.label,
+            "words": quantization.describe(),
+            "comes_first": quantization.comes_first,
+            "file": str(file.path) if file else "",
+            "loss": file.loss_in_words if file else "",
+        }
     if stand := found.stand:
         document["cell"] = {"name": stand.cell, "facts_of": stand.facts_of, "is_picked": stand.is_picked}
     if found.shape:
@@ -80,6 +89,8 @@ def _subject(found: Preview, machine: DescribedMachine | None) -> Iterator[str]:
         yield found.stand.describe()
     if found.shape:
         yield f"no file: the shape of {found.shape.name}, in the usual mixture of types ({found.shape.shape.source})"
+    if found.start.quantization:
+        yield found.start.quantization.describe()
     if found.fetches:
         candidate = found.fetches.candidate
         size = in_column(candidate.missing_bytes)

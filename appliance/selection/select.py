@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from appliance.errors import ModelAwayError
 from appliance.model import Model
 from appliance.profile import Key
+from appliance.selection.quantized import start_of
 from appliance.selection.request import FromHub, FromRecipe, read_request
 from appliance.settings import Settings
 from appliance.start.attachments import with_attachments
 from appliance.start.image import ImageContents, read_contents
-from appliance.start.inputs import Located, StartInputs, read_located, with_model
+from appliance.start.inputs import Located, StartInputs, read_located
 from appliance.start.machine import UsableMachine, look_at_machine
 from appliance.values import dataclass
 
@@ -82,7 +83,7 @@ def read_inputs(settings: Settings, environment: Mapping[str, str]) -> StartInpu
     """
     contents = read_contents(settings)
     look = cache(partial(look_at_machine, contents, environment))  # one look for this one start
-    return with_model(contents, locate(contents, environment, look), look)
+    return start_of(contents, locate(contents, environment, look), look)
 
 
 def load_model(contents: ImageContents, environment: Mapping[str, str]) -> Model:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from appliance.console.report import Report
-from appliance.errors import ConfigError, ModelAwayError
+from appliance.errors import ConfigError, ModelAwayError, ModelDoesNotFitError
 from appliance.serve.fleet.models import Models
 from appliance.serve.gateway.listen import open_gateway
+from appliance.serve.gateway.pending import ToQuantize
 from appliance.serve.gateway.stop import stoppable
 from appliance.serve.life.bring_up import fetched
 from appliance.serve.open.gpus import cross_check_gpus
@@ -61,6 +62,9 @@ async def measure_only(settings: Settings, environment: Mapping[str, str], repor
         raise ConfigError(message, hint="measure on a host that serves alone; a group serves the predicted plan")
     become_subreaper()
     slot = open_slot(settings, environment, report.for_slot())
+    if slot.pending and isinstance(slot.pending.request, ToQuantize):
+        message = f"the model does not fit before it is quantized: {slot.name}"
+        raise ModelDoesNotFitError(message, hint="`appliance serve` quantizes it first; measure it after that")
     if slot.served is None:
         raise ModelAwayError(slot.pending.words if slot.pending else slot.name)
     async with stoppable(report, [slot]) as stop:

@@ -8,9 +8,10 @@ from pathlib import Path
 from time import time
 
 from appliance.abilities import digest_of
-from appliance.engines.engine import Engine, Inputs, Install, Space
+from appliance.engines.engine import Engine, Inputs, Install, Quantizer, Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model, digest, find_model, read_draft, read_model, with_projector
+from appliance.model.files.quantized import Quantization
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck, MemoryKill, held_mib, most_mib, remembered
 from appliance.probe import Gpu, Hardware
 from appliance.profile import Key, ProfileStore, make_key
@@ -42,6 +43,7 @@ class StartInputs:
     key: Key
     warnings: tuple[str, ...] = ()  # what this image leaves unused
     names: tuple[str, ...] = ()  # what the API calls the model, in addition to its file's name
+    quantization: Quantization | None = None  # None: the model was quantized before it came here, or must not be
 
     @property
     def settings(self) -> Settings:
@@ -68,6 +70,16 @@ class StartInputs:
         """Return the inputs for another CPU variant, under the key of that variant."""
         key = Key(parts={**self.key.parts, "cpu_variant": kernels.variant})
         return replace(self, inputs=self.inputs.with_kernels(kernels), key=key)
+
+    def quantizer(self, target: Path) -> Quantizer:
+        """Return the run that writes the quantized file to `target`. Only if `quantization` wants one."""
+        wanted = self.quantization
+        if wanted is None or wanted.kind is None:
+            message = "nothing is to be quantized"
+            raise RuntimeError(message)
+        cores, variant = self.inputs.hardware.cpu.cores, self.inputs.kernels.variant
+        make = self.engine.quantizer
+        return make(self.install, wanted.origin.path, target, wanted.kind, threads=cores, cpu_variant=variant)
 
     def in_mode(self, mode: str) -> StartInputs:
         """Return the inputs for another mode, under the same key: a profile has the plans of all modes."""

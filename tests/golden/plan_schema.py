@@ -61,6 +61,14 @@ def _root() -> dict[str, Any]:
             "items": _text(),
             "description": "what is odd about the machine, as a start logs it: a GPU that is left out, and why",
         },
+        "quantization": _object(
+            "only of an unquantized GGUF file: the quantized file that serves in its place, or that a start makes",
+            type=_text("such as Q8_0; the original's own type if it stays"),
+            words=_text("the decision with its reason"),
+            comes_first={"type": "boolean"},
+            file=_text("path of the quantized file; empty if it is not made"),
+            loss=_text("the loss of quality against the original, or why it is unknown; empty without a file"),
+        ),
         "shape": _object("the published shape that stands for a file", name=_text(), source=_text()),
         "cell": _object(
             "the cell of the build matrix that stands for an image, where none is",

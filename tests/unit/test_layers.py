@@ -65,6 +65,7 @@ MAY_IMPORT = {
     "fleet": set(),
     "gateway": set(),
     "weights": {"volume", "model", "settings"},
+    "quantize": {"volume", "weights", "model", "engines", "tune", "supervisor"},
     "start": {"abilities", "weights", "probe", "model", "settings", "plan", "engines", "profile"},
     "selection": {"weights", "probe", "model", "settings", "plan", "engines", "profile", "start"},
     "preview": {
@@ -82,6 +83,7 @@ MAY_IMPORT = {
         "engines",
         "tune",
         "profile",
+        "quantize",
         "supervisor",
         "gateway",
         "fleet",
@@ -316,7 +318,8 @@ PROPER_NAMES = {
     "appliance/engines/vllm/planning/model/rope.py": "llama3|deepseek_llama_scaling",  # kinds of a scaling
     "appliance/model/recipes.json": "ggml-org",  # who publishes a repository
     "appliance/model/formats/parts.py": "llama-gguf-split",  # the only program that merges parts
-    "appliance/model/__init__.py": "images whose name begins vllm-",  # what serves the other format
+    # what serves the other format, and the program that converts to this one
+    "appliance/model/__init__.py": "images whose name begins vllm-|convert_hf_to_gguf.py of llama.cpp",
 }
 # Types, keys and architectures of GGUF, and the names of published models.
 OF_THE_FORMAT = (

@@ -21,6 +21,7 @@ from appliance.engines.engine import (
     Install,
     KernelResult,
     PromptFolder,
+    Quantizer,
     TextReader,
 )
 from appliance.engines.llama.api.client_errors import ERRORS
@@ -38,7 +39,7 @@ from appliance.engines.llama.planning.arguments.loader_check import refine
 from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.hardware.observed_limits import Limits
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.process import endings, prompt_disk, server
+from appliance.engines.llama.process import endings, prompt_disk, quantize, server
 from appliance.engines.llama.process.devices import query_devices, query_devices_once
 from appliance.engines.llama.process.facts import BINARY, facts_in_cell, query_facts
 from appliance.engines.metric_aliases import METRIC_ALIASES
@@ -142,6 +143,14 @@ class Llama(Engine):
         from appliance.engines.llama.process.perplexity import Perplexity  # here: no start needs it
 
         return Perplexity(plan, install, chunk_spec, text)
+
+    def quantizes(self, install: Install) -> bool:
+        return (install.engine_dir / quantize.BINARY).is_file()
+
+    def quantizer(
+        self, install: Install, origin: Path, target: Path, kind: str, *, threads: int, cpu_variant: str | None
+    ) -> Quantizer:
+        return quantize.Quantize(install, origin, target, kind, threads=threads, cpu_variant=cpu_variant)
 
     def is_worth_showing(self, line: str) -> bool:
         return server.is_worth_showing(line)

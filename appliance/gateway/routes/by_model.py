@@ -73,7 +73,7 @@ class ByModel:
         raise api_error.no_model(known) if name is None else api_error.unknown_model(name, known)
 
 
-_RESTS = frozenset({Phase.ASLEEP, Phase.STARTING, Phase.FETCHING, Phase.LOADING})
+_RESTS = frozenset({Phase.ASLEEP, Phase.STARTING, Phase.FETCHING, Phase.QUANTIZING, Phase.LOADING})
 _FORM = re.compile(rb"\s*multipart/form-data", re.IGNORECASE)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 SERVES = frozenset({Phase.READY, Phase.HELD})
-_COMES = frozenset({Phase.STARTING, Phase.LOADING, Phase.TUNING, Phase.RESTARTING})
+_COMES = frozenset({Phase.STARTING, Phase.QUANTIZING, Phase.LOADING, Phase.TUNING, Phase.RESTARTING})
 # Request parameters that every engine accepts, in OpenRouter's terms.
 _PARAMETERS = (
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "presence_penalty", "response_format", "seed", "stop",

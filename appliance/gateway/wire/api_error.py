@@ -232,7 +232,7 @@ def _wait_s(progress: Progress) -> int:
     """Return after how many seconds a retry makes sense; ten minutes at most, even if the start takes an hour."""
     if progress.seconds_left is not None:
         return math.ceil(min(max(progress.seconds_left, RETRY_SOON_S), RETRY_MOST_S))
-    return RETRY_LATER_S if progress.phase in (Phase.TUNING, Phase.FETCHING) else RETRY_SOON_S
+    return RETRY_LATER_S if progress.phase in (Phase.TUNING, Phase.FETCHING, Phase.QUANTIZING) else RETRY_SOON_S
 
 
 def _retry(seconds: int) -> tuple[bytes, bytes]:

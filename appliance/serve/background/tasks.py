@@ -54,6 +54,8 @@ class BackgroundTasks:
         while True:
             if served.modes.wanted is not None:
                 await ModeSwitch(served, backend.upstream, served.modes.wanted, self._why_not_beside).run()
+            # Before measuring: figures of the original are of no use to the file that the next load takes.
+            await self._unless_hurried(self._quantize(backend))
             may_measure = served.settings.tune == "idle" and not served.sharing.is_shared.is_set()
             if may_measure and (needs_measuring(served) or await self._wants_more(served.profile)):
                 await self._tune(backend)
@@ -78,6 +80,14 @@ class BackgroundTasks:
         working, _ = await first_of(work, self._served.modes.is_wanted.wait())
         if not working.cancelled():
             working.result()
+
+    async def _quantize(self, backend: Backend) -> None:
+        """Quantize an unquantized model and measure the loss, for the next load."""
+        if self._served.start.quantization is None or self._served.quantizing.is_over:
+            return
+        from appliance.serve.background.quantize_idle import QuantizeIdle  # here: few models need it
+
+        await QuantizeIdle(self._served, backend.traffic).run()
 
     async def _know_machine(self, backend: Backend, *, waits: bool = False) -> None:
         """Measure the machine's bandwidths once, for the next start; tuning that a client waits for goes first.

@@ -97,6 +97,9 @@ class SlotMember:
         if served and not served.host.is_launched and await asyncio.to_thread(_files_of, served) != self._files:
             self.slot.report.info("model_changed", f"{self.name}: its files were replaced: it is read anew")
             self.slot.forget()
+        elif served and not served.host.is_launched and served.quantizing.file:
+            self.slot.report.info("model_changed", f"{self.name}: its quantized file was made and is loaded instead")
+            self.slot.forget()
         self._files = _files_of(await prepare(self.slot))
 
     async def weigh(self, returnable: Mapping[str, Places]) -> Weighed:

@@ -23,6 +23,7 @@ from appliance.serve.fleet.member import SlotMember
 from appliance.serve.fleet.memory import HOST, added, beside_containers, free_on, less, needed_by
 from appliance.serve.fleet.volume_lock import VolumeLock
 from appliance.serve.gateway.listen import backend_of
+from appliance.serve.gateway.pending import ToQuantize
 from appliance.serve.gateway.slot import ModelSlot, SlotState
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.open import find_model, open_slot
@@ -320,7 +321,13 @@ class Models:
                 self._told = words
 
     def _path_of(self, slot: ModelSlot) -> Path | None:
-        return slot.served.inputs.model.path if slot.served else self._named[slot.fleet_name].path
+        """Return the path of the model on the volume: of the original, if a quantized file serves in its place."""
+        if slot.served:
+            quantization = slot.served.start.quantization
+            return (quantization.origin if quantization else slot.served.inputs.model).path
+        if slot.pending and isinstance(slot.pending.request, ToQuantize):
+            return slot.pending.request.located.path
+        return self._named[slot.fleet_name].path
 
     def _welcome(self, named: Named) -> None:
         if self._roster is None:

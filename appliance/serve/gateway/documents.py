@@ -70,6 +70,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "mode_switch": switch_document(served),
         **speeds_told(plan, profile),
         "tuning": tuning_state(served),
+        "quantization": served.quantizing.document(served.start.quantization),
         "allocated": asdict(served.allocated) if served.allocated else None,
         "memory_prediction_error": profile.prediction_error if profile else None,
         "slow_beside": served.slow_beside,

@@ -7,17 +7,31 @@ from typing import TYPE_CHECKING
 
 from appliance.model import plain_name
 from appliance.selection.request import FromHub, FromRecipe
+from appliance.start.inputs import Located, StartInputs
 from appliance.start.machine import UsableMachine
+from appliance.values import dataclass
 
 if TYPE_CHECKING:
     from appliance.selection.candidates import Option
     from appliance.selection.rank import Forecast
 
 
-class Pending:
-    """A model that is not here: what was asked for, and what was chosen of it. Data only."""
+@dataclass(frozen=True, kw_only=True)
+class ToQuantize:
+    """A model that is here and does not fit before it is quantized."""
 
-    def __init__(self, request: FromRecipe | FromHub, machine: UsableMachine, words: str) -> None:
+    located: Located
+    start: StartInputs  # its inputs as it is
+
+    @property
+    def name(self) -> str:
+        return self.located.called or plain_name(self.located.path)
+
+
+class Pending:
+    """A model that is not here, or not yet quantized: what was asked for, and what was chosen of it. Data only."""
+
+    def __init__(self, request: FromRecipe | FromHub | ToQuantize, machine: UsableMachine, words: str) -> None:
         self.request = request
         self.machine = machine  # as it was when fetching began; free memory is read anew before the load
         self.words = words  # name the model in an error
@@ -38,5 +52,6 @@ class Pending:
     @property
     def aliases(self) -> tuple[str, ...]:
         """All names that clients may use."""
-        names = (self.file_name, *(self.offered.names if self.offered else ()), self.request.name)
+        located = self.request.located.names if isinstance(self.request, ToQuantize) else ()
+        names = (self.file_name, *(self.offered.names if self.offered else ()), self.request.name, *located)
         return tuple(dict.fromkeys(name for name in names if name))

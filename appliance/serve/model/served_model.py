@@ -28,6 +28,7 @@ from appliance.serve.model.engine_log import EngineLogs
 from appliance.serve.model.memory_kills import MemoryKills
 from appliance.serve.model.mode_state import ModeState
 from appliance.serve.model.prompts import prompt_folder
+from appliance.serve.model.quantizing_state import QuantizingState
 from appliance.serve.model.sharing import Sharing
 from appliance.serve.model.tuning_state import TuningState
 from appliance.serve.model.unkept import Unkept
@@ -93,6 +94,7 @@ class ServedModel:
         self.sharing = Sharing()  # nothing is measured while another model is loaded or wanted
         self.unkept = Unkept(store, report)
         self.tuning = TuningState()
+        self.quantizing = QuantizingState()
         self.modes = ModeState(start.settings)
         self.profile: Profile | None = None  # the plan is from it
         self.measured_here: Profile | None = None  # the last one that this process measured

@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from appliance.console.progress import Phase
-from appliance.console.report import Report
 from appliance.selection.candidates import Chosen, Option, choose_with_saved, save_choice
+from appliance.selection.quantized import start_of
 from appliance.selection.remote import choose_from_hub
-from appliance.selection.request import FromRecipe
-from appliance.serve.gateway.pending import Pending
+from appliance.selection.request import FromHub, FromRecipe
+from appliance.serve.gateway.pending import Pending, ToQuantize
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.announce import announce
 from appliance.serve.open.gpus import check_gpus
-from appliance.serve.open.open import served_of
+from appliance.serve.open.open import served_of, tell_quantization
+from appliance.serve.open.tell import Tell
 from appliance.settings import hub_settings
-from appliance.start.inputs import Located, with_model
+from appliance.start.inputs import Located, StartInputs
 from appliance.weights.cache.size import in_column
 from appliance.weights.download.fetch import fetch
-from appliance.weights.download.meter import FetchProgress
-
-SAY_EVERY_S = 10.0
-SAY_EVERY_SHARE = 0.05
 
 
 async def fetch_model(slot: ModelSlot) -> ServedModel:
@@ -42,25 +38,41 @@ async def fetch_model(slot: ModelSlot) -> ServedModel:
         message = f"nothing is to be fetched for {slot.name}"
         raise RuntimeError(message)
     contents, report, request = slot.contents, slot.report, pending.request
+    if isinstance(request, ToQuantize):
+        return await _serve(slot, await _quantized(slot, request.located, request.start))
     report.phase(Phase.FETCHING, f"choosing what to serve of {request.name}")
-    chosen = await _choose(slot, pending)
+    chosen = await _choose(slot, pending, request)
     pick = pending.offered = chosen.pick
     pending.forecast = chosen.choice.chosen.forecast if chosen.choice.chosen else None
     announce(chosen, report)
     located = pick.located or await _fetch(slot, pick)
     # In threads: requests are answered meanwhile. Fetching may have taken hours, so the machine is looked at anew.
-    start = await asyncio.to_thread(with_model, contents, located, slot.look)
-    await asyncio.to_thread(check_gpus, start, report)
+    start = await asyncio.to_thread(start_of, contents, located, cache(slot.look))
     if isinstance(request, FromRecipe):
         save_choice(contents, request, pending.machine, chosen, located)
-    report.phase(Phase.STARTING)
+    return await _serve(slot, await _quantized(slot, located, start))
+
+
+async def _quantized(slot: ModelSlot, located: Located, start: StartInputs) -> StartInputs:
+    """Return the inputs; those of the quantized file if nothing else fits, which is made first."""
+    if start.quantization is None or not start.quantization.comes_first:
+        return start
+    from appliance.serve.open.quantize import quantize_first  # here: few starts need it
+
+    return await quantize_first(slot, located, start)
+
+
+async def _serve(slot: ModelSlot, start: StartInputs) -> ServedModel:
+    await asyncio.to_thread(check_gpus, start, slot.report)
+    slot.report.phase(Phase.STARTING)
+    tell_quantization(start, slot.report)
     served = served_of(slot, start)
     slot.take(served)
     return served
 
 
-async def _choose(slot: ModelSlot, pending: Pending) -> Chosen:
-    contents, machine, environment, request = slot.contents, pending.machine, slot.environment, pending.request
+async def _choose(slot: ModelSlot, pending: Pending, request: FromRecipe | FromHub) -> Chosen:
+    contents, machine, environment = slot.contents, pending.machine, slot.environment
     if isinstance(request, FromRecipe):
         return await asyncio.to_thread(choose_with_saved, contents, request, environment, machine)
 
@@ -79,7 +91,7 @@ async def _fetch(slot: ModelSlot, pick: Option) -> Located:
     hub = hub_settings(settings, slot.environment)
     report.info("fetch", f"fetching {pick.candidate.name}: {in_column(pick.candidate.bytes)} from {_host(pick)}")
     began = time.monotonic()
-    tell = _Tell(report)
+    tell = Tell(report, Phase.FETCHING, "fetching")
     paths = await fetch(pick.wanted, settings.models_dir, hub, tell, partial(report.info, "fetch_note"))
     seconds = time.monotonic() - began
     report.info("fetched", f"fetched {pick.candidate.name} in {seconds:,.0f} s", seconds=round(seconds, 1))
@@ -90,27 +102,3 @@ async def _fetch(slot: ModelSlot, pick: Option) -> Located:
 def _host(pick: Option) -> str:
     url = pick.wanted.files[0].url if pick.wanted else ""
     return url.split("/")[2] if url.count("/") > 2 else url
-
-
-class _Tell:
-    """Shows progress to clients at once, and in the log every 10 s or 5 %."""
-
-    def __init__(self, report: Report, now: Callable[[], float] = time.monotonic) -> None:
-        self._report = report
-        self._now = now
-        self._said_at, self._said_share = now(), 0.0
-
-    def __call__(self, progress: FetchProgress) -> None:
-        facts = {
-            "file": progress.file,
-            "bytes_done": progress.bytes_done,
-            "bytes_total": progress.bytes_total,
-            "bytes_per_s": round(progress.bytes_per_s) if progress.bytes_per_s is not None else None,
-            "seconds_left": round(progress.seconds_left) if progress.seconds_left is not None else None,
-            "waiting_for": progress.waiting_for,
-        }
-        self._report.phase(Phase.FETCHING, progress.describe(), **facts)
-        share = progress.bytes_done / progress.bytes_total if progress.bytes_total else 0.0
-        if self._now() - self._said_at >= SAY_EVERY_S or share - self._said_share >= SAY_EVERY_SHARE:
-            self._said_at, self._said_share = self._now(), share
-            self._report.info("fetching", progress.describe(), **facts)

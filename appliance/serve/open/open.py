@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from appliance.console.report import Report
 from appliance.profile import ProfileStore
+from appliance.selection.quantized import start_of
 from appliance.selection.request import ollama_hint, read_request
 from appliance.selection.select import Away, select
-from appliance.serve.gateway.pending import Pending
+from appliance.serve.gateway.pending import Pending, ToQuantize
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.gpus import check_gpus
 from appliance.settings import Settings
 from appliance.start.image import read_contents
-from appliance.start.inputs import Located, StartInputs, with_model
+from appliance.start.inputs import Located, StartInputs
+from appliance.start.machine import UsableMachine
 from appliance.volume import open_volume
 
 
@@ -44,7 +46,7 @@ def find_model(slot: ModelSlot) -> ServedModel | Pending:
         report.info("model_name", f"{contents.settings.model} is of this image's recipe; {words}")
     look = cache(slot.look)  # one look for this one load
     if isinstance(request, Located):
-        return served_of(slot, _checked(with_model(contents, request, look), report))
+        return _served_or_to_quantize(slot, request, look)
     found = select(contents, request, environment, look)
     if isinstance(found, Away):
         return Pending(found.request, look(), found.words)
@@ -53,15 +55,29 @@ def find_model(slot: ModelSlot) -> ServedModel | Pending:
     from appliance.serve.open.announce import announce
 
     announce(found.made, report)
-    served = served_of(slot, _checked(with_model(contents, found.located, look), report))
+    served = _served_or_to_quantize(slot, found.located, look)
     if isinstance(found.made, Chosen):
         save_choice(contents, found.request, look(), found.made, found.located)
     return served
 
 
-def _checked(start: StartInputs, report: Report) -> StartInputs:
-    check_gpus(start, report)
-    return start
+def _served_or_to_quantize(
+    slot: ModelSlot, located: Located, look: Callable[[], UsableMachine]
+) -> ServedModel | Pending:
+    """Return the served model; what the slot waits for if the model has to be quantized first."""
+    start = start_of(slot.contents, located, look)
+    check_gpus(start, slot.report)
+    # A further model may fit once the fleet has unloaded others, and is quantized while idle then.
+    if start.quantization and start.quantization.comes_first and slot.number == 0:
+        return Pending(ToQuantize(located=located, start=start), look(), start.quantization.describe())
+    tell_quantization(start, slot.report)
+    return served_of(slot, start)
+
+
+def tell_quantization(start: StartInputs, report: Report) -> None:
+    """Log what serves in place of an unquantized model, or what will be made of it."""
+    if found := start.quantization:
+        report.info("quantization", found.describe(), type=found.kind)
 
 
 def served_of(slot: ModelSlot, start: StartInputs) -> ServedModel:

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,17 @@ from appliance.system.disk import read_file
 from appliance.values import dataclass
 from appliance.weights.cache.size import as_size
 from appliance.weights.stores.remove import used_blobs
-from appliance.weights.stores.stores import Listing, StoredModel, list_store, other_stores, volume_store
+from appliance.weights.stores.stores import (
+    Listing,
+    Note,
+    QuantizedFile,
+    StoredModel,
+    list_quantized,
+    list_store,
+    other_stores,
+    unfinished,
+    volume_store,
+)
 
 _PROFILE_BYTES = 16 * 2**20
 _PROFILES_LIMIT = 200
@@ -37,6 +48,7 @@ class Row:
     last_used: float | None  # seconds since 1970; None if the disk does not record it
     profiles: tuple[str, ...]
     serving: str | None = None  # its state in the running appliance, such as ready or asleep; None if it has none there
+    quantized: Note | None = None  # of a file that the appliance quantized
 
     def as_document(self) -> dict[str, Any]:
         used = datetime.fromtimestamp(self.last_used, UTC).isoformat(timespec="seconds") if self.last_used else None
@@ -51,6 +63,7 @@ class Row:
             "last_used": used,
             "profiles": list(self.profiles),
             "serving": self.serving,
+            "quantized": asdict(self.quantized) if self.quantized else None,
         }
 
 
@@ -99,6 +112,8 @@ def view(settings: Settings, serving: Mapping[Path, str] = MappingProxyType({}))
     listings = tuple(list_store(store) for store in (volume_store(settings.models_dir), *other_stores(settings)))
     profiles = _profiles(settings.profiles_dir)
     rows = [_row(model, profiles, states.get(model.path.resolve())) for listing in listings for model in listing.models]
+    rows += [_quantized(file, profiles, states) for file in list_quantized(settings.models_dir)]
+    rows += [_partial(path.name, path, "quantizing not finished") for path in unfinished(settings.models_dir)]
     rows += [*_partly_fetched(settings.models_dir), *_partly_copied(settings.models_dir)]
     rows += [*_unlinked(settings.models_dir), *_damaged(settings.models_dir)]
     free = None
@@ -118,6 +133,22 @@ def _row(model: StoredModel, profiles: Mapping[str, list[str]], serving: str | N
         last_used=_last_used(model.files),
         profiles=tuple(profiles.get(str(model.path), ())),
         serving=serving,
+    )
+
+
+def _quantized(file: QuantizedFile, profiles: Mapping[str, list[str]], states: Mapping[Path, str]) -> Row:
+    note = file.note
+    return Row(
+        name=file.path.name,
+        tool="volume",
+        path=file.path,
+        format="GGUF",
+        bytes=0 if note.refused else note.bytes,
+        missing=file.loss_in_words if note.refused else None,
+        last_used=None if note.refused else _last_used([file.path]),
+        profiles=tuple(profiles.get(str(file.path), ())),
+        serving=states.get(file.path.resolve()),
+        quantized=note,
     )
 
 
@@ -188,6 +219,8 @@ def _partial(name: str, path: Path, words: str = "download not finished") -> Row
 
 def _cells(row: Row) -> tuple[str, ...]:
     state = printable(row.missing) if row.missing else "complete"
+    if row.quantized:
+        state += printable(f", {row.quantized.kind} of {Path(row.quantized.origin).name}")
     profiles = ", ".join(id_[:8] for id_ in row.profiles) or "-"
     return printable(row.name), as_size(row.bytes), row.format, row.tool, _ago(row.last_used), profiles, state
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import ConfigError, VolumeError, printable
@@ -15,13 +16,17 @@ from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import is_held, refusal
 from appliance.weights.stores.stores import (
+    QuantizedFile,
     StoredModel,
     digests_of,
     find_stored,
+    folder_of,
     is_in_cache,
     is_last_model,
     lies_below,
+    list_quantized,
     list_store,
+    note_of,
     other_stores,
     read_ref,
     volume_store,
@@ -49,12 +54,63 @@ def remove(name: str, settings: Settings, of_recipe: Callable[[], Sequence[Store
             return _remove_repo(name, folder)
         if (file := _own_file(name, models_dir)) is not None:
             return _unlink(name, [file], models_dir)
+        if (made := _quantized_of(name, models_dir)) is not None:
+            return _remove_quantized(made)
         model = _only_one(name, settings, of_recipe)
         if is_in_cache(model):
             return _remove_cached(model, models_dir)
         return _unlink(model.name, _own_files(model), models_dir)
     except OSError as error:
         raise refusal(models_dir, error) from error
+
+
+def _quantized_of(name: str, models_dir: Path) -> QuantizedFile | None:
+    """Return the file that the appliance quantized, by its name, stem or path; None if a model has that name.
+
+    Raises ConfigError if several have it.
+    """
+    found = [file for file in list_quantized(models_dir) if name in (file.path.name, file.path.stem, str(file.path))]
+    if not found or find_stored(name, [volume_store(models_dir)]):
+        return None
+    if len(found) > 1:
+        lines = "".join(f"\n  {printable(str(file.path))}" for file in found)
+        message = f"model name {printable(name)} matches {len(found)} quantized files{lines}"
+        raise ConfigError(message, hint="give the path")
+    return found[0]
+
+
+def _remove_quantized(file: QuantizedFile) -> Removed:
+    """Remove one file and its note; the origin stays."""
+    folder = file.path.parent
+    _refuse_served(file.path.name, [file.path, *folder.glob(".lock")])
+    freed, models = _freed(file.path), digests_of([file.path])
+    file.path.unlink(missing_ok=True)
+    note_of(file.path).unlink(missing_ok=True)
+    if not any(folder.glob("[!.]*")):
+        shutil.rmtree(folder)
+    return Removed(name=file.path.name, files=(file.path,), freed_bytes=freed, models=models)
+
+
+def _made_of(name: str, origins: Iterable[str], models_dir: Path) -> list[Path]:
+    """Return the files that were quantized from these models, by digest. Raises ConfigError if one is served."""
+    folders = [folder_of(models_dir, digest) for digest in origins]
+    files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    _refuse_served(name, files)
+    return files
+
+
+def _with_made(removed: Removed, made: Sequence[Path]) -> Removed:
+    """Remove the quantized files of a model that was removed."""
+    freed, models = sum(map(_freed, made)), digests_of(path for path in made if not path.name.startswith("."))
+    for folder in {path.parent for path in made}:
+        shutil.rmtree(folder)
+    gguf = tuple(path for path in made if path.suffix == ".gguf")
+    return replace(
+        removed,
+        files=(*removed.files, *gguf),
+        freed_bytes=removed.freed_bytes + freed,
+        models=removed.models | models,
+    )
 
 
 def _own_file(name: str, models_dir: Path) -> Path | None:
@@ -101,11 +157,12 @@ def _unlink(name: str, files: Sequence[Path], models_dir: Path) -> Removed:
     _refuse_served(name, files)
     _refuse_behind_link(name, files, models_dir)
     freed, models = sum(map(_freed, files)), digests_of(files)
+    made = _made_of(name, models, models_dir)
     for path in files:
         path.unlink()
     for folder in {path.parent for path in files}:
         _drop_empty(folder, models_dir)
-    return Removed(name=name, files=tuple(files), freed_bytes=freed, models=models)
+    return _with_made(Removed(name=name, files=tuple(files), freed_bytes=freed, models=models), made)
 
 
 def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
@@ -124,6 +181,7 @@ def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
     _refuse_served(model.name, [*blobs, *links])
     _refuse_behind_link(model.name, [*blobs, *links], models_dir)
     models = digests_of(links)
+    made = _made_of(model.name, models, models_dir)
     for link in links:
         link.unlink()
         _drop_empty(link.parent, folder / "snapshots")
@@ -134,7 +192,7 @@ def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
     _drop_refs(folder)
     if not any((folder / "snapshots").iterdir()) and not _has_partial(folder) and not _is_fetched(folder):
         shutil.rmtree(folder)
-    return Removed(name=model.name, files=(*links, *unused), freed_bytes=freed, models=models)
+    return _with_made(Removed(name=model.name, files=(*links, *unused), freed_bytes=freed, models=models), made)
 
 
 def _remove_repo(name: str, folder: Path) -> Removed:
@@ -146,8 +204,9 @@ def _remove_repo(name: str, folder: Path) -> Removed:
     _refuse_served(name, files)
     _refuse_behind_link(name, [folder / "blobs", *files], folder.parent)
     freed, models = sum(map(_freed, files)), digests_of(files)
+    made = _made_of(name, models, folder.parent)
     shutil.rmtree(folder)
-    return Removed(name=name, files=tuple(files), freed_bytes=freed, models=models)
+    return _with_made(Removed(name=name, files=tuple(files), freed_bytes=freed, models=models), made)
 
 
 def _refuse_behind_link(name: str, files: Sequence[Path], models_dir: Path) -> None:

@@ -26,6 +26,7 @@ from appliance.model.files.hub_cache import (
     missing_shard,
     read_ref,
 )
+from appliance.model.files.quantized import Note, QuantizedFile, folder_of, list_quantized, note_of, unfinished
 from appliance.model.formats.entries import ENTRIES_LIMIT
 from appliance.model.formats.gguf import read_gguf
 from appliance.model.formats.parts import PART
@@ -38,21 +39,27 @@ from appliance.weights.stores.ollama import is_store, list_ollama, parse_name
 __all__ = [
     "Format",
     "Listing",
+    "Note",
+    "QuantizedFile",
     "Store",
     "StoredModel",
     "Tool",
     "find_elsewhere",
     "find_stored",
+    "folder_of",
     "is_in_cache",
     "is_last_model",
     "is_named",
     "lies_below",
+    "list_quantized",
     "list_store",
     "lookup",
     "model_at",
+    "note_of",
     "ollama_stores",
     "other_stores",
     "read_ref",
+    "unfinished",
     "volume_store",
     "why_damaged",
     "why_none",

@@ -9,6 +9,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
+
 from appliance.engines.llama.process.facts import query_facts
 from appliance.image_facts import dump_facts
 from tests.builders import IMAGE
@@ -58,3 +61,23 @@ def picture(red: int, green: int, blue: int, *, side: int = 64) -> str:
     head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(row * side)) + chunk(b"IEND", b"")
     return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def write_f16(source: Path, target: Path) -> Path:
+    """Write a model with its matrices as F16, as a publisher's unquantized file has them."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            kind = field.types[0]
+            of = field.types[-1] if kind is gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), kind, sub_type=of)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for tensor in reader.tensors:
+        data = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, data.astype(np.float32 if data.ndim == 1 else np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

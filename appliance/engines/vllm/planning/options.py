@@ -286,7 +286,11 @@ def _refusal(facts: Facts, found: list[Estimate]) -> ModelDoesNotFitError:
     longest = max((each.context for each in found), default=0)
     smaller = f"--ctx-size {longest}, " if facts.settings.ctx_size and longest >= CONTEXT_STEP else ""
     more = "more GPUs" if option.cards else "a higher limit of the container's memory"
-    return ModelDoesNotFitError(message, hint=f"use {smaller}a smaller --ubatch, a quantized model, or {more}")
+    checkpoint = "a quantized model"
+    if facts.shape.quantization.name is None:
+        half = "FP8 (half of the size), " if option.cards else ""
+        checkpoint = f"a checkpoint of it in {half}AWQ or GPTQ (a quarter of the size)"
+    return ModelDoesNotFitError(message, hint=f"use {smaller}a smaller --ubatch, {checkpoint}, or {more}")
 
 
 def _place(facts: Facts, nearest: Estimate) -> str:

@@ -12,7 +12,7 @@ import { language, switchLanguage, t } from "./strings.js";
 
 const LATEST = 100;
 const FAILED = new Set(["error", "stopped"]);
-const BUSY = new Set(["starting", "fetching", "loading", "tuning", "restarting", "held"]);
+const BUSY = new Set(["starting", "fetching", "quantizing", "loading", "tuning", "restarting", "held"]);
 
 /** Returns the state after an event. */
 function after(state, name, document) {

@@ -117,6 +117,7 @@ const WORDS = {
   info: ["info", "信息"],
   phase_starting: ["starting", "启动中"],
   phase_fetching: ["fetching the model", "下载模型"],
+  phase_quantizing: ["quantizing the model", "量化模型"],
   phase_loading: ["loading the model", "加载模型"],
   phase_tuning: ["measuring", "测量中"],
   phase_ready: ["ready", "就绪"],

@@ -1,0 +1,148 @@
+"""Quantize the model that serves while no request runs, and measure what was lost; the next load takes the file."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.engines.engine import ChunkSpec, TextReader
+from appliance.errors import FatalError, VolumeError
+from appliance.model import Model, read_model
+from appliance.model.files.quantized import Quantization, QuantizedFile
+from appliance.plan import Plan
+from appliance.probe import probe
+from appliance.quantize.loss import CHUNKS, measure_loss
+from appliance.quantize.make import change_note, make, refuse
+from appliance.quantize.pauses import Pauses
+from appliance.race import first_of
+from appliance.serve.background.idle_policy import SETTLE_S
+from appliance.serve.model.served_model import ServedModel
+from appliance.weights.cache.size import as_size
+from appliance.weights.download.meter import FetchProgress
+
+if TYPE_CHECKING:
+    from appliance.gateway.clients.traffic import Traffic  # for types only: it takes half a second to import
+
+# What the engine's programs hold beside mapped files: a buffer of 512 MiB and its result, or the logits
+# of 256 tokens. Without it the kernel might end the engine that serves.
+ROOM_MIB = 1280
+# Small models need less: twice the file, which is more than any of its tensors as f32.
+ROOM_OF_FILE = 2.0
+
+
+class QuantizeIdle:
+    """Quantizes one model. Reads and writes `served.quantizing`."""
+
+    def __init__(self, served: ServedModel, traffic: Traffic) -> None:
+        self._served = served
+        self._traffic = traffic
+        self._pauses = Pauses(self._until_busy, self._until_quiet)
+
+    async def run(self) -> None:
+        """Make what is missing and measure its loss; returns when nothing is left. A failure is a warning.
+
+        Cancelled, it leaves nothing behind, and may be run again.
+        """
+        found, state = self._served.start.quantization, self._served.quantizing
+        if found is None or found.kind is None or state.is_over:
+            return
+        try:
+            await self._until_quiet()
+            file = found.file or await self._made(found)
+            if file is not None and file.note.loss is None and file.note.why_no_loss is None:
+                file = await self._measure(found.origin, file)
+            state.set_over(file, why=file.note.refused or "" if file else "")
+        except FatalError as error:
+            state.set_over(None, why=error.message)
+            self._served.report.warning("not_quantized", f"{error.message}; {error.hint or 'the original serves on'}")
+
+    async def _until_busy(self) -> None:
+        await first_of(self._traffic.until_arrival(), self._served.sharing.is_shared.wait())
+
+    async def _until_quiet(self) -> None:
+        while True:
+            await self._served.sharing.is_alone.wait()
+            left = SETTLE_S - self._traffic.idle_s
+            if left <= 0 and not self._traffic.running:
+                return
+            await asyncio.sleep(max(0.1, left))
+
+    async def _made(self, wanted: Quantization) -> QuantizedFile | None:
+        served, report = self._served, self._served.report
+        if short := await self._why_no_room(wanted.model.file_bytes if wanted.model else 0):
+            served.quantizing.set_over(None, why=short)
+            report.info(
+                "quantize_later", f"{wanted.origin.title} is not quantized: {short}; the next start tries again"
+            )
+            return None
+        report.info("quantize", f"idle: quantizing to {wanted.kind} while the original serves", type=wanted.kind)
+        build = served.inputs.image.build_id
+        models_dir = served.settings.models_dir
+        made = await make(
+            wanted, models_dir, served.start.quantizer, self._on_progress, build=build, pauses=self._pauses
+        )
+        words = f"made {made.path.name}: {as_size(made.note.bytes)}; it serves from the next load on"
+        report.info("quantized", words, type=made.note.kind)
+        served.quantizing.file = made
+        return made
+
+    def _on_progress(self, progress: FetchProgress) -> None:
+        self._served.quantizing.progress = progress
+
+    async def _why_no_room(self, file_bytes: int) -> str:
+        hardware = await asyncio.to_thread(probe, self._served.settings.data_dir, self._served.environment)
+        usable = self._served.beside(hardware).memory.usable_mib
+        needed = min(ROOM_MIB, ROOM_OF_FILE * file_bytes / 2**20)
+        return "" if usable >= needed else f"{needed:,.0f} MiB of memory are needed, and {usable:,.0f} MiB are free"
+
+    async def _measure(self, origin: Model, file: QuantizedFile) -> QuantizedFile:
+        """Measure the loss and return the file with it. A file without probabilities is refused."""
+        report = self._served.report
+        try:
+            quantized = await asyncio.to_thread(read_model, file.path)
+            models = {origin.path: origin, file.path: quantized}
+            plans = {path: await asyncio.to_thread(self._plan, model) for path, model in models.items()}
+            start, install = self._served.start.engine.text_reader, self._served.start.install
+
+            def reader(path: Path, chunk_spec: ChunkSpec, text: Path) -> TextReader:
+                return start(plans[path], install, chunk_spec, text)
+
+            loss = await measure_loss(origin.path, file.path, reader, self._pauses)
+        except VolumeError:
+            raise
+        except FatalError as error:
+            changed = await asyncio.to_thread(change_note, file, why_no_loss=error.message)
+            report.info("quantized_loss", f"{file.path.name}: {changed.loss_in_words}")
+            return changed
+        if loss.is_finite:
+            changed = await asyncio.to_thread(change_note, file, loss=loss)
+            report.info("quantized_loss", f"{file.path.name}: {changed.loss_in_words}")
+            return changed
+        why = "its probabilities of a text are not finite numbers"
+        refused = await asyncio.to_thread(refuse, file, why)
+        report.warning(
+            "quantized_refused", f"{file.path.name} is removed: {why}; the original serves from the next load on"
+        )
+        return refused
+
+    def _plan(self, model: Model) -> Plan:
+        """Return the plan of a run over a text, on the CPU. Raises ModelDoesNotFitError (31)."""
+        served = self._served
+        hardware = served.beside(probe(served.settings.data_dir, served.environment))
+        settings = replace(
+            served.settings,
+            devices="none",
+            ctx_size=2 * CHUNKS.chunk_tokens,
+            kv_type="f16",
+            speculation="off",
+            draft_model=None,
+            gpu_layers=None,
+            n_cpu_moe=None,
+            parallel=1,
+            cache_ram_mib=0,
+            load_mode="mmap",
+        )
+        inputs = replace(served.inputs, settings=settings, model=model, hardware=hardware, draft=None)
+        return replace(served.start.engine.space(inputs).predicted, context=CHUNKS.chunk_tokens)
