@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from appliance.abilities import Abilities, Ability, Result
 from appliance.abilities.kept import KeptAbilities
-from appliance.engines.json_socket import JsonSocket
 from appliance.errors import EngineNotReadyError, VolumeError
 from appliance.race import first_of
 
@@ -126,7 +125,8 @@ class AbilityCheck:
         return found
 
     async def _check(self, row: Row, plan: Plan, socket_path: Path) -> Ability:
-        from appliance.abilities.suite import check  # here: no start needs an HTTP client
+        from appliance.abilities.suite import check  # here, both: no start needs an HTTP client
+        from appliance.engines.json_socket import JsonSocket
 
         command = self._served.command(plan, socket_path)
         async with JsonSocket(command, doing="checking abilities", keeps_connections=False) as engine:

@@ -64,8 +64,8 @@ class QuantizeIdle:
     async def _until_quiet(self) -> None:
         while True:
             await self._served.sharing.is_alone.wait()
-            left = SETTLE_S - self._traffic.idle_s
-            if left <= 0 and not self._traffic.running:
+            left = SETTLE_S - self._traffic.idle_s  # which is 0 while a request for work runs
+            if left <= 0:
                 return
             await asyncio.sleep(max(0.1, left))
 
