@@ -170,7 +170,8 @@ class LayerCache:
         self.all_cpu_ms = cost.all_cpu_ms(top_k)
         self._layer = layer
         self._guard = _Guard(self) if is_guarded else None
-        self._decided: tuple[Sequence[int], Decision] | None = None  # the decision that was not observed yet
+        # the token, whether it is a prompt's, and its decision, until they are observed
+        self._decided: tuple[Sequence[int], bool, Decision] | None = None
 
     def _gains_ms(self) -> list[float]:
         """Return, by number of hits, the time that one more hit saves: the mean of the steps on both sides, since whole
@@ -196,8 +197,9 @@ class LayerCache:
     def in_flight(self) -> tuple[Upload, ...]:
         return tuple(self._in_flight.values())
 
-    def decide(self, used: Sequence[int]) -> Decision:
+    def decide(self, used: Sequence[int], *, is_prompt: bool = False) -> Decision:
         """Return what to do with a token's experts, given by falling router weight. O(top_k + slots) look-ups.
+        `is_prompt`: True for a prompt's token, whose copies take no decoding time, so they fill free slots at once.
 
         A victim stops being resident here. It may be one of this token's own hits: its GPU work is enqueued before the
         copy, and the copy waits for that work on its stream. Raises ValueError for a token that the layer cannot have.
@@ -208,11 +210,11 @@ class LayerCache:
         if len(used) != self.top_k:
             message = f"a token of this layer uses {self.top_k} experts, not {len(used)}"
             raise ValueError(message)
-        decision = self._decision(used, self.shared.rule)
-        self._decided = used, decision
+        decision = self._decision(used, self.shared.rule, is_prompt=is_prompt)
+        self._decided = used, is_prompt, decision
         return decision
 
-    def _decision(self, used: Sequence[int], rule: Rule) -> Decision:
+    def _decision(self, used: Sequence[int], rule: Rule, *, is_prompt: bool) -> Decision:
         if not self.slots or rule == "cpu":
             return Decision((), (), tuple(used), (), self.all_cpu_ms)
         slot_of, in_flight = self._slot_of, self._in_flight
@@ -226,32 +228,36 @@ class LayerCache:
         if room > len(wanted):
             room = len(wanted)
         if rule == "priced":
-            wanted, victims, count = self._priced(hits, wanted, room)
+            wanted, victims, count = self._priced(hits, wanted, room, is_prompt=is_prompt)
         else:
             victims, count = self._lru(used, room, 1 if rule == "lru-1" else self.top_k)
         return self._carried_out(hits, misses, wanted, victims, count)
 
-    def _priced(self, hits: list[int], wanted: list[int], room: int) -> tuple[list[int], list[int], int]:
-        """Return the misses by falling value, the victims by rising value, and how many of these pairs pay off.
+    def _priced(
+        self, hits: list[int], wanted: list[int], room: int, *, is_prompt: bool
+    ) -> tuple[list[int], list[int], int]:
+        """Return the misses by falling value, the victims by rising value, and how many copies pay off: the first into
+        free slots, the others into the victims' slots.
 
-        The first misses fill free slots at once. The price of each further copy is the time that it adds to this token,
-        negative if fetching shortens the token. Its gain is the difference in value times the time that a hit saves
-        now.
+        The price of a copy is the time that it adds to this token, negative if fetching shortens the token. Its gain is
+        the time that a hit saves now times a number of uses: the difference in value, or, for a free slot, the uses
+        that the expert has had. A free slot is kept for long, so it is worth a copy once the misses of an expert have
+        cost as much. A prompt's first misses fill free slots at once.
         """
         history = self._history
         asked = history.valued(wanted, history.used_now)
         asked.sort(key=_VALUE, reverse=True)  # the sort is stable: equal values stay ordered by router weight
         wanted = [expert for _, expert in asked]
-        free = len(self._free)
-        if room <= free:
-            return wanted, [], room
-        victims = self._least_valuable(hits, room - free)
+        free = min(room, len(self._free))
+        victims = self._least_valuable(hits, room - free) if room > free else []
         splits = self._splits[len(hits)]
         gain_ms = self._gains[len(hits)]
-        count = number = free
-        gained, best = 0.0, -splits[free].ms
-        for victim in victims:
-            gained += (asked[number][0] - victim[0]) * gain_ms
+        count = number = free if is_prompt else 0
+        gained, best = 0.0, -splits[count].ms
+        while number < free + len(victims):
+            value, expert = asked[number]
+            uses = history.uses(expert) + 1 if number < free else value - victims[number - free][0]
+            gained += uses * gain_ms
             number += 1
             score = gained - splits[number].ms
             if score > best:
@@ -315,11 +321,11 @@ class LayerCache:
         if self._decided is None:
             message = "observe was called without decide before it"
             raise RuntimeError(message)
-        used, decision = self._decided
+        used, is_prompt, decision = self._decided
         self._decided = None
         self._history.add(used)
         if self._guard is not None:
-            self._guard.see(used, decision)
+            self._guard.see(used, decision, is_prompt=is_prompt)
             if self._layer == 0 and self._history.tokens % GUARD_TOKENS == 0:
                 self.shared.compare(self._history.tokens)
         if self.slots:
@@ -405,7 +411,7 @@ class _Guard:
         }
         self._priced: LayerCache | None = None  # exists while another rule decides
 
-    def see(self, used: Sequence[int], decision: Decision) -> None:
+    def see(self, used: Sequence[int], decision: Decision, *, is_prompt: bool) -> None:
         cache, shared = self._cache, self._cache.shared
         now = shared.rule
         shared.add(now, decision.ms)
@@ -418,14 +424,14 @@ class _Guard:
         if now == "priced":
             self._priced = None
         else:
-            self._see_priced(used)
+            self._see_priced(used, is_prompt=is_prompt)
 
-    def _see_priced(self, used: Sequence[int]) -> None:
+    def _see_priced(self, used: Sequence[int], *, is_prompt: bool) -> None:
         """Add the predicted time of deciding by prices, beginning with the layer's current content and all learned
         uses."""
         if self._priced is None:
             self._priced = self._cache.as_priced()
-        decision = self._priced.decide(used)
+        decision = self._priced.decide(used, is_prompt=is_prompt)
         for upload in decision.uploads:
             self._priced.landed(upload)
         self._priced.observe()

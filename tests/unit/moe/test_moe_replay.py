@@ -85,8 +85,8 @@ def test_the_replay_is_the_decisions_and_their_time() -> None:
     class Spy(LayerCache):
         seen: list[Decision]
 
-        def decide(self, used: tuple[int, ...]) -> Decision:  # type: ignore[override]
-            decision = super().decide(used)
+        def decide(self, used: tuple[int, ...], *, is_prompt: bool = False) -> Decision:  # type: ignore[override]
+            decision = super().decide(used, is_prompt=is_prompt)
             self.seen.append(decision)
             return decision
 
