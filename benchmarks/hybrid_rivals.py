@@ -2,13 +2,16 @@
 
 Each gives, for one layer, (hits, experts copied into slots) of every token; where a rule says what is fetched and what
 waits, as two of them do, `splits` has it. Free slots always fill. Copies land at once; every rule but those two gets
-the best split of each token that its cache allows.
+the best split of each token that its cache allows. llama.cpp's own cache spans all layers and has a time of its own.
+
+All but the oracle know the past alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from appliance.moe.cost import Cost
 from appliance.moe.trace import Trace
@@ -68,7 +71,22 @@ def mrs(tokens: Tokens, slots: int) -> Iterator[Step]:
 
 
 def static(tokens: Tokens, slots: int) -> Iterator[Step]:
-    """The most used of the other half of the decoded tokens and of the prompt stay; nothing is copied."""
+    """Keeps the experts most used so far, in the prompt and in earlier turns, and copies nothing while decoding. They
+    are chosen anew after each prompt and loaded for free."""
+    counts: Counter[int] = Counter()
+    kept: set[int] | None = None
+    for is_decoded, used in tokens:
+        if not is_decoded:
+            kept = None
+        elif kept is None:
+            kept = {expert for expert, _ in counts.most_common(slots)}
+        yield sum(expert in kept for expert in used) if kept else 0, 0
+        counts.update(used)
+
+
+def oracle_static(tokens: Tokens, slots: int) -> Iterator[Step]:
+    """The most used of the other half of the decoded tokens and of the prompt stay; nothing is copied. The first half
+    sees the future: no rule to be compared with."""
     decoded = [used for is_decoded, used in tokens if is_decoded]
     prompt = [used for is_decoded, used in tokens if not is_decoded]
     middle = len(decoded) // 2
@@ -102,6 +120,52 @@ def fetched_by_ratio(cost: Cost) -> Callable[[int, int], int]:
     return fetched
 
 
+def shared_lru(trace: Trace, slots: int) -> Counter[tuple[int, int]]:
+    """Return (top_k, misses) of decoded layer-tokens under llama.cpp's `--moe-cache-mib`: one LRU over the slots of all
+    layers, which have the same layout here, and every miss is copied.
+
+    A prompt passes layer by layer, as a batch does. llama.cpp leaves the cache as it is for batches of more than 32
+    tokens; here each prompt warms it, as it does for every other rule.
+    """
+    room = slots * len(trace.top_k)
+    kept: dict[tuple[int, int], None] = {}
+    steps: Counter[tuple[int, int]] = Counter()
+
+    def misses(layer: int, used: Sequence[int]) -> int:
+        missed = 0
+        for key in ((layer, expert) for expert in reversed(used)):
+            if key in kept:
+                del kept[key]
+            else:
+                missed += 1
+            kept[key] = None
+        while len(kept) > room:
+            del kept[next(iter(kept))]
+        return missed
+
+    for turn in trace.turns:
+        for layer in trace.top_k:
+            for used in trace.each_token(turn, is_prompt=True, layer=layer):
+                misses(layer, used)
+        for row in zip(*(trace.each_token(turn, is_prompt=False, layer=layer) for layer in trace.top_k), strict=True):
+            for layer, used in zip(trace.top_k, row, strict=True):
+                steps[len(used), misses(layer, used)] += 1
+    return steps
+
+
+def shared_lru_seconds(trace: Trace, steps: Counter[tuple[int, int]], cost: Cost) -> float:
+    """Return the time of all decoded tokens: hits, copies and the wait for the ids follow one another on one stream.
+
+    A missed expert's own kernel is left out, in the rule's favour. The wait is taken as `cpu_fixed_ms`.
+    """
+    rates = cost.rates
+    total = (trace.dense_layers * trace.decoded + sum(steps.values())) * rates.other_ms
+    for (k, missed), count in steps.items():
+        hits_ms = rates.gpu_fixed_ms + (k - missed) * rates.gpu_expert_ms
+        total += count * (hits_ms + missed * cost.expert_mb / rates.pcie_gb_s + rates.cpu_fixed_ms)
+    return total / 1000
+
+
 def _evict(kept: dict[int, None], used: Sequence[int], count: int) -> None:
     for _ in range(count):
         del kept[next(expert for expert in kept if expert not in used)]
@@ -114,8 +178,12 @@ def _touch(kept: dict[int, None], used: Sequence[int], copied: Sequence[int]) ->
             kept[expert] = None
 
 
-FIXED: dict[str, Callable[[Tokens, int], Iterator[Step]]] = {
-    "all-CPU": lambda tokens, _: ((0, 0) for _ in tokens),
+class Rule(Protocol):
+    def __call__(self, tokens: Tokens, slots: int) -> Iterator[Step]: ...
+
+
+FIXED: dict[str, Rule] = {
+    "all-CPU": lambda tokens, slots: ((0, 0) for _ in tokens),
     "LRU insert-all": lambda tokens, slots: lru(tokens, slots, 1 << 30),
     "LRU cap 2": lambda tokens, slots: lru(tokens, slots, 2),
     "LRU cap 1": lambda tokens, slots: lru(tokens, slots, 1),
@@ -126,7 +194,9 @@ FIXED: dict[str, Callable[[Tokens, int], Iterator[Step]]] = {
 }
 OFFLOAD = "pure offload"
 RATIO = "FreeToken q*"
-NAMES = (*FIXED, OFFLOAD, RATIO)
+SHARED_LRU = "llama.cpp cache"
+NAMES = (*FIXED, OFFLOAD, RATIO, SHARED_LRU)
+ORACLE = "oracle static frequency"  # in no claim
 
 
 def layer_tokens(trace: Trace) -> list[Tokens]:

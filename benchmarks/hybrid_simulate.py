@@ -128,11 +128,11 @@ def _warm(
             is_resident = [expert in residents for expert in counts]
             result.prompt_ms += split_batch(cost, list(counts.values()), is_resident).ms
         for used in prompt:
-            _step(cache, used)
+            _step(cache, used, is_prompt=True)
 
 
-def _step(cache: LayerCache, used: tuple[int, ...]) -> Step:
-    decision = cache.decide(used)
+def _step(cache: LayerCache, used: tuple[int, ...], *, is_prompt: bool = False) -> Step:
+    decision = cache.decide(used, is_prompt=is_prompt)
     uploads = decision.uploads
     for upload in uploads:
         cache.landed(upload)

@@ -77,6 +77,7 @@ class Shared:
     rule: Rule = "priced"
     on_takeover: Callable[[Takeover], None] = lambda _: None
     in_flight_mb: float = 0.0
+    decoded: int = 0  # tokens of layer 0, without prompts
     # predicted time of each rule since the rules were last compared
     predicted_ms: dict[Rule, float] = field(default_factory=dict)
 
@@ -165,23 +166,25 @@ class LayerCache:
         self._in_flight: dict[int, Upload] = {}
         self._history = History(experts, shared.uses, layer, is_valued=slots > 0)
         self._ranked: list[tuple[float, int]] = []  # (value, resident expert) for the next token, lowest value first
-        self._gains = self._gains_ms()
+        self._saved = self._saved_ms()
+        least = _LEAST_GAIN * cost.expert_mb / cost.rates.pcie_gb_s
+        self._gains = [max(least, saved) for saved in self._saved]
         self._splits = [cost.splits(top_k, hits) for hits in range(top_k + 1)]
         self.all_cpu_ms = cost.all_cpu_ms(top_k)
         self._layer = layer
         self._guard = _Guard(self) if is_guarded else None
-        self._decided: tuple[Sequence[int], Decision] | None = None  # the decision that was not observed yet
+        # the token, whether it is a prompt's, and its decision, until they are observed
+        self._decided: tuple[Sequence[int], bool, Decision] | None = None
 
-    def _gains_ms(self) -> list[float]:
+    def _saved_ms(self) -> list[float]:
         """Return, by number of hits, the time that one more hit saves: the mean of the steps on both sides, since whole
         experts make the time a staircase."""
-        least = _LEAST_GAIN * self.cost.expert_mb / self.cost.rates.pcie_gb_s
         best = [self.cost.best_ms(self.top_k, hits) for hits in range(self.top_k + 1)]
-        gains = []
+        saved = []
         for hits in range(self.top_k + 1):
             before, after = max(0, hits - 1), min(self.top_k, hits + 1)
-            gains.append(max(least, (best[before] - best[after]) / (after - before)))
-        return gains
+            saved.append((best[before] - best[after]) / (after - before))
+        return saved
 
     def split_ms(self, hits: int, copied: int) -> float:
         """Return the time of the best split of a token with so many hits and copies."""
@@ -196,8 +199,9 @@ class LayerCache:
     def in_flight(self) -> tuple[Upload, ...]:
         return tuple(self._in_flight.values())
 
-    def decide(self, used: Sequence[int]) -> Decision:
+    def decide(self, used: Sequence[int], *, is_prompt: bool = False) -> Decision:
         """Return what to do with a token's experts, given by falling router weight. O(top_k + slots) look-ups.
+        `is_prompt`: True for a prompt's token, whose copies take no decoding time.
 
         A victim stops being resident here. It may be one of this token's own hits: its GPU work is enqueued before the
         copy, and the copy waits for that work on its stream. Raises ValueError for a token that the layer cannot have.
@@ -208,11 +212,11 @@ class LayerCache:
         if len(used) != self.top_k:
             message = f"a token of this layer uses {self.top_k} experts, not {len(used)}"
             raise ValueError(message)
-        decision = self._decision(used, self.shared.rule)
-        self._decided = used, decision
+        decision = self._decision(used, self.shared.rule, is_prompt=is_prompt)
+        self._decided = used, is_prompt, decision
         return decision
 
-    def _decision(self, used: Sequence[int], rule: Rule) -> Decision:
+    def _decision(self, used: Sequence[int], rule: Rule, *, is_prompt: bool) -> Decision:
         if not self.slots or rule == "cpu":
             return Decision((), (), tuple(used), (), self.all_cpu_ms)
         slot_of, in_flight = self._slot_of, self._in_flight
@@ -225,33 +229,52 @@ class LayerCache:
         room = int((shared.in_flight_max_mb - shared.in_flight_mb) / self._expert_mb + 1e-9)
         if room > len(wanted):
             room = len(wanted)
-        if rule == "priced":
+        if rule == "priced" and is_prompt:
+            wanted, victims, count = self._most_used(hits, wanted, room)
+        elif rule == "priced":
             wanted, victims, count = self._priced(hits, wanted, room)
         else:
             victims, count = self._lru(used, room, 1 if rule == "lru-1" else self.top_k)
         return self._carried_out(hits, misses, wanted, victims, count)
 
-    def _priced(self, hits: list[int], wanted: list[int], room: int) -> tuple[list[int], list[int], int]:
-        """Return the misses by falling value, the victims by rising value, and how many of these pairs pay off.
+    def _most_used(self, hits: list[int], wanted: list[int], room: int) -> tuple[list[int], list[int], int]:
+        """Return a prompt's misses by falling uses so far, the victims by rising uses, and how many copies to make:
+        into each free slot, then while an expert has been used more often than its victim."""
+        uses = self._history.uses
+        wanted = sorted(wanted, key=uses, reverse=True)  # stable: equal ones stay ordered by router weight
+        victims = [expert for expert in self._slot_of if expert not in hits and expert not in self._pinned]
+        victims.sort(key=lambda expert: (uses(expert), expert))
+        count = free = min(room, len(self._free))
+        for expert, victim in zip(wanted[free:room], victims, strict=False):
+            if uses(expert) + 1 <= uses(victim):
+                break
+            count += 1
+        return wanted, victims, count
 
-        The first misses fill free slots at once. The price of each further copy is the time that it adds to this token,
-        negative if fetching shortens the token. Its gain is the difference in value times the time that a hit saves
-        now.
+    def _priced(self, hits: list[int], wanted: list[int], room: int) -> tuple[list[int], list[int], int]:
+        """Return the misses by falling value, the victims by rising value, and how many copies pay off: the first into
+        free slots, the others into the victims' slots.
+
+        The price of a copy is the time that it adds to this token, negative if fetching shortens the token. Its gain is
+        the difference in value times the time that a hit is taken to save. For a free slot, which is kept for long, it
+        is what the expert's uses so far would have saved: a copy is made once its misses have cost as much.
         """
         history = self._history
         asked = history.valued(wanted, history.used_now)
         asked.sort(key=_VALUE, reverse=True)  # the sort is stable: equal values stay ordered by router weight
         wanted = [expert for _, expert in asked]
-        free = len(self._free)
-        if room <= free:
-            return wanted, [], room
-        victims = self._least_valuable(hits, room - free)
+        free = min(room, len(self._free))
+        victims = self._least_valuable(hits, room - free) if room > free else []
         splits = self._splits[len(hits)]
-        gain_ms = self._gains[len(hits)]
-        count = number = free
-        gained, best = 0.0, -splits[free].ms
-        for victim in victims:
-            gained += (asked[number][0] - victim[0]) * gain_ms
+        saved_ms, gain_ms = self._saved[len(hits)], self._gains[len(hits)]
+        count = number = 0
+        gained, best = 0.0, -splits[0].ms
+        while number < free + len(victims):
+            value, expert = asked[number]
+            if number < free:
+                gained += (history.uses(expert) + 1) * saved_ms
+            else:
+                gained += (value - victims[number - free][0]) * gain_ms
             number += 1
             score = gained - splits[number].ms
             if score > best:
@@ -315,13 +338,15 @@ class LayerCache:
         if self._decided is None:
             message = "observe was called without decide before it"
             raise RuntimeError(message)
-        used, decision = self._decided
+        used, is_prompt, decision = self._decided
         self._decided = None
         self._history.add(used)
         if self._guard is not None:
-            self._guard.see(used, decision)
-            if self._layer == 0 and self._history.tokens % GUARD_TOKENS == 0:
-                self.shared.compare(self._history.tokens)
+            self._guard.see(used, decision, is_prompt=is_prompt)
+            if self._layer == 0 and not is_prompt:
+                self.shared.decoded += 1
+                if self.shared.decoded % GUARD_TOKENS == 0:
+                    self.shared.compare(self._history.tokens)
         if self.slots:
             self._rank()
 
@@ -405,28 +430,30 @@ class _Guard:
         }
         self._priced: LayerCache | None = None  # exists while another rule decides
 
-    def see(self, used: Sequence[int], decision: Decision) -> None:
+    def see(self, used: Sequence[int], decision: Decision, *, is_prompt: bool) -> None:
+        """Add the predicted times of a decoded token; a prompt only changes what the rules have in their slots."""
         cache, shared = self._cache, self._cache.shared
         now = shared.rule
-        shared.add(now, decision.ms)
+        found = {now: decision.ms}
         for rule, shadow in self._lru.items():
             hits, copied = shadow.use(used)
-            if rule != now:
-                shared.add(rule, cache.split_ms(hits, copied))
-        if now != "cpu":
-            shared.add("cpu", cache.all_cpu_ms)
+            found.setdefault(rule, cache.split_ms(hits, copied))
+        found.setdefault("cpu", cache.all_cpu_ms)
         if now == "priced":
             self._priced = None
         else:
-            self._see_priced(used)
+            found["priced"] = self._priced_ms(used, is_prompt=is_prompt)
+        if not is_prompt:
+            for rule, ms in found.items():
+                shared.add(rule, ms)
 
-    def _see_priced(self, used: Sequence[int]) -> None:
-        """Add the predicted time of deciding by prices, beginning with the layer's current content and all learned
+    def _priced_ms(self, used: Sequence[int], *, is_prompt: bool) -> float:
+        """Return the predicted time of deciding by prices, beginning with the layer's current content and all learned
         uses."""
         if self._priced is None:
             self._priced = self._cache.as_priced()
-        decision = self._priced.decide(used)
+        decision = self._priced.decide(used, is_prompt=is_prompt)
         for upload in decision.uploads:
             self._priced.landed(upload)
         self._priced.observe()
-        self._cache.shared.add("priced", decision.ms)
+        return decision.ms

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Trace:
     experts: int
     top_k: dict[int, int]
     turns: tuple[Turn, ...]
+    expert_mb: float | None = None  # mean over layers; None if the head names no sizes
 
     @property
     def dense_layers(self) -> int:
@@ -86,6 +88,7 @@ class Trace:
             experts=self.experts,
             top_k=self.top_k,
             turns=tuple(turns),
+            expert_mb=self.expert_mb,
         )
 
 
@@ -103,6 +106,7 @@ class _Reader:
     def __init__(self, tokens_max: int) -> None:
         self._tokens_max = tokens_max
         self._facts: dict[str, str] = {}
+        self._expert_bytes: list[int] = []
         self._experts = self._layers = 0
         self._has_columns = False
         self._top_k: dict[int, int] = {}
@@ -121,7 +125,7 @@ class _Reader:
             raise TraceError(number, f"longer than {LINE_MAX} characters")
         if line.startswith("#"):
             if not self._has_columns:
-                self._facts.update(_FACT.findall(line) if "layer=" not in line.split()[1:2] else ())
+                self._read_comment(number, dict(_FACT.findall(line)))
             return
         if not self._has_columns:
             self._begin(number, line.strip())
@@ -154,6 +158,17 @@ class _Reader:
         if not text.isdecimal() or not 0 < int(text) <= most:
             raise TraceError(number, f"the comments above name no {name} between 1 and {most}: {text!r}")
         return int(text)
+
+    def _read_comment(self, number: int, facts: dict[str, str]) -> None:
+        """Read one comment of the head: facts of the model, or the sizes of one layer."""
+        if "layer" not in facts:
+            self._facts.update(facts)
+            return
+        text = facts.get("expert_bytes", "0")
+        if not text.isascii() or not text.isdigit() or len(self._expert_bytes) == LAYERS_MAX:
+            raise TraceError(number, f"not the size of an expert, or of too many layers: {text!r}")
+        if int(text):
+            self._expert_bytes.append(int(text))
 
     def _start(self, number: int, key: tuple[int, int, int, int]) -> None:
         turn, phase, step, layer = key
@@ -251,4 +266,5 @@ class _Reader:
             experts=self._experts,
             top_k={layer: self._top_k[layer] for layer in sorted(self._whole)},
             turns=tuple(self._turns),
+            expert_mb=statistics.fmean(self._expert_bytes) / 1e6 if self._expert_bytes else None,
         )

@@ -166,6 +166,10 @@ class History:
         short, long, counts = self._short, self._long, self._counts
         return [(more + a * short[e] + b * long[e] + c * counts[e], e) for e in experts]
 
+    def uses(self, expert: int) -> int:
+        """Return the number of tokens so far that used an expert."""
+        return self._counts[expert]
+
     def last_use(self, expert: int) -> tuple[int, int]:
         """Return LRU's sort key: later tokens are higher, and within a token a higher router weight."""
         use = self._last[expert]

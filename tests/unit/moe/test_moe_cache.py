@@ -25,9 +25,11 @@ from appliance.moe.uses import Uses
 from tests.unit.moe.routing import COST, DESKTOP, tokens
 
 
-def cache(*, slots: int = 6, experts: int = 16, top_k: int = 3, rule: Rule = "priced", **more: object) -> LayerCache:
+def cache(
+    *, slots: int = 6, experts: int = 16, top_k: int = 3, rule: Rule = "priced", cost: Cost = COST, **more: object
+) -> LayerCache:
     shared = Shared(uses=Uses(4), in_flight_max_mb=2 * top_k * COST.expert_mb, rule=rule)
-    return LayerCache(cost=COST, slots=slots, experts=experts, top_k=top_k, shared=shared, **more)  # type: ignore[arg-type]
+    return LayerCache(cost=cost, slots=slots, experts=experts, top_k=top_k, shared=shared, **more)  # type: ignore[arg-type]
 
 
 def land(one: LayerCache, decision: Decision) -> None:
@@ -36,11 +38,44 @@ def land(one: LayerCache, decision: Decision) -> None:
     one.observe()
 
 
-def test_free_slots_fill_at_once() -> None:
-    one = cache(slots=6)
-    land(one, one.decide((0, 1, 2)))
-    land(one, one.decide((3, 4, 5)))
+SLOW = Cost(replace(DESKTOP, pcie_gb_s=3), 2.9)
+
+
+def test_a_prompt_fills_free_slots_at_once() -> None:
+    one = cache(slots=6, cost=SLOW)
+    land(one, one.decide((0, 1, 2), is_prompt=True))
+    land(one, one.decide((3, 4, 5), is_prompt=True))
     assert one.residents == {0, 1, 2, 3, 4, 5}
+
+
+def test_a_prompt_keeps_what_it_used_most_however_slow_the_link() -> None:
+    one = cache(slots=3, cost=SLOW)
+    for used in ((0, 1, 2), (3, 4, 0), (3, 5, 4), (3, 4, 0)):
+        land(one, one.decide(used, is_prompt=True))
+    assert one.residents == {0, 3, 4}
+
+
+def test_a_prompt_is_in_no_comparison_of_rules() -> None:
+    """Copies that a prompt makes for free would let all-CPU take over on a slow link."""
+    told: list[Takeover] = []
+    (one,) = layer_caches([SLOW], slots=6, experts=64, top_k=[3], on_takeover=told.append)
+    for used in tokens(5, count=3 * GUARD_TOKENS, experts=64, top_k=3):
+        land(one, one.decide(used, is_prompt=True))
+    assert not told
+    assert one.shared.predicted_ms == {}
+
+
+def test_a_free_slot_is_filled_when_the_uses_so_far_have_cost_as_much_as_the_copy() -> None:
+    """At 3 GB/s a copy takes 0.97 ms, 0.69 ms longer than attention and the CPU's work. A first hit saves 0.056 ms, so
+    12 uses pay for less, 13 for more. At 50 GB/s a copy delays nothing."""
+    one, copied = cache(slots=6, cost=SLOW), []
+    for _ in range(13):
+        decision = one.decide((0, 1, 2))
+        copied.append(len(decision.uploads))
+        land(one, decision)
+    assert copied == [0] * 12 + [1]
+    fast = cache(slots=6, cost=Cost(replace(DESKTOP, pcie_gb_s=50, dram_gb_s=100), 2.9))
+    assert len(fast.decide((0, 1, 2)).uploads) == 3
 
 
 def test_each_expert_is_computed_in_one_place() -> None:

@@ -9,6 +9,7 @@ import random
 from array import array
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from appliance.moe.uses import Uses
 from benchmarks import hybrid, hybrid_rivals
 from benchmarks import hybrid_simulate as simulate
 from benchmarks.hybrid_bounds import envelope, fewest_misses, fewest_misses_by_layer, pooled_least_ms, trace_least_ms
+from benchmarks.hybrid_generated import KINDS, Generated
 from benchmarks.hybrid_simulate import replay, replay_part, timed
 from tests.builders import examples, some
 from tests.unit.moe.routing import COST, DESKTOP, lines, row, tokens, trace
@@ -85,8 +87,8 @@ def test_the_replay_is_the_decisions_and_their_time() -> None:
     class Spy(LayerCache):
         seen: list[Decision]
 
-        def decide(self, used: tuple[int, ...]) -> Decision:  # type: ignore[override]
-            decision = super().decide(used)
+        def decide(self, used: tuple[int, ...], *, is_prompt: bool = False) -> Decision:  # type: ignore[override]
+            decision = super().decide(used, is_prompt=is_prompt)
             self.seen.append(decision)
             return decision
 
@@ -139,14 +141,53 @@ def test_no_rule_beats_the_bounds(seed: int, slots: int, cost: Cost) -> None:
     assert result.ms >= bound
     assert result.misses >= sum(misses.values())
     layers = hybrid_rivals.layer_tokens(made)
-    for name, run in hybrid_rivals.FIXED.items():
-        if name == "static frequency":  # loaded before any token asks: the bound is for copies that a token asks for
-            continue
-        steps = hybrid_rivals.counted(
-            layers,
-            lambda tokens, run=run: run(tokens, slots),  # type: ignore[misc]
-        )
+    for run in hybrid_rivals.FIXED.values():
+        steps = hybrid_rivals.counted(layers, partial(run, slots=slots))
         assert 1000 * hybrid_rivals.seconds(made, steps, cost) >= bound * (1 - 1e-12)
+
+
+def test_static_frequency_knows_only_the_past() -> None:
+    """Expert 9 is used in every decoded token and never before: the oracle has it, the causal rule from turn two."""
+    prompt, decoded = [(False, (1, 2)), (False, (1, 3))], [(True, (9, 1))] * 4
+    assert [hits for hits, _ in hybrid_rivals.static([*prompt, *decoded], 1)] == [0, 0, 1, 1, 1, 1]
+    assert [hits for hits, _ in hybrid_rivals.static([*prompt, *decoded, *prompt, *decoded], 2)][8:] == [2, 2, 2, 2]
+    assert [hits for hits, _ in hybrid_rivals.static([*prompt, *decoded], 2)][2:] == [1, 1, 1, 1]
+    assert [hits for hits, _ in hybrid_rivals.oracle_static([*prompt, *decoded], 2)][2:] == [2, 2, 2, 2]
+
+
+def test_llama_cpps_cache_is_one_lru_over_all_layers_and_copies_every_miss_in_turn() -> None:
+    """Layer 0 uses one expert in turn, layer 1 the same one always: two slots each, and layer 0 takes three of the
+    four, which it could not with slots of its own."""
+    turn = Turn(decode={0: array("H", [0, 1, 2] * 4), 1: array("H", [5] * 12)})
+    made = Trace(name="", architecture="", layers=2, experts=8, top_k={0: 1, 1: 1}, turns=(turn,))
+    steps = hybrid_rivals.shared_lru(made, 2)
+    assert steps == {(1, 1): 4, (1, 0): 20}
+    copy_ms = COST.expert_mb / DESKTOP.pcie_gb_s
+    expected = 24 * (DESKTOP.other_ms + DESKTOP.cpu_fixed_ms) + 20 * DESKTOP.gpu_expert_ms + 4 * copy_ms
+    assert hybrid_rivals.shared_lru_seconds(made, steps, COST) == pytest.approx(expected / 1000)
+
+
+def test_no_figure_counts_the_oracle(tmp_path: Path) -> None:
+    path = tmp_path / "small.csv"
+    path.write_text("".join(lines(tokens=40, layers=3)), encoding="utf-8")
+    rows = hybrid.rows_of((path, 4, hybrid.MACHINES[:2]))
+    rows = [replace(row, tokens_per_s={**row.tokens_per_s, hybrid_rivals.ORACLE: 1e9}) for row in rows]
+    assert all(row.best_fixed != hybrid_rivals.ORACLE for row in rows)
+    found = hybrid.summary(rows)
+    assert not [name for name in found if "oracle" in name]
+    assert found["least over a single rule"] == min(found[f"over {name}"] for name in hybrid_rivals.NAMES)
+    shares = [row.share_of(row.best_fixed) for row in rows]
+    assert found["share of cells ≥ 0.99 of the best fixed rule"] == sum(share >= 0.99 for share in shares) / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_made_up_routing_is_whole_and_the_same_again(kind: str) -> None:
+    made, again = Generated(kind, 3).trace(), Generated(kind, 3).trace()
+    assert made == again != Generated(kind, 4).trace()
+    for layer, k in made.top_k.items():
+        used = made.tokens(made.turns[0], is_prompt=False, layer=layer)
+        assert len(used) == made.decoded
+        assert all(len(set(each)) == k and max(each) < made.experts for each in used)
 
 
 def test_bounds_fall_with_slots_and_with_faster_rates() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from appliance.moe.trace import COLUMNS, LINE_MAX, TOKENS_MAX, Trace, TraceError, parse_trace
 from benchmarks import hybrid, hybrid_read
 from tests.builders import examples
-from tests.unit.moe.routing import lines, row
+from tests.unit.moe.routing import lines, row, trace
 
 Change = Callable[[list[str]], list[str]]
 
@@ -173,6 +174,40 @@ def test_a_machine_is_read_and_a_wrong_one_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"expert_mb": 3.0, **rates, "gpu": 1}))
     with pytest.raises(ValueError, match="gpu"):
         hybrid.read_machine(path)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="expert_mb"):
-        hybrid.read_machine(path)
+    for text in ("[]", "{", json.dumps({"expert_mb": -1, **rates}), json.dumps({"expert_mb": [3], **rates})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"box\.json: "):
+            hybrid.read_machine(path)
+    path.write_text(json.dumps(rates))
+    unsized = hybrid.read_machine(path)
+    assert [each.expert_mb for each in hybrid.sized([unsized], replace(trace(1), expert_mb=2.5))] == [2.5]
+    with pytest.raises(ValueError, match="box: neither the rates nor the trace name expert_mb"):
+        hybrid.sized([unsized], trace(1))
+
+
+def test_the_size_of_an_expert_is_that_of_the_head() -> None:
+    head, names, columns, *rows = lines()
+    sizes = ["# layer=0 expert_bytes=3000000\n", "# layer=1 expert_bytes=2000000\n"]
+    assert parse_trace([head, names, *sizes, columns, *rows]).expert_mb == 2.5
+    assert parse_trace([head, names, columns, *rows]).expert_mb is None
+    with pytest.raises(TraceError, match="line 3: not the size of an expert, or of too many layers: '-5'"):
+        parse_trace([head, names, "# layer=0 expert_bytes=-5\n", columns, *rows])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress("".join(lines()).encode())[:-20], "ended before"),
+        (b"\x1f\x8b" + b"x" * 40, "Unknown compression"),
+        (gzip.compress("".join([*lines(), "0,1\n"]).encode()), "line 24: cut or damaged: 2 columns"),
+    ],
+    ids=("cut", "damaged", "short row"),
+)
+def test_a_trace_that_cannot_be_read_is_refused_by_file_and_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, words: str
+) -> None:
+    path = tmp_path / "one.csv.gz"
+    path.write_bytes(content)
+    monkeypatch.setattr("sys.argv", ["hybrid", "--trace", str(path)])
+    with pytest.raises(SystemExit, match=rf"error: .*one\.csv\.gz: .*{words}"):
+        hybrid.main()
