@@ -163,7 +163,7 @@ def test_what_is_nothing_is_usage(called: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("called", ["org/", "org/repo:a:b", "ftp://x/y", "org/re--po", "https://host/", "oci://h/m:t"])
+@pytest.mark.parametrize("called", ["org/", "org/repo:a:b", "ftp://x/y", "org/re--po", "https://host/", "oci://h/m:"])
 def test_references_are_refused_as_the_appliance_refuses_them(called: str) -> None:
     with pytest.raises(ConfigError) as caught:
         understand(called)
