@@ -59,7 +59,7 @@ def repo_of(folder: Path) -> str:
     return artifact_of_folder(name) or name.replace("--", "/")
 
 
-def repo_folder(repo: str) -> str:
+def cache_folder(repo: str) -> str:
     """Return the folder's name for what `repo_of` returns. Raises ConfigError for an impossible reference."""
     if is_artifact(repo) and (artifact := parse_reference(repo).artifact):
         return PREFIX + artifact.folder
@@ -110,7 +110,7 @@ def _parse(reference: str) -> tuple[str, str, str, str] | None:
     if is_artifact(reference):
         try:
             # Only what the tag led to last: an older manifest may name its files otherwise.
-            return repo_folder(reference).removeprefix(PREFIX), "main", "", ""
+            return cache_folder(reference).removeprefix(PREFIX), "main", "", ""
         except ConfigError:
             return None  # whoever fetches says what is wrong with it
     parts = reference.split("/")

@@ -19,6 +19,7 @@ from appliance.model import Format, digest, list_models, plain_name, read_model,
 from appliance.model.files.find import find_projector
 from appliance.model.files.hub_cache import (
     CachedModel,
+    cache_folder,
     find_cached,
     is_artifact,
     is_meant,
@@ -26,7 +27,6 @@ from appliance.model.files.hub_cache import (
     list_cached,
     missing_shard,
     read_ref,
-    repo_folder,
     repo_of,
 )
 from appliance.model.files.quantized import Note, QuantizedFile, folder_of, list_quantized, note_of, unfinished
@@ -47,6 +47,7 @@ __all__ = [
     "Store",
     "StoredModel",
     "Tool",
+    "cache_folder",
     "facts_of",
     "find_elsewhere",
     "find_stored",
@@ -64,7 +65,6 @@ __all__ = [
     "ollama_stores",
     "other_stores",
     "read_ref",
-    "repo_folder",
     "repo_of",
     "unfinished",
     "volume_store",
