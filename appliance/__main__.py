@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
 from appliance.console.shown import quoted, shown_streams
-from appliance.errors import FatalError, UsageError
+from appliance.errors import FatalError, UsageError, printable
 from appliance.host import verb_table as host
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 from appliance.system.open_files import Spare, raise_limit
@@ -244,13 +244,14 @@ def _add_profiles(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_models(verb: argparse.ArgumentParser) -> None:
-    actions = ("list", "pull", "update", "add", "rm", "remove", "verify", "import")
+    actions = ("list", "pull", "push", "update", "add", "rm", "remove", "verify", "import")
     verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list; rm is remove")
     words = (
-        "name as in the list; with pull and update: org/repo, org/repo:Q4_K_M or a URL; with add: the new name; "
-        "with import: a path, or a name in a folder of another tool"
+        "name as in the list; with pull and update: org/repo, org/repo:Q4_K_M, a URL or oci://host/repository:tag; "
+        "with add: the new name; with import: a path, or a name in a folder of another tool"
     )
     verb.add_argument("file", nargs="?", metavar="NAME", help=words)
+    verb.add_argument("target", nargs="?", metavar="TO", help="with push: oci://host/repository:tag")
     verb.add_argument("--sha256", metavar="HEX", help="with add, import, and pull of a URL: refuse any other file")
     verb.add_argument("--repair", action="store_true", help="with verify: set damaged files aside")
     verb.add_argument("--dry-run", action="store_true", help="with update: only say what is newer")
@@ -543,8 +544,12 @@ def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapp
 
 
 def _models(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    if options.target and options.action != "push":
+        message = f"models {options.action} takes one name, and got another: {printable(options.target)}"
+        raise UsageError(message, hint="only `models push NAME TO` takes two")
     if options.action == "update" or (options.action == "pull" and options.file):
         return _pull(options, settings, environment)
+    from appliance.settings import hub_settings
     from appliance.weights.verbs import Request, run
 
     request = Request(
@@ -555,6 +560,8 @@ def _models(options: argparse.Namespace, settings: Settings, environment: Mappin
         sha256=options.sha256,
         as_json=options.json,
         repairs=options.repair,
+        target=options.target,
+        hub=lambda: hub_settings(settings, environment),
     )
     return run(options.action, request)
 

@@ -716,6 +716,9 @@ class HubSettings:
     # Largest download by one request. The hub sends at most 50 GB by a plain one (huggingface_hub 2.4.0, constants.py,
     # MAX_HTTP_DOWNLOAD_SIZE), and its signed addresses last an hour.
     piece_bytes: int = 8 * 2**30
+    # Logins of container registries, read when a registry asks: the text of a Docker config, and files of them.
+    docker_auth: str | None = field(default=None, repr=False)
+    docker_configs: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -832,7 +835,17 @@ def hub_settings(settings: Settings, environment: Mapping[str, str]) -> HubSetti
         token=given["HF_TOKEN"] or None,
         offline=settings.offline if settings.is_set("offline") else is_offline,
         read_only_roots=_roots(settings, environment),
+        docker_auth=environment.get("DOCKER_AUTH_CONFIG", "").strip() or None,
+        docker_configs=_docker_configs(environment),
     )
+
+
+def _docker_configs(environment: Mapping[str, str]) -> tuple[Path, ...]:
+    """Return where Docker's own client looks, and root's usual mount point."""
+    if folder := environment.get("DOCKER_CONFIG", "").strip():
+        return (Path(folder) / "config.json",)
+    homes = dict.fromkeys(home for home in (environment.get("HOME", ""), "/root") if home)
+    return tuple(Path(home) / ".docker/config.json" for home in homes)
 
 
 def _roots(settings: Settings, environment: Mapping[str, str]) -> tuple[Path, ...]:

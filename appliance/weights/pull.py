@@ -24,7 +24,7 @@ from appliance.weights.download.fetch import fetch, offline_error
 from appliance.weights.download.hub import list_repo, only, resolve
 from appliance.weights.download.meter import FetchProgress
 from appliance.weights.show import Counted, progress_shown
-from appliance.weights.stores.stores import Format, lookup
+from appliance.weights.stores.stores import Format, is_artifact, lookup, repo_of
 from appliance.weights.stores.transfer import digest_file
 
 T = TypeVar("T")
@@ -187,15 +187,21 @@ def _to_update(text: str | None, place: Place) -> tuple[list[RepoFolder], list[R
         folders = _repos(place.models_dir)
         return folders, [reference for folder in folders for reference in _references(folder)]
     reference = parse_reference(text, place.hub.endpoint)
-    if reference.repo is None:
+    if reference.url:
         message = f"a plain URL has no newer revision: {text}"
         raise ConfigError(message, hint="`appliance models pull` fetches it again if it changed")
-    folder = RepoFolder(root=place.models_dir, name=folder_of_repo(reference.repo))
+    folder = _folder_of(reference, place)
     found = _references(folder)
     if not found and not any(_pinned(folder)):
-        message = f"no such repository on the volume: {reference.repo}"
+        message = f"no such repository on the volume: {repo_of(folder.path)}"
         raise ConfigError(message, hint=f"`appliance models pull {text}` fetches it")
     return [folder], [each for each in found if reference.revision in (None, each.revision)]
+
+
+def _folder_of(reference: Reference, place: Place) -> RepoFolder:
+    artifact = reference.artifact
+    name = f"{_PREFIX}{artifact.folder}" if artifact else folder_of_repo(reference.repo or "")
+    return RepoFolder(root=place.models_dir, name=name)
 
 
 def _repos(models_dir: Path) -> list[RepoFolder]:
@@ -203,13 +209,13 @@ def _repos(models_dir: Path) -> list[RepoFolder]:
     return [RepoFolder(root=models_dir, name=name) for name in found if not name.startswith(f"{_PREFIX}url--")]
 
 
-def _repo_of(folder: RepoFolder) -> str:
-    return folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
-
-
 def _references(folder: RepoFolder) -> list[Reference]:
     """Return one reference for each branch or tag that was requested."""
-    repo = _repo_of(folder)
+    repo = repo_of(folder.path)
+    if is_artifact(repo):
+        reference = parse_reference(repo)
+        is_tag = reference.artifact is not None and reference.artifact.tag is not None
+        return [reference] if is_tag and read_ref(folder, "main") else []
     refs = folder.path / "refs"
     names = sorted(path.relative_to(refs).as_posix() for path in refs.rglob("*") if path.is_file())
     known = [name for name in names if not name.endswith(".tmp")]
@@ -223,7 +229,7 @@ def _pinned(folder: RepoFolder) -> Iterator[Pulled]:
     """
     if _references(folder):
         return
-    repo = _repo_of(folder)
+    repo = repo_of(folder.path)
     for snapshot in sorted(path for path in (folder.path / "snapshots").glob("*") if path.is_dir()):
         files = tuple(sorted(path for path in snapshot.rglob("*") if path.is_file()))
         size = sum(map(size_of, files))
@@ -251,7 +257,7 @@ def _failed(reference: Reference, error: FatalError) -> Pulled:
 
 
 async def _update_one(reference: Reference, place: Place, is_dry: bool, on_progress: _OnProgress, say: _Say) -> Pulled:
-    folder = RepoFolder(root=place.models_dir, name=folder_of_repo(reference.repo or ""))
+    folder = _folder_of(reference, place)
     commit = read_ref(folder, reference.revision or "main")
     if commit is None:
         message = f"cache has no valid revision: {folder.ref(reference.revision or 'main')}"
@@ -259,7 +265,11 @@ async def _update_one(reference: Reference, place: Place, is_dry: bool, on_progr
     snapshot = folder.snapshot(commit)
     here = tuple(sorted(path for path in snapshot.rglob("*") if path.is_file()))
     names = [path.relative_to(snapshot).as_posix() for path in here]
-    everything = await list_repo(reference, place.hub, say)
+    if reference.artifact:
+        everything = await resolve(reference.text, place.hub, is_folder=place.is_folder, on_wait=say)
+        names = [file.path for file in everything.files]  # another manifest may name them otherwise
+    else:
+        everything = await list_repo(reference, place.hub, say)
     offered = {file.path for file in everything.files}
     size = sum(path.stat().st_size for path in here)
     kept = Pulled(name=reference.text, state="present", revision=commit, files=here, bytes=size)

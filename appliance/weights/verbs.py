@@ -12,7 +12,7 @@ from typing import Any
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, UsageError, printable
 from appliance.image_facts import folders_by_hand, parse_recipe
-from appliance.settings import Settings
+from appliance.settings import HubSettings, Settings
 from appliance.system.saved_prompts import remove_of_models
 from appliance.values import dataclass
 from appliance.volume import add_model, drop_unfinished, is_held, open_volume, refusal
@@ -47,6 +47,8 @@ class Request:
     sha256: str | None = None
     as_json: bool = False
     repairs: bool = False
+    target: str | None = None  # where to push
+    hub: Callable[[], HubSettings] | None = None  # needed for push
 
 
 def run(action: str, request: Request) -> int:
@@ -81,6 +83,22 @@ def _remove(request: Request) -> int:
     return 0
 
 
+def _push(request: Request) -> int:
+    from appliance.weights.push import push  # here: it costs 0.1 s, and no other action needs the network
+
+    if request.target is None or request.hub is None:
+        message = "models push needs a model and where to push it"
+        raise UsageError(message, hint=f"for example `appliance models push {_EXAMPLES['push']}`")
+    found = wanted_models(request)
+    if len(found) > 1:
+        lines = "".join(f"\n  {printable(model.name)}" for model in found)
+        message = f"model name {printable(request.name or '')} matches {len(found)} models{lines}"
+        raise ConfigError(message, hint="give the full name")
+    pushed = push(found[0], request.target, request.hub())
+    _tell(request, pushed.document(), pushed.describe())
+    return 0
+
+
 def _import(request: Request) -> int:
     settings = request.settings
     models = sources_of(request.name or "", settings)
@@ -106,7 +124,7 @@ def _import(request: Request) -> int:
 
 
 def _verify(request: Request) -> int:
-    models = _wanted(request)
+    models = wanted_models(request)
     meter = Counted("verifying", sum(model.bytes for model in models))
     known, found = _known(request.settings), []
     for model in models:
@@ -129,8 +147,9 @@ def _verify(request: Request) -> int:
     return 0
 
 
-def _wanted(request: Request) -> Sequence[StoredModel]:
-    """Return the models to verify. Other tools' folders only by name: reading everything there could take hours."""
+def wanted_models(request: Request) -> Sequence[StoredModel]:
+    """Return the models of that name. Without one, all of the volume: reading other tools' folders could take hours.
+    Raises ConfigError if no model has the name."""
     volume = volume_store(request.settings.models_dir)
     if request.name is None:
         listing = list_store(volume)
@@ -229,6 +248,7 @@ ACTIONS: Mapping[str, Callable[[Request], int]] = {
     "remove": _remove,
     "verify": _verify,
     "import": _import,
+    "push": _push,
 }
-_EXAMPLES = {"import": "qwen3:4b", "pull": "org/repo:Q4_K_M"}
+_EXAMPLES = {"import": "qwen3:4b", "pull": "org/repo:Q4_K_M", "push": "model.gguf oci://registry.example/team/model:q4"}
 _WITHOUT_NAME = frozenset({"list", "verify"})

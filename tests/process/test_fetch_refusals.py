@@ -82,7 +82,7 @@ SHOULD = [
     Case("org/Words", 10, "whole GGUF model\\): org/Words; it has 1 files, no weights", "repository of GGUF files"),
     Case(REPO, 10, "--sha256 is only for plain URLs", "remove --sha256", flags=(f"sha256={'0' * 64}",)),
     Case("http://127.0.0.1:1/a.gguf", 10, "not a sha256: '12'", "64 digits", flags=("sha256=12",)),
-    Case("oci://ghcr.io/org/model", 10, "OCI artifacts are not fetched: oci://ghcr.io/org/model", "on Hugging Face"),
+    Case("oci://ghcr.io/org/Model", 10, "'org/Model' is not a repository of a registry", "oci://host/repository:tag"),
     Case(
         REPO,
         32,

@@ -242,7 +242,7 @@ def test_a_file_that_is_here_and_much_smaller_gives_way(tmp_path: Path, weights:
         ("tinny", 10, "perhaps you meant tiny"),
         (f"{REPO}:Q2_K", 10, "Q2_K"),
         ("org/Nothing-GGUF", 10, "repository is private or does not exist"),
-        ("oci://registry/x:y", 10, "OCI artifacts are not fetched"),
+        ("registry.example/x:y", 10, "write oci://registry.example/x:y"),
     ],
 )
 def test_what_is_not_there_is_told_with_near_misses(

@@ -126,7 +126,7 @@ def test_doctor_looks_at_mounted_folders(home: Home, store: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [
-        ("oci://ghcr.io/org/m", 10, "OCI artifacts are not fetched"),
+        ("ghcr.io/org/m", 10, "write oci://ghcr.io/org/m"),
         ("qwen3:4c", 10, "perhaps you meant qwen3:4b"),
         ("something else", 10, "in mounted folders:\n  qwen3:4b (Ollama)"),
     ],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import string
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from appliance.errors import ConfigError
-from appliance.reference import Reference, file_name, is_safe_path, looks_remote, parse_reference
+from appliance.reference import Reference, artifact_of_folder, file_name, is_safe_path, looks_remote, parse_reference
 
 WORDS = st.text(string.ascii_letters + string.digits, min_size=1, max_size=20)
 HUB = "http://127.0.0.1:8080"
@@ -36,7 +38,7 @@ HUB = "http://127.0.0.1:8080"
         (f"{HUB}/org/repo/resolve/main/a.gguf", {"revision": "main", "path": "a.gguf"}),
     ],
 )
-def test_a_repository(text: str, expected: dict[str, str]) -> None:
+def test_a_repository(text: str, expected: dict[str, Any]) -> None:
     assert parse_reference(text, HUB) == Reference(text=text, repo="org/repo", **expected)
 
 
@@ -76,10 +78,81 @@ def test_what_is_no_reference(text: str, problem: str) -> None:
     assert "org/repo:Q4_K_M" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("text", ["oci://ghcr.io/org/model:tag", "docker://ai/qwen3"])
-def test_artifacts_are_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match="OCI artifacts are not fetched"):
+HEX = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "manifest"),
+    [
+        ("oci://ghcr.io/org/model:Q4", "oci://ghcr.io/org/model:Q4", "https://ghcr.io/v2/org/model"),
+        ("docker://ai/qwen3", "oci://docker.io/ai/qwen3:latest", "https://registry-1.docker.io/v2/ai/qwen3"),
+        (
+            "oci://smollm2:360M",
+            "oci://docker.io/library/smollm2:360M",
+            "https://registry-1.docker.io/v2/library/smollm2",
+        ),
+        ("OCI://index.docker.io/ai/m", "oci://docker.io/ai/m:latest", "https://registry-1.docker.io/v2/ai/m"),
+        ("oci://localhost/m", "oci://localhost/m:latest", "http://localhost/v2/m"),
+        ("oci://127.0.0.1:5000/a/b/c:1.0", "oci://127.0.0.1:5000/a/b/c:1.0", "http://127.0.0.1:5000/v2/a/b/c"),
+        ("oci://[::1]:5000/m:t", "oci://[::1]:5000/m:t", "http://[::1]:5000/v2/m"),
+        ("oci://127.evil.example/m:t", "oci://127.evil.example/m:t", "https://127.evil.example/v2/m"),
+        ("oci://10.0.0.1:5000/m:t", "oci://10.0.0.1:5000/m:t", "https://10.0.0.1:5000/v2/m"),
+        (f"oci://h.example/m:t@sha256:{HEX}", f"oci://h.example/m@sha256:{HEX}", "https://h.example/v2/m"),
+    ],
+)
+def test_artifacts_of_registries(text: str, name: str, manifest: str) -> None:
+    """Plain HTTP only to this machine; Docker Hub only where no host is named."""
+    found = parse_reference(text).artifact
+    assert found is not None
+    assert (found.name, found.api) == (name, manifest)
+    assert parse_reference(name).artifact == found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("oci://", "'library/' is not a repository"),
+        ("oci://ghcr.io/Org/model", "'Org/model' is not a repository of a registry, which has lower-case letters"),
+        ("oci://ghcr.io/org/../x", "is not a repository"),
+        ("oci://ghcr.io/org/m:", "'' is not a tag"),
+        ("oci://ghcr.io/org/m:a/b", "'a/b' is not a tag"),
+        ("oci://ghcr.io/org/m@sha256:12", "'sha256:12' is not a digest"),
+        ("oci://gh_cr.io/org/m", "'gh_cr.io' is not the host of a registry"),
+        ("oci://me:secret@ghcr.io/org/m", "a password in a URL ends in logs"),
+        (f"oci://ghcr.io/{'a' * 240}", "it is longer than 240 bytes"),
+        ("oci-archive:///tmp/x.tar", "artifacts of a local store are not read"),
+        ("ghcr.io/org/m:latest", "address of a container registry has no scheme"),
+    ],
+)
+def test_what_is_no_artifact(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         parse_reference(text)
+    assert "secret" not in caught.value.message
+    assert "oci://" in str(caught.value.hint)
+
+
+HOSTS = st.from_regex(r"[a-z0-9]+(-{1,3}[a-z0-9]+){0,2}\.[a-z]{2,6}(:[0-9]{1,5})?", fullmatch=True)
+REPOSITORIES = st.from_regex(
+    r"[a-z0-9]+((\.|_|__|-{1,3})[a-z0-9]+){0,2}(/[a-z0-9]+(-{1,3}[a-z0-9]+)?){0,2}", fullmatch=True
+)
+TAGS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,9}", fullmatch=True)
+
+
+@given(HOSTS, REPOSITORIES, TAGS)
+def test_the_folder_of_an_artifact_says_which_one_it_is(host: str, repository: str, tag: str) -> None:
+    """No two artifacts share a folder, and none has that of a repository of the hub."""
+    name = f"oci://{host}/{repository}:{tag}"
+    found = parse_reference(name).artifact
+    assume(found is not None and found.host == host)
+    assert found is not None
+    assert artifact_of_folder(found.folder) == name
+    assert "/" not in found.folder
+    assert found.folder.count("--") > 1
+
+
+@pytest.mark.parametrize("folder", ["oci--tiny", "org--name", "url--host--0123456789ab"])
+def test_other_folders_are_no_artifacts(folder: str) -> None:
+    assert artifact_of_folder(folder) is None
 
 
 @given(WORDS, WORDS, st.none() | WORDS, st.none() | WORDS)
@@ -95,7 +168,8 @@ def test_any_text_is_understood_or_refused(text: str) -> None:
         found = parse_reference(text)
     except ConfigError:
         return
-    assert (found.repo is None) != (found.url is None)
+    assert [found.repo, found.url, found.artifact].count(None) == 2
+    assert found.artifact is None or is_safe_path(found.artifact.folder)
     assert found.path is None or is_safe_path(found.path)
     assert found.url is None or is_safe_path(file_name(found.url))
     assert ".." not in (found.repo or "")

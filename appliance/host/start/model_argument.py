@@ -98,6 +98,10 @@ def unknown_model(called: str, recipes: Sequence[NamedRecipe]) -> ConfigError:
 
 
 def _of_reference(reference: Reference) -> Weights:
+    if found := reference.artifact:
+        name = f"{found.repository.rpartition('/')[2]}{f':{found.tag}' if found.tag else ''}"
+        note = f"{found.host} is asked from within the container" if found.api.startswith("http://") else None
+        return Weights(called=reference.text, name=name, setting=reference.text, note=note)
     name = file_name(reference.url) if reference.url else (reference.repo or "").partition("/")[2]
     words = [name, *([reference.path] if reference.path else [])]
     quant = f":{reference.quant}" if reference.quant else ""

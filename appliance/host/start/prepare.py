@@ -32,7 +32,7 @@ from appliance.values import dataclass
 UID = 1000  # same as compose
 HUB_FOLDER = "/mnt/huggingface"  # the usual place in /root is closed to other users
 HUB_VARIABLE = "HF_HUB_CACHE"
-PASSED = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+PASSED = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "DOCKER_AUTH_CONFIG")
 INSIDE = {"data_dir", "engine_dir", "facts_dir", "runtime_dir", "host", "port", "model"}
 
 

@@ -13,9 +13,11 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from appliance.errors import ConfigError
 from appliance.image_facts import is_projector
 from appliance.model.formats.entries import ENTRIES_LIMIT, unreadable
 from appliance.model.formats.parts import PART, PARTS_LIMIT
+from appliance.reference import artifact_of_folder, parse_reference
 from appliance.system.disk import read_file
 from appliance.values import dataclass
 
@@ -32,7 +34,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 class CachedModel:
     """A GGUF file, the first part of a split one, or a snapshot that is a safetensors folder (then `file` is empty)."""
 
-    repo: str  # org/name
+    repo: str  # org/name, or the whole reference of a registry's artifact
     file: str  # inside the repository, with "/"
     path: Path
     problem: str | None = None  # why it cannot be used; None if it is complete
@@ -42,6 +44,8 @@ class CachedModel:
         """Name to request it by; for a download from a URL only the file's name."""
         if _OF_URL.fullmatch(self.repo):
             return self.file
+        if is_artifact(self.repo):
+            return self.repo
         return f"{self.repo}/{self.file}" if self.file else self.repo
 
 
@@ -50,8 +54,20 @@ def is_repo(folder: Path) -> bool:
 
 
 def repo_of(folder: Path) -> str:
-    """`org/name` from models--org--name, as the hub's own scan reads it."""
-    return folder.name.removeprefix(PREFIX).replace("--", "/")
+    """`org/name` from models--org--name, as the hub's own scan reads it, or the reference of a registry's artifact."""
+    name = folder.name.removeprefix(PREFIX)
+    return artifact_of_folder(name) or name.replace("--", "/")
+
+
+def cache_folder(repo: str) -> str:
+    """Return the folder's name for what `repo_of` returns. Raises ConfigError for an impossible reference."""
+    if is_artifact(repo) and (artifact := parse_reference(repo).artifact):
+        return PREFIX + artifact.folder
+    return PREFIX + repo.replace("/", "--")
+
+
+def is_artifact(repo: str) -> bool:
+    return repo.lower().startswith(("oci://", "docker://"))
 
 
 def list_cached(folder: Path, revision: str = "", budget: Iterator[int] | None = None) -> tuple[CachedModel, ...]:
@@ -71,7 +87,7 @@ def list_cached(folder: Path, revision: str = "", budget: Iterator[int] | None =
 
 
 def find_cached(reference: str, cache: Path) -> tuple[CachedModel, ...]:
-    """Find `org/name`, `org/name:QUANT`, `org/name@revision`, `org/name/file` or a URL in this cache.
+    """Find `org/name`, `org/name:QUANT`, `org/name@revision`, `org/name/file`, a URL or `oci://…` in this cache.
 
     Returns the complete models, or if there are none, the incomplete ones with their reason.
     """
@@ -91,6 +107,12 @@ def _parse(reference: str) -> tuple[str, str, str, str] | None:
         return None
     if reference.startswith(("https://", "http://")):
         return f"url--*--{hashlib.sha256(reference.encode()).hexdigest()[:12]}", "", "", ""
+    if is_artifact(reference):
+        try:
+            # Only what the tag led to last: an older manifest may name its files otherwise.
+            return cache_folder(reference).removeprefix(PREFIX), "main", "", ""
+        except ConfigError:
+            return None  # whoever fetches says what is wrong with it
     parts = reference.split("/")
     if not all(parts) or any(part in (".", "..") for part in parts):
         return None
@@ -104,6 +126,8 @@ def _folders(cache: Path, repo: str) -> list[Path]:
     """Find a repository's folder. The hub's repository names are case-insensitive."""
     if "*" in repo:
         return list(cache.glob(PREFIX + repo))
+    if artifact_of_folder(repo):  # tags differ by case
+        return [folder] if (folder := cache / f"{PREFIX}{repo}").is_dir() else []
     wanted = (PREFIX + repo).casefold()
     return [folder for folder in cache.glob(f"{PREFIX}*") if folder.name.casefold() == wanted]
 

@@ -13,7 +13,8 @@ class WantedFile:
 
     `sha256` is None for plain URLs, and for small files that the hub keeps in git; `git_sha1` is the hub's hash of
     such a small file. `validator` is a plain URL's ETag or Last-Modified; it shows whether a partial file still
-    belongs to the file at the URL.
+    belongs to the file at the URL. `registry` is the host of the container registry that has the file: requests carry
+    that registry's login, and never the hub's token.
     """
 
     path: str  # below the snapshot, with slashes
@@ -22,6 +23,7 @@ class WantedFile:
     url: str
     git_sha1: str | None = None
     validator: str | None = None
+    registry: str | None = None
 
     @property
     def key(self) -> str:

@@ -20,6 +20,7 @@ from appliance.weights.cache.size import as_size
 from appliance.weights.download.detached import detached
 from appliance.weights.download.fetch import ignore, offline_error
 from appliance.weights.download.ranges import open_range, open_session
+from appliance.weights.download.registry import resolve_artifact
 from appliance.weights.download.retry import Patience, Transient, patiently
 
 _HEADER_STEP_BYTES = 4 * 2**20
@@ -53,8 +54,10 @@ async def resolve(
     if reference.url:
         return await _of_url(reference.url, sha256, hub, on_wait)
     if sha256:
-        message = f"--sha256 is only for plain URLs, the hub has its own hashes: {text}"
+        message = f"--sha256 is only for plain URLs, hubs and registries have their own hashes: {text}"
         raise ConfigError(message, hint="remove --sha256")
+    if reference.artifact:
+        return await resolve_artifact(text, reference.artifact, hub, is_folder=is_folder, on_wait=on_wait)
     offered = await offers(reference, hub, is_folder=is_folder, on_wait=on_wait)
     return _chosen(reference, offered)
 

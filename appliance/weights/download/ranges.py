@@ -19,10 +19,11 @@ import aiohttp
 import certifi
 from yarl import URL
 
-from appliance.errors import DownloadError
+from appliance.errors import DownloadError, FatalError
 from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.cache.download_set import WantedFile
+from appliance.weights.download.login import LOGIN_HINT, log_in, origin
 from appliance.weights.download.retry import PASSING, Transient, parse_retry_after
 
 REDIRECTS = 5
@@ -32,6 +33,14 @@ _UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=15, sock_read=30)
 _BUFFER_BYTES = 2**20  # per connection in memory, and per write
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+
+
+class RefusedError(DownloadError):
+    """A refusal by the server, with its HTTP status."""
+
+    def __init__(self, message: str, *, hint: str, status: int) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
 
 
 class RangeRefused(Transient):
@@ -75,13 +84,27 @@ async def open_range(
 
     Raises Transient for temporary errors, DownloadError for others.
     """
+    async with open_reply(session, file, _headers(file, begin, end), hub) as reply:
+        yield _answer(reply, file)
+
+
+@asynccontextmanager
+async def open_reply(
+    session: aiohttp.ClientSession, file: WantedFile, headers: Mapping[str, str], hub: HubSettings
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Request a file, after redirects and logins. Raises Transient for temporary errors, RefusedError for others."""
     try:
-        async with _followed(session, file, _headers(file, begin, end), hub) as reply:
-            yield _answer(reply, file)
+        async with _followed(session, file, headers, hub) as reply:
+            yield reply
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-        if is_untrusted(error):
-            raise untrusted(file.path, file.url, error) from error
-        raise Transient(_in_words(error, file.url), is_unreached=isinstance(error, _UNREACHED)) from error
+        raise broken(error, file.path, file.url) from error
+
+
+def broken(error: Exception, what: str, address: str) -> FatalError | Transient:
+    """Return the error for a request without an answer."""
+    if is_untrusted(error):
+        return untrusted(what, address, error)
+    return Transient(_in_words(error, address), is_unreached=isinstance(error, _UNREACHED))
 
 
 def is_untrusted(error: BaseException | None) -> bool:
@@ -110,11 +133,16 @@ def _headers(file: WantedFile, begin: int, end: int | None) -> dict[str, str]:
 async def _followed(
     session: aiohttp.ClientSession, file: WantedFile, headers: Mapping[str, str], hub: HubSettings
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    address = file.url
-    for _ in range(REDIRECTS + 1):
-        own = {**headers, **_authorization(address, hub)}
-        async with session.get(_as_sent(address), headers=own, allow_redirects=False) as reply:
+    address, login = file.url, None
+    for _ in range(REDIRECTS + 2):  # a login takes one more
+        own = {**headers, **_authorization(address, file, hub, login)}
+        async with session.get(as_sent(address), headers=own, allow_redirects=False) as reply:
             _check_is_same(reply, file)
+            if reply.status == 401 and file.registry and login is None and address == file.url:
+                # At each attempt anew: tokens expire within minutes, in the middle of a large file.
+                login = await log_in(session, reply, file.registry, hub)
+                if login:
+                    continue
             if reply.status not in _MOVED:
                 _check_status(reply, file, is_hub=origin(address) == origin(hub.endpoint))
                 yield reply
@@ -124,21 +152,17 @@ async def _followed(
     raise DownloadError(message, hint="check the address, and HF_ENDPOINT if it is set")
 
 
-def _as_sent(address: str) -> URL:
+def as_sent(address: str) -> URL:
     """Keep a signed address unchanged: other quoting would break its signature."""
     return URL(address, encoded=bool(re.fullmatch(r"[\x21-\x7e]+", address)))
 
 
-def _authorization(address: str, hub: HubSettings) -> dict[str, str]:
+def _authorization(address: str, file: WantedFile, hub: HubSettings, login: str | None) -> dict[str, str]:
+    """Return the header for the host that it is meant for, and for no other."""
+    if file.registry:
+        return {"Authorization": login} if login and origin(address) == origin(file.url) else {}
     is_endpoint = origin(address) == origin(hub.endpoint)
     return {"Authorization": f"Bearer {hub.token}"} if hub.token and is_endpoint else {}
-
-
-def origin(address: str) -> tuple[str, str, int | None]:
-    """Return scheme, host and port, to which a token belongs."""
-    parts = urlsplit(address)
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    return parts.scheme, parts.hostname or "", port
 
 
 def _next(address: str, reply: aiohttp.ClientResponse, file: WantedFile) -> str:
@@ -186,8 +210,17 @@ def _check_status(reply: aiohttp.ClientResponse, file: WantedFile, *, is_hub: bo
         words = f"{host} has no such range"
         raise RangeRefused(words)
     message = f"download failed: {file.path}: {host} answers {status}"
+    if file.registry:
+        raise RefusedError(message, hint=LOGIN_HINT if status in (401, 403) else registry_hint(status), status=status)
     is_gated = reply.headers.get("X-Error-Code") == "GatedRepo"  # 401 without a token, 403 with one
-    raise DownloadError(message, hint=refusal_hint(403 if is_gated else status, _repo_of(file.url)))
+    hint = refusal_hint(403 if is_gated else status, _repo_of(file.url))
+    raise RefusedError(message, hint=hint, status=status)
+
+
+def registry_hint(status: int) -> str:
+    if status == 404:
+        return "the registry no longer has it: repeat the command, or push the model again"
+    return "try again later, and look into the registry's log"
 
 
 def refusal_hint(status: int, page: str) -> str:

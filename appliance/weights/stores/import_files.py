@@ -65,7 +65,8 @@ def sources_of(request: str, settings: Settings) -> tuple[StoredModel, ...]:
         return found
     if not found:
         message = f"no file and no model in mounted folders has this name: {printable(request)}"
-        raise ConfigError(message, hint="`appliance models list` lists the models")
+        action = "pull NAME` fetches a model" if "://" in request else "list` lists the models"
+        raise ConfigError(message, hint=f"`appliance models {action}")
     lines = "".join(f"\n  {printable(model.name)} ({model.store.tool})" for model in found)
     message = f"model name {printable(request)} matches {len(found)} models{lines}"
     raise ConfigError(message, hint="give the full name")
@@ -139,13 +140,17 @@ def _cached_step(model: StoredModel, path: Path, models_dir: Path) -> _Step:
     return _Step(source=path, target=target, name=model.name, sha256=sha256, link=link, is_main=is_main)
 
 
-def _flat_step(model: StoredModel, path: Path, models_dir: Path) -> _Step:
+def name_of(model: StoredModel, path: Path) -> str:
     """Name the file: Ollama's `qwen3:4b` becomes qwen3-4b.gguf; other files keep their names."""
-    name, sha256 = path.name, None
-    if model.store.tool == "Ollama":
-        stem = _UNUSUAL.sub("-", model.name.removesuffix(":latest").rpartition("/")[2])
-        name = f"{stem}.gguf" if path == model.path else f"mmproj-{stem}.gguf"
-        sha256 = path.name.removeprefix("sha256-").lower()
+    if model.store.tool != "Ollama":
+        return path.name
+    stem = _UNUSUAL.sub("-", model.name.removesuffix(":latest").rpartition("/")[2])
+    return f"{stem}.gguf" if path == model.path else f"mmproj-{stem}.gguf"
+
+
+def _flat_step(model: StoredModel, path: Path, models_dir: Path) -> _Step:
+    name = name_of(model, path)
+    sha256 = path.name.removeprefix("sha256-").lower() if model.store.tool == "Ollama" else None
     return _Step(source=path, target=models_dir / name, name=name.removesuffix(".gguf"), sha256=sha256)
 
 

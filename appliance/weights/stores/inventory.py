@@ -28,6 +28,7 @@ from appliance.weights.stores.stores import (
     list_quantized,
     list_store,
     other_stores,
+    repo_of,
     unfinished,
     volume_store,
 )
@@ -177,11 +178,7 @@ def _profiles(folder: Path) -> dict[str, list[str]]:
 def _partly_fetched(models_dir: Path) -> list[Row]:
     """List blobs whose download has not ended; the file that they will become is unknown here."""
     folders = sorted(models_dir.glob("models--*"))[:_REPOS_LIMIT]
-    return [_partial(_repo(folder), path) for folder in folders for path in sorted(folder.glob("blobs/*.incomplete"))]
-
-
-def _repo(folder: Path) -> str:
-    return folder.name.removeprefix("models--").replace("--", "/")
+    return [_partial(repo_of(folder), path) for folder in folders for path in sorted(folder.glob("blobs/*.incomplete"))]
 
 
 def _unlinked(models_dir: Path) -> list[Row]:
@@ -190,7 +187,7 @@ def _unlinked(models_dir: Path) -> list[Row]:
     for folder in sorted(models_dir.glob("models--*"))[:_REPOS_LIMIT]:
         used = used_blobs(folder)
         whole = [path for path in sorted(folder.glob("blobs/*")) if path.is_file() and not path.suffix]
-        rows += [_partial(_repo(folder), path, "no file links to it") for path in whole if path not in used]
+        rows += [_partial(repo_of(folder), path, "no file links to it") for path in whole if path not in used]
     return rows
 
 
@@ -203,7 +200,7 @@ def _partly_copied(models_dir: Path) -> list[Row]:
 def _damaged(models_dir: Path) -> list[Row]:
     """List files that `verify --repair` set aside."""
     flat = [(path.name, path) for path in sorted(models_dir.glob("*.damaged"))]
-    blobs = [(_repo(path.parents[1]), path) for path in sorted(models_dir.glob("models--*/blobs/*.damaged"))]
+    blobs = [(repo_of(path.parents[1]), path) for path in sorted(models_dir.glob("models--*/blobs/*.damaged"))]
     return [_partial(name, path, "damaged, set aside") for name, path in (*flat, *blobs)]
 
 

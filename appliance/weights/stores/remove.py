@@ -18,6 +18,7 @@ from appliance.volume import is_held, refusal
 from appliance.weights.stores.stores import (
     QuantizedFile,
     StoredModel,
+    cache_folder,
     digests_of,
     find_stored,
     folder_of,
@@ -48,7 +49,7 @@ def remove(name: str, settings: Settings, of_recipe: Callable[[], Sequence[Store
     disk errors.
     """
     models_dir = settings.models_dir
-    folder = models_dir / f"models--{name.replace('/', '--')}"
+    folder = models_dir / cache_folder(name)
     try:
         if "\0" not in name and len(name) < 256 and folder.is_dir():
             return _remove_repo(name, folder)

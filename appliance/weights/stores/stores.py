@@ -19,12 +19,15 @@ from appliance.model import Format, digest, list_models, plain_name, read_model,
 from appliance.model.files.find import find_projector
 from appliance.model.files.hub_cache import (
     CachedModel,
+    cache_folder,
     find_cached,
+    is_artifact,
     is_meant,
     is_repo,
     list_cached,
     missing_shard,
     read_ref,
+    repo_of,
 )
 from appliance.model.files.quantized import Note, QuantizedFile, folder_of, list_quantized, note_of, unfinished
 from appliance.model.formats.entries import ENTRIES_LIMIT
@@ -44,9 +47,12 @@ __all__ = [
     "Store",
     "StoredModel",
     "Tool",
+    "cache_folder",
+    "facts_of",
     "find_elsewhere",
     "find_stored",
     "folder_of",
+    "is_artifact",
     "is_in_cache",
     "is_last_model",
     "is_named",
@@ -59,6 +65,7 @@ __all__ = [
     "ollama_stores",
     "other_stores",
     "read_ref",
+    "repo_of",
     "unfinished",
     "volume_store",
     "why_damaged",
@@ -313,8 +320,8 @@ def lookup(reference: Reference, roots: Sequence[Path], serves: Format) -> tuple
 
 def _as_asked(reference: Reference) -> str:
     """Return the reference without scheme and host, which a cache does not record."""
-    if reference.url or reference.repo is None:
-        return reference.url or ""
+    if reference.repo is None:
+        return reference.url or reference.text
     revision = f"@{reference.revision}" if reference.revision else ""
     quant = f":{reference.quant}" if reference.quant else ""
     return f"{reference.repo}{revision}{quant}{f'/{reference.path}' if reference.path else ''}"
@@ -468,6 +475,17 @@ def why_damaged(path: Path) -> str | None:
     except ModelUnreadableError as error:
         return error.message
     return None
+
+
+def facts_of(model: StoredModel) -> dict[str, str]:
+    """Return what a published model says of itself: `name`, and the names of ModelPack's `config`. Raises
+    ModelUnreadableError for a damaged header."""
+    found = read_model(model.path)
+    size = found.parameters / 1e9
+    shown = f"{size:.1f}B" if size >= 1 else f"{size * 1e3:.0f}M"
+    facts = {"paramSize": shown if size else "", "quantization": found.file_type or ""}
+    known = {name: fact for name, fact in facts.items() if fact}
+    return {"name": found.name, "format": model.format, "architecture": found.architecture, **known}
 
 
 def digests_of(files: Iterable[Path]) -> frozenset[str]:

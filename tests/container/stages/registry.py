@@ -10,6 +10,7 @@ from pathlib import Path
 
 import docker
 import requests
+from docker.models.containers import Container
 from testcontainers.core.container import DockerContainer
 
 from tests.container.stages.containers import wait_for
@@ -17,13 +18,15 @@ from tests.container.stages.containers import wait_for
 BASE = "debian:bookworm-slim"
 IMAGE = "appliance-test/registry"
 PORT = 5000
+FOLDER = "/registry"
 # Debian's own configuration asks for a password.
 DOCKERFILE = f"""\
 FROM {BASE}
 RUN apt-get update \\
  && apt-get install -y --no-install-recommends docker-registry \\
  && rm -rf /var/lib/apt/lists/*
-RUN printf '%s\\n' 'version: 0.1' 'storage:' '  inmemory: {{}}' 'http:' "  addr: ':{PORT}'" > /registry.yml
+RUN printf '%s\\n' 'version: 0.1' 'storage:' \\
+      '  filesystem:' '    rootdirectory: {FOLDER}' 'http:' "  addr: ':{PORT}'" > /registry.yml
 ENTRYPOINT ["docker-registry", "serve", "/registry.yml"]
 """
 
@@ -31,6 +34,13 @@ ENTRYPOINT ["docker-registry", "serve", "/registry.yml"]
 @contextmanager
 def registry() -> Iterator[str]:
     """Yield HOST:PORT of an empty registry. Docker talks to it without TLS because it is on the loopback."""
+    with registry_container() as (host, _):
+        yield host
+
+
+@contextmanager
+def registry_container() -> Iterator[tuple[str, Container]]:
+    """Yield HOST:PORT of an empty registry, and its container."""
     name = f"{IMAGE}:{uuid.uuid4().hex[:12]}"  # of its own: tests at the same time must not remove each other's
     _build(name)
     container = DockerContainer(name).with_exposed_ports(PORT)
@@ -38,7 +48,7 @@ def registry() -> Iterator[str]:
         container.start()
         host = f"127.0.0.1:{container.get_exposed_port(PORT)}"
         wait_for(lambda: _answers(host), 90, lambda: str(container.get_logs()))
-        yield host
+        yield host, container.get_wrapped_container()
     finally:
         container.stop()
         docker.from_env().images.remove(name, force=True)

@@ -46,13 +46,13 @@ class RunningHub:
 
 
 @cache
-def _program() -> dict[str, str]:
+def program(module: str = "tests.fakes.hub") -> dict[str, str]:
     """One for all tests of a worker, since its start takes longer than most of them; it ends when its input does."""
-    argv = [sys.executable, "-m", "tests.fakes.hub", "/nowhere"]
+    argv = [sys.executable, "-m", module, "/nowhere"]
     program = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert program.stdout
     line = program.stdout.readline()
-    assert line, "the fake hub did not start"
+    assert line, f"{module} did not start"
     atexit.register(program.communicate)
     addresses: dict[str, str] = json.loads(line)
     return addresses
@@ -61,13 +61,18 @@ def _program() -> dict[str, str]:
 @contextmanager
 def running_hub(folder: Path, *knobs: str) -> Iterator[RunningHub]:
     """Serves `folder`; what is under it may change meanwhile. One at a time."""
+    log = turn(program(), folder, *knobs)
+    yield RunningHub(**program(), folder=folder, log=log)
+
+
+def turn(addresses: dict[str, str], folder: Path, *knobs: str) -> Path:
+    """Give the running program a folder and knobs. Returns its log, which is empty."""
     log = folder.parent / f"{folder.name}.log"
     log.unlink(missing_ok=True)
-    addresses = _program()
     body = json.dumps([str(folder), "--log", str(log), *knobs]).encode()
     request = urllib.request.Request(f"{addresses['endpoint']}/.knobs", data=body, method="PUT")
     urllib.request.urlopen(request).close()
-    yield RunningHub(**addresses, folder=folder, log=log)
+    return log
 
 
 def gguf_bytes(size: int, seed: int = 1) -> bytes:

@@ -108,6 +108,20 @@ def test_a_path_that_exists_goes_before_a_repository_and_says_so(
 
 
 @pytest.mark.parametrize(
+    ("called", "name", "note"),
+    [
+        ("oci://ghcr.io/team/tiny:q4", "tiny:q4", None),
+        ("docker://ai/smollm2", "smollm2:latest", None),
+        (f"oci://ghcr.io/team/tiny@sha256:{'0' * 64}", "tiny", None),
+        ("oci://localhost:5000/tiny:q4", "tiny:q4", "localhost:5000 is asked from within the container"),
+    ],
+)
+def test_an_artifact_of_a_registry_is_fetched_by_the_container(called: str, name: str, note: str | None) -> None:
+    found = understand(called)
+    assert (found.name, found.setting, found.note, found.is_here) == (name, called, note, False)
+
+
+@pytest.mark.parametrize(
     "called",
     [
         "https://me:secret@host/m.gguf",
@@ -163,7 +177,7 @@ def test_what_is_nothing_is_usage(called: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("called", ["org/", "org/repo:a:b", "ftp://x/y", "org/re--po", "https://host/", "oci://h/m:t"])
+@pytest.mark.parametrize("called", ["org/", "org/repo:a:b", "ftp://x/y", "org/re--po", "https://host/", "oci://h/m:"])
 def test_references_are_refused_as_the_appliance_refuses_them(called: str) -> None:
     with pytest.raises(ConfigError) as caught:
         understand(called)

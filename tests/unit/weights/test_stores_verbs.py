@@ -625,7 +625,8 @@ def test_another_file_of_that_name_is_kept(run: Run, models: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("request_text", "code", "words"),
     [
-        ("oci://ghcr.io/org/m:q4", 10, "OCI artifacts are not fetched"),
+        ("oci://ghcr.io/org/m:q4", 10, "`appliance models pull NAME` fetches a model"),
+        ("ghcr.io/org/m:q4", 10, "write oci://ghcr.io/org/m:q4"),
         ("nothing", 10, "no file and no model in mounted folders has this name: nothing"),
         ("/etc/hostname", 30, "no model found at: /etc/hostname"),
         ("a\0b", 10, "no file and no model"),

@@ -10,7 +10,7 @@ import pytest
 from appliance.errors import ConfigError
 from appliance.settings import hub_settings, resolve_settings
 from appliance.weights.cache.download_set import WantedFile, folder_of_repo, folder_of_url
-from appliance.weights.download.ranges import origin
+from appliance.weights.download.login import origin
 
 
 def test_names_as_the_hubs_client_has_them() -> None:
