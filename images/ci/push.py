@@ -46,10 +46,10 @@ class Pushed:
     manifest: str
 
 
-def check_name(name: str) -> str:
+def check_name(name: str, flag: str = "--push") -> str:
     """Raises UsageError for anything but a repository: tag and digest are not the caller's to choose."""
     if not docker.IMAGE_NAME.match(name):
-        message = f"--push takes a repository without tag or digest: {name}"
+        message = f"{flag} takes a repository without tag or digest: {name}"
         raise UsageError(message, hint="such as registry.example/appliance; the tag is the cell's id")
     return name
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_only(parser)
     flags.add_common(parser)
     about = "where the images were pushed: REGISTRY/NAME:<cell> and REGISTRY/NAME/<model>:<cell>"
-    parser.add_argument("--registry", metavar="REGISTRY/NAME", type=push.check_name, required=True, help=about)
+    parser.add_argument("--registry", metavar="REGISTRY/NAME", required=True, help=about)
     about = "ask for the image of this recipe as well; may be given several times"
     parser.add_argument("--model", metavar="NAME", action="append", default=[], help=about)
     about = "first make the tag <cell> of what each platform has pushed"
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Writes the file once every answer is there, so that a registry that lacks one image changes nothing."""
+    push.check_name(options.registry, "--registry")
     loaded, cells = load(options)
     recipes = recipe.names(ROOT)
     for name in options.model:
