@@ -198,7 +198,7 @@ lint: static ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflo
 
 # The steps of .github/workflows/image.yml, on this machine. What is pushed is of the lock, and what was proven.
 CELLS ?= $(CELL)
-MODELS ?= demo qwen gemma gpt-oss
+MODELS ?= $(sort $(basename $(notdir $(wildcard images/models/*.yaml))))
 release: LOOK = test --cell '$(firstword $(CELLS))'
 release: preflight venv ## REGISTRY=HOST/NAME CELLS='llama-cpu': build, prove and push cells with MODELS, then write images/published.yaml; FRESH=1: without the builder's cache
 	@test -n '$(REGISTRY)' || { echo "error: no registry to push to: REGISTRY is not set"; echo; echo "hint: make release REGISTRY=ghcr.io/OWNER/appliance CELLS=llama-cpu"; exit 2; } >&2

@@ -33,22 +33,9 @@ def load(data: str | bytes) -> dict[str, Any]:
     return document
 
 
-class _Named(msgspec.Struct):
-    model: object = None
-
-
-_NAMED = msgspec.json.Decoder(_Named)
-
-
 def model_in(data: bytes) -> str | None:
-    """Return the text of the field `model` of a JSON object; None if there is none, or if it is no JSON object.
-
-    Every other field is skipped without making an object of it: a request of 1 MiB takes about 0.5 ms.
-    """
-    try:
-        name = _NAMED.decode(data.removeprefix(codecs.BOM_UTF8)).model
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None
+    """Return the text of the field `model` of a JSON object; None if there is none, or if it is no JSON object."""
+    name = fields_in(data, "model").get("model")
     return name if isinstance(name, str) else None
 
 
@@ -61,7 +48,7 @@ def _some(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
 def fields_in(data: bytes, *names: str) -> dict[str, Any]:
     """Return these fields of a JSON object; None for one that it does not have. Empty if it is no JSON object.
 
-    Every other field is skipped, as in `model_in`.
+    Every other field is skipped without making an object of it: a request of 1 MiB takes about 0.5 ms.
     """
     try:
         found = _some(names).decode(data.removeprefix(codecs.BOM_UTF8))

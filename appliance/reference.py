@@ -33,7 +33,7 @@ _REGISTRY_HOST = re.compile(r"(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:
 _REPOSITORY = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
+DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 _FOLDER_BYTES = 240  # a file name has at most 255 bytes, and the hub cache puts `models--` before it
 
 
@@ -141,7 +141,7 @@ def _of_registry(text: str) -> Artifact:
     host, slash, path = rest.partition("/")
     if not slash or not (host == "localhost" or {".", ":"} & set(host)):
         host, path = "docker.io", rest  # as docker itself reads names
-    if host in _DOCKER_HUB:
+    if host in DOCKER_HUB:
         host, path = "docker.io", path if "/" in path else f"library/{path}"
     repository, colon, tag = path.partition(":")
     sha256 = _DIGEST.fullmatch(digest)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +15,10 @@ from appliance.errors import EngineNotReadyError, FatalError, ModelUnreadableErr
 from appliance.model import read_model
 from appliance.model.files.quantized import (
     PART,
-    UNQUANTIZED,
     Note,
     Quantization,
     QuantizedFile,
+    is_unquantized,
     note_bytes,
     note_of,
     read_quantized,
@@ -28,13 +28,14 @@ from appliance.race import first_of
 from appliance.supervisor import Supervisor
 from appliance.system.disk import Disk, put_file, sync_folder
 from appliance.volume import refusal
+from appliance.weights.cache.hub_layout import FILE_MODE, make_folders
 from appliance.weights.cache.size import as_size
-from appliance.weights.download.disk_space import SPARED_BYTES, size_of
+from appliance.weights.download.disk_space import SPARED_BYTES, refuse_full, size_of
 from appliance.weights.download.locks import locked
 from appliance.weights.download.meter import FetchProgress, Meter
 
 LOOK_EVERY_S = 0.5
-FOLDER_MODE = 0o2775  # the next container may run as another user of group 0
+FULL_HINT = "remove models that are not served (`appliance models list`), or serve the original with --quantize off"
 WAITS = "another container, which quantizes the same model"
 
 OnProgress = Callable[[FetchProgress], None]
@@ -61,14 +62,14 @@ async def make(
     meter = Meter(predicted, on_progress)
     meter.begin(path.name, 0)
     try:
-        _make_folders(path.parent, models_dir)
+        make_folders(path.parent, below=models_dir)
         async with locked(path.parent / ".lock", lambda: meter.waits(WAITS)):
             if (made := read_quantized(path)) and made.note.refused is None:
                 return made
             part = path.with_name(f".{path.name}{PART}")
             for left in path.parent.glob(f".*{PART}"):  # of a writer that was killed: it would hold the lock otherwise
                 left.unlink()
-            _check_room(path, predicted or 0)
+            refuse_full(path.parent, predicted or 0, path.name, FULL_HINT)
             try:
                 await _write(quantizer(part), part, meter, pauses)
                 note = await asyncio.to_thread(_checked, wanted, part, build)
@@ -99,30 +100,6 @@ def refuse(file: QuantizedFile, why: str) -> QuantizedFile:
     return refused
 
 
-def _make_folders(folder: Path, models_dir: Path) -> None:
-    for each in (folder.parent, folder):
-        if each != models_dir and not each.is_dir():
-            each.mkdir(exist_ok=True)
-            with suppress(PermissionError):  # made by another user at the same moment, with this mode
-                each.chmod(FOLDER_MODE)
-
-
-def _check_room(path: Path, needed: int) -> None:
-    free = _free(path)
-    if needed + SPARED_BYTES > free:
-        message = (
-            f"volume has no room for {path.name}: {path.parent}: {as_size(free)} free, "
-            f"{as_size(needed + SPARED_BYTES)} needed"
-        )
-        hint = "remove models that are not served (`appliance models list`), or serve the original with --quantize off"
-        raise VolumeError(message, hint=hint)
-
-
-def _free(path: Path) -> int:
-    status = os.statvfs(path.parent)
-    return status.f_bavail * status.f_frsize
-
-
 async def _write(quantizer: Quantizer, part: Path, meter: Meter, pauses: Pauses | None) -> None:
     supervisor = Supervisor()
 
@@ -141,7 +118,7 @@ async def _write(quantizer: Quantizer, part: Path, meter: Meter, pauses: Pauses 
     meter.received(size_of(part), 0)
     if crash is None or crash.exit_code == 0:
         return
-    if _free(part) < SPARED_BYTES:
+    if shutil.disk_usage(part.parent).free < SPARED_BYTES:
         message = f"volume became full: {part.parent}: {as_size(size_of(part))} of {part.name} were written"
         raise VolumeError(message, hint="free some space, or serve the original with --quantize off")
     raise quantizer.as_error(crash)
@@ -157,7 +134,7 @@ def _checked(wanted: Quantization, part: Path, build: str) -> Note:
             problem = f"it has {model.layers} layers of {model.architecture}"
         elif model.parameters != origin.parameters:
             problem = f"it has {model.parameters:,} parameters, and the original has {origin.parameters:,}"
-        elif not {kind for kind, _ in model.bytes_by_type} - UNQUANTIZED:
+        elif is_unquantized(model):
             problem = "nothing in it is quantized"
     except (ModelUnreadableError, FileNotFoundError) as error:
         problem = error.message if isinstance(error, FatalError) else "there is no file"
@@ -177,7 +154,7 @@ def _checked(wanted: Quantization, part: Path, build: str) -> Note:
 
 def _keep(part: Path, path: Path, note: Note) -> QuantizedFile:
     """Give the file its name. The note comes first: a file without one is not used."""
-    part.chmod(0o664)
+    part.chmod(FILE_MODE)
     handle = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

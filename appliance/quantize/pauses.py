@@ -55,9 +55,6 @@ async def run_to_end(
     It is killed before this returns or raises.
     """
 
-    async def ending() -> Crash:
-        return await supervisor.wait_ready() or await supervisor.wait_failed()
-
     async def limit() -> None:
         if pauses is not None and supervisor.pid is not None:
             await pauses.drive(supervisor.pid, work_s)
@@ -70,7 +67,7 @@ async def run_to_end(
             # While it is paused it shows no sign of work, and the stall timer would end it.
             command = replace(command, stall_timeout_s=math.inf)
         supervisor.start(command)
-        ended, *_ = await first_of(ending(), limit(), (is_enough or asyncio.Event()).wait())
+        ended, *_ = await first_of(supervisor.wait_ended(), limit(), (is_enough or asyncio.Event()).wait())
         return None if ended.cancelled() else ended.result()
     finally:
         await supervisor.stop(grace_s=0.0)

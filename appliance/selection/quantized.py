@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import plain_name
-from appliance.model.files.quantized import UNQUANTIZED
+from appliance.model.files.quantized import is_unquantized
 from appliance.start.image import ImageContents
 from appliance.start.inputs import Located, StartInputs, with_model
 from appliance.start.machine import UsableMachine
@@ -21,7 +21,7 @@ def start_of(contents: ImageContents, located: Located, look: Callable[[], Usabl
     """
     start = with_model(contents, located, look)
     origin = start.inputs.model
-    if not _is_asked(start) or {kind for kind, _ in origin.bytes_by_type} - UNQUANTIZED:
+    if not _is_asked(start) or not is_unquantized(origin):
         return start
     from appliance.selection.kinds import decide  # here: only an unquantized model needs it
 

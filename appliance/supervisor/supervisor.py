@@ -154,6 +154,10 @@ class Supervisor:
             return Crash(exit_code=None, signal=None, first_error=None, seconds=0.0, stopped=True)
         return self._child.crash(stopped=True)
 
+    async def wait_ended(self) -> Crash:
+        """Return how a program that never gets ready ended."""
+        return await self.wait_ready() or await self.wait_failed()
+
     async def wait_stalled(self, timeout_s: float) -> None:
         """Return once the engine did nothing for `timeout_s` (no log line, no CPU time, no page from disk), or one of
         its processes was stopped for so long.

@@ -24,6 +24,7 @@ from appliance.weights.stores.inventory import view
 from appliance.weights.stores.remove import blob_of, remove
 from appliance.weights.stores.stores import (
     StoredModel,
+    ambiguous,
     find_stored,
     lies_below,
     list_store,
@@ -91,9 +92,7 @@ def _push(request: Request) -> int:
         raise UsageError(message, hint=f"for example `appliance models push {_EXAMPLES['push']}`")
     found = wanted_models(request)
     if len(found) > 1:
-        lines = "".join(f"\n  {printable(model.name)}" for model in found)
-        message = f"model name {printable(request.name or '')} matches {len(found)} models{lines}"
-        raise ConfigError(message, hint="give the full name")
+        raise ambiguous(request.name or "", [model.name for model in found])
     pushed = push(found[0], request.target, request.hub())
     _tell(request, pushed.document(), pushed.describe())
     return 0

@@ -10,9 +10,12 @@ from pathlib import Path
 from images import docker
 from images.console import ROOT, say
 from images.errors import MatrixError, UsageError, near_miss
+from images.host import published
+from images.host.published import Published
 from images.matrix import compat, drift, matrix, render
 from images.matrix.matrix import Cell, Matrix
 from images.pins import debian, lock, lock_sums
+from images.recipes import recipe
 
 
 def load_all() -> Matrix:
@@ -39,6 +42,11 @@ def load(options: argparse.Namespace) -> tuple[Matrix, tuple[Cell, ...]]:
     """Returns the matrix and the chosen cells. The whole matrix is checked even for one cell."""
     loaded = load_all()
     return loaded, matrix.select(loaded.cells, options.only)
+
+
+def published_images(loaded: Matrix, path: Path = published.FILE) -> tuple[Published, ...]:
+    """Returns the rows of the file, whose cells and recipes are those of this clone."""
+    return published.load(path, cells=[cell.id for cell in loaded.cells], recipes=recipe.names(ROOT))
 
 
 def rendered(cell: Cell) -> dict[Path, str]:

@@ -21,6 +21,7 @@ from images import __main__ as command
 from images.ci import ci_steps
 from images.ci.ci_steps import Step
 from images.errors import MatrixError
+from images.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
 DIGEST = "sha256:" + "d" * 64
@@ -44,12 +45,12 @@ VALUES = {
     "github.token": "a-token",
     "inputs.cell": "llama-cpu",
     "inputs.models": "demo qwen",
-    "inputs.models || 'demo qwen gemma gpt-oss'": "demo qwen",
     "inputs.only || '.*'": "llama-cpu",
     "matrix.arch": "amd64",
     "needs.build.outputs.amd64": DIGEST,
     "needs.build.outputs.arm64": "",
     "needs.list.outputs.cells": '[{"cell": "llama-cpu"}]',
+    "needs.list.outputs.models": "demo qwen",
     "vars.REGISTRY": "registry.example/appliance",
 }
 
@@ -176,11 +177,19 @@ def test_digests_and_sizes_are_proposed(place: Place) -> None:
 
 def test_the_cells_of_a_run_are_chosen_by_name(place: Place) -> None:
     ran(place, "images/list")
-    (line,) = place.lines("output")
+    line, models = place.lines("output")
+    assert models == "models=demo qwen"
     assert [each["cell"] for each in json.loads(line.removeprefix("cells="))] == ["llama-cpu"]
     place.values["inputs.only || '.*'"] = "no-such"
     done = place.run(job("images/list")["List cells"])
     assert (done.returncode, done.stderr.strip()) == (2, "no cell matches: no-such")
+
+
+def test_without_a_choice_the_images_of_all_recipes_are_pushed(place: Place) -> None:
+    place.values["inputs.models"] = ""
+    shutil.copytree(ROOT / "images/models", place.folder / "images/models")
+    ran(place, "images/list")
+    assert place.lines("output")[1] == f"models={' '.join(recipe.names(ROOT))}"
 
 
 def test_fresh_locks_are_proposed_once(place: Place) -> None:

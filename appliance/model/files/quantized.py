@@ -19,6 +19,7 @@ from typing import Any
 
 from appliance.documents import load, read
 from appliance.model.architecture.facts import Model
+from appliance.model.formats.ggml_types import UNQUANTIZED
 from appliance.system.disk import read_file
 from appliance.values import dataclass
 
@@ -26,7 +27,6 @@ FOLDER = ".quantized"
 PART = ".part"
 # Types that `auto` chooses from, the largest first. Below four bits the loss grows fast.
 AUTO_KINDS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M")
-UNQUANTIZED = frozenset({"F32", "F16", "BF16"})
 _NOTE_BYTES = 2**16
 _FILES_MAX = 1_000
 
@@ -124,6 +124,10 @@ def _stem(model: Model) -> str:
     name = model.called or model.path.name
     stem = name.removesuffix(".gguf").partition("-00001-of-")[0].replace("/", "-").replace(":", "-")
     return os.fsdecode(os.fsencode(stem)[:200])
+
+
+def is_unquantized(model: Model) -> bool:
+    return {kind for kind, _ in model.bytes_by_type} <= UNQUANTIZED
 
 
 def folder_of(models_dir: Path, digest: str) -> Path:

@@ -51,6 +51,7 @@ GGML_TYPES = {
     41: GgmlType("Q1_0", 128, 18),
     42: GgmlType("Q2_0", 64, 18),
 }
+UNQUANTIZED = frozenset({"F32", "F16", "BF16"})
 REMOVED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.model.formats.ggml_types import GGML_TYPES, GgmlType
+from appliance.model.formats.ggml_types import GGML_TYPES, UNQUANTIZED, GgmlType
 from appliance.model.shapes.shape import Shape
 
 BY_NAME = {kind.name: kind for kind in GGML_TYPES.values()}
@@ -35,7 +35,6 @@ BASES = {
     "Q2_K": "Q2_K",
     "MXFP4": "MXFP4",
 }
-_PLAIN = frozenset({"F32", "F16", "BF16"})
 # Replacement types if the row length is not a multiple of 256.
 _FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 _KEPT_F32 = (
@@ -60,7 +59,7 @@ def tensor_type(name: str, size: Sequence[int], shape: Shape, quantization: str)
     base = BASES[quantization]
     if len(size) == 1 or any(part in name for part in _KEPT_F32):
         return BY_NAME["F32"]
-    if base in _PLAIN:
+    if base in UNQUANTIZED:
         return BY_NAME[base]
     return _fitting(BY_NAME[_wanted(name, size, shape, quantization)], size[0])
 

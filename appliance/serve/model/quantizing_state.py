@@ -27,13 +27,11 @@ class QuantizingState:
         """Return the status document's part; None for a model that was quantized before it came here."""
         if found is None:
             return None
-        file, progress = found.file or self.file, self.progress
+        file, facts = found.file or self.file, self.progress.facts() if self.progress else {}
         return {
             "type": found.kind,
             "words": self.why_not or found.describe(),
             "is_served": found.file is not None,
             "file": note_document(file.note) if file else None,
-            "bytes_done": progress.bytes_done if progress else None,
-            "bytes_total": progress.bytes_total if progress else None,
-            "seconds_left": None if progress is None or progress.seconds_left is None else round(progress.seconds_left),
+            **{name: facts.get(name) for name in ("bytes_done", "bytes_total", "seconds_left")},
         }

@@ -24,21 +24,9 @@ class Tell:
         self._said_at, self._said_share = now(), 0.0
 
     def __call__(self, progress: FetchProgress) -> None:
-        facts = facts_of(progress)
+        facts = progress.facts()
         self._report.phase(self._phase, progress.describe(), **facts)
         share = progress.bytes_done / progress.bytes_total if progress.bytes_total else 0.0
         if self._now() - self._said_at >= SAY_EVERY_S or share - self._said_share >= SAY_EVERY_SHARE:
             self._said_at, self._said_share = self._now(), share
             self._report.info(self._event, progress.describe(), **facts)
-
-
-def facts_of(progress: FetchProgress) -> dict[str, str | int | None]:
-    """Return the figures by the names of their fields in documents."""
-    return {
-        "file": progress.file,
-        "bytes_done": progress.bytes_done,
-        "bytes_total": progress.bytes_total,
-        "bytes_per_s": round(progress.bytes_per_s) if progress.bytes_per_s is not None else None,
-        "seconds_left": round(progress.seconds_left) if progress.seconds_left is not None else None,
-        "waiting_for": progress.waiting_for,
-    }

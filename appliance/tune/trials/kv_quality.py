@@ -237,11 +237,7 @@ class _Check:
 
 async def _ending(supervisor: Supervisor, is_enough: asyncio.Event) -> Crash | None:
     """Wait for the end of the program and return it; None as soon as enough was read."""
-
-    async def end() -> Crash:
-        return await supervisor.wait_ready() or await supervisor.wait_failed()  # this program never gets ready
-
-    _, ending = await first_of(is_enough.wait(), end())
+    _, ending = await first_of(is_enough.wait(), supervisor.wait_ended())
     return None if is_enough.is_set() else ending.result()
 
 

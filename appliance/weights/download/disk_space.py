@@ -3,8 +3,8 @@ resumed."""
 
 from __future__ import annotations
 
-import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -40,15 +40,18 @@ def size_of(path: Path) -> int:
 
 def check_room(files: Sequence[WantedFile], folder: RepoFolder, what: str) -> None:
     """Raise VolumeError, with figures, if the missing files do not fit. Files of unknown size count as 0."""
-    missing = bytes_missing(files, folder)
-    status = os.statvfs(folder.root)
-    free = status.f_bavail * status.f_frsize
-    if missing and missing + SPARED_BYTES > free:
-        message = (
-            f"volume has no room for {what}: {folder.root}: {as_size(free)} free, "
-            f"{as_size(missing + SPARED_BYTES)} needed"
-        )
+    if missing := bytes_missing(files, folder):
         hint = "remove models that are not served (`appliance models list`, `models remove`), or take a smaller one"
+        refuse_full(folder.root, missing, what, hint)
+
+
+def refuse_full(folder: Path, needed: int, what: str, hint: str) -> None:
+    """Raise VolumeError, with figures, if so many bytes do not fit beside SPARED_BYTES."""
+    free = shutil.disk_usage(folder).free
+    if needed + SPARED_BYTES > free:
+        message = (
+            f"volume has no room for {what}: {folder}: {as_size(free)} free, {as_size(needed + SPARED_BYTES)} needed"
+        )
         raise VolumeError(message, hint=hint)
 
 

@@ -19,7 +19,7 @@ from yarl import URL
 
 from appliance.documents import load
 from appliance.errors import ConfigError, DownloadError
-from appliance.reference import is_loopback
+from appliance.reference import DOCKER_HUB, is_loopback
 from appliance.settings import HubSettings
 from appliance.system.disk import read_file
 from appliance.weights.download.retry import PASSING, Transient, parse_retry_after
@@ -30,7 +30,6 @@ LOGIN_HINT = (
 )
 # Hosts whose tokens come from another one. An account of the Docker config goes to no other foreign host.
 _REALMS = {"docker.io": "auth.docker.io", "registry.gitlab.com": "gitlab.com"}
-_DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 _CONFIG_BYTES = 2**20
 _TOKEN_BYTES = 2**16
 _PARAMETER = re.compile(r'([A-Za-z]+)="([^"]*)"')
@@ -118,7 +117,7 @@ def origin(address: str) -> tuple[str, str, int | None]:
 
 def _account(registry: str, hub: HubSettings) -> str | None:
     """Return the value of `Authorization` that the first Docker config with this registry has."""
-    names = _DOCKER_HUB if registry in _DOCKER_HUB else {registry}
+    names = DOCKER_HUB if registry in DOCKER_HUB else {registry}
     for accounts in _configs(hub):
         for address, entry in accounts.items():
             # `docker login` writes https://index.docker.io/v1/ for Docker Hub, and HOST:PORT for others.

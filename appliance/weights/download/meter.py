@@ -24,6 +24,17 @@ class FetchProgress:
     seconds_left: float | None = None
     waiting_for: str | None = None
 
+    def facts(self) -> dict[str, str | int | None]:
+        """Return the figures by the names of their fields in documents, rounded."""
+        return {
+            "file": self.file,
+            "bytes_done": self.bytes_done,
+            "bytes_total": self.bytes_total,
+            "bytes_per_s": round(self.bytes_per_s) if self.bytes_per_s is not None else None,
+            "seconds_left": round(self.seconds_left) if self.seconds_left is not None else None,
+            "waiting_for": self.waiting_for,
+        }
+
     def describe(self) -> str:
         """Format one line: `model.gguf: 1.20 GB of 5.03 GB, 48.0 MB/s, 80 s left`."""
         of = f" of {as_size(self.bytes_total)}" if self.bytes_total is not None else ""

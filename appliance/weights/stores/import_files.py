@@ -21,6 +21,7 @@ from appliance.weights.stores.remove import blob_of
 from appliance.weights.stores.stores import (
     Store,
     StoredModel,
+    ambiguous,
     find_stored,
     is_in_cache,
     list_store,
@@ -67,9 +68,7 @@ def sources_of(request: str, settings: Settings) -> tuple[StoredModel, ...]:
         message = f"no file and no model in mounted folders has this name: {printable(request)}"
         action = "pull NAME` fetches a model" if "://" in request else "list` lists the models"
         raise ConfigError(message, hint=f"`appliance models {action}")
-    lines = "".join(f"\n  {printable(model.name)} ({model.store.tool})" for model in found)
-    message = f"model name {printable(request)} matches {len(found)} models{lines}"
-    raise ConfigError(message, hint="give the full name")
+    raise ambiguous(request, [f"{model.name} ({model.store.tool})" for model in found])
 
 
 def _at(path: Path, settings: Settings) -> tuple[StoredModel, ...]:

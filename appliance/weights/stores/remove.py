@@ -18,6 +18,7 @@ from appliance.volume import is_held, refusal
 from appliance.weights.stores.stores import (
     QuantizedFile,
     StoredModel,
+    ambiguous,
     cache_folder,
     digests_of,
     find_stored,
@@ -74,9 +75,7 @@ def _quantized_of(name: str, models_dir: Path) -> QuantizedFile | None:
     if not found or find_stored(name, [volume_store(models_dir)]):
         return None
     if len(found) > 1:
-        lines = "".join(f"\n  {printable(str(file.path))}" for file in found)
-        message = f"model name {printable(name)} matches {len(found)} quantized files{lines}"
-        raise ConfigError(message, hint="give the path")
+        raise ambiguous(name, [str(file.path) for file in found], "quantized files", "give the path")
     return found[0]
 
 
@@ -136,9 +135,7 @@ def _only_one(name: str, settings: Settings, of_recipe: Callable[[], Sequence[St
     if len(found) == 1:
         return found[0]
     if found:
-        lines = "".join(f"\n  {printable(model.name)}" for model in found)
-        message = f"model name {printable(name)} matches {len(found)} models on the volume{lines}"
-        raise ConfigError(message, hint="give the full name")
+        raise ambiguous(name, [model.name for model in found], "models on the volume")
     elsewhere = elsewhere or find_stored(name, other_stores(settings))
     if elsewhere:
         message = f"model is in {elsewhere[0].where}, which is read-only for the appliance: {printable(name)}"

@@ -47,6 +47,7 @@ __all__ = [
     "Store",
     "StoredModel",
     "Tool",
+    "ambiguous",
     "cache_folder",
     "facts_of",
     "find_elsewhere",
@@ -475,6 +476,12 @@ def why_damaged(path: Path) -> str | None:
     except ModelUnreadableError as error:
         return error.message
     return None
+
+
+def ambiguous(name: str, found: Sequence[str], what: str = "models", hint: str = "give the full name") -> ConfigError:
+    """Return the error for a name that means several."""
+    lines = "".join(f"\n  {printable(each)}" for each in found)
+    return ConfigError(f"model name {printable(name)} matches {len(found)} {what}{lines}", hint=hint)
 
 
 def facts_of(model: StoredModel) -> dict[str, str]:

@@ -10,7 +10,7 @@ from images.console import ROOT, progress, say
 from images.host import published
 from images.recipes import recipe
 from images.verbs import flags
-from images.verbs.checkout import load
+from images.verbs.checkout import load, published_images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,6 @@ def run(options: argparse.Namespace) -> int:
     """Writes the file once every answer is there, so that a registry that lacks one image changes nothing."""
     push.check_name(options.registry, "--registry")
     loaded, cells = load(options)
-    recipes = recipe.names(ROOT)
     for name in options.model:
         recipe.load(ROOT, name)
     wanted = [(cell.id, name) for cell in cells for name in (None, *options.model)]
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         names = [f"{options.registry}/{name}:{cell}" if name else f"{options.registry}:{cell}" for cell, name in wanted]
         say(options, names, names)
         return 0
-    old = published.load(options.out, cells=[cell.id for cell in loaded.cells], recipes=recipes)
+    old = published_images(loaded, options.out.absolute())
     if options.merge:
         for cell in cells:
             for name in (options.registry, *(f"{options.registry}/{model}" for model in options.model)):

@@ -11,7 +11,7 @@ from images.choice import cards, proofs
 from images.ci import ci, devcontainer
 from images.console import EVERYTHING, ROOT, say
 from images.errors import VerificationError
-from images.host import inventory, published
+from images.host import inventory
 from images.matrix import drift, render
 from images.matrix.matrix import LOCKS, Matrix
 from images.pins import debian, lock_sums, web_lock
@@ -19,7 +19,7 @@ from images.pins.lock_closure import closure_faults
 from images.proof import cell_facts, wheel_gaps
 from images.recipes import recipe
 from images.verbs import flags
-from images.verbs.checkout import is_locked, load, rendered
+from images.verbs.checkout import is_locked, load, published_images, rendered
 
 BRING_BACK = "git checkout "
 
@@ -34,9 +34,7 @@ def run(options: argparse.Namespace) -> int:
     loaded, cells = load(options)
     files = {path: text for cell in cells for path, text in rendered(cell).items()}
     recipes = [recipe.load(ROOT, name) for name in recipe.names(ROOT)]
-    images = published.load(
-        published.FILE, cells=[cell.id for cell in loaded.cells], recipes=[row.name for row in recipes]
-    )
+    images = published_images(loaded)
     files |= {
         bake.BAKE_FILE: bake.bake_file(loaded.cells, loaded.publisher),
         ci.JOBS_FILE: ci.jobs_file(loaded.cells, is_locked),

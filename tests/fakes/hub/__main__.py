@@ -244,11 +244,13 @@ class Hub:
 class Switch:
     """The hub that is there now: a test's knobs take the place of the last one's, in a program that runs already."""
 
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+    def __init__(self, kind: type[Hub], parser: argparse.ArgumentParser) -> None:
+        self.kind = kind
+        self.parser = parser
+        self.hub = kind(parser.parse_args())
 
     async def turn(self, request: web.Request) -> web.Response:
-        hub = Hub(arguments().parse_args(await request.json()))
+        hub = self.kind(self.parser.parse_args(await request.json()))
         hub.cdn = self.hub.cdn
         self.hub = hub
         return web.Response(status=204)
@@ -261,16 +263,10 @@ class Switch:
         return handle
 
 
-async def main() -> None:
-    switch = Switch(Hub(arguments().parse_args()))
+async def serve(switch: Switch, routes: list[web.RouteDef]) -> None:
+    """Serve on two ports until the input ends."""
     app = web.Application()
-    app.router.add_put("/.knobs", switch.turn)
-    app.router.add_get("/api/models", switch.to("search"))
-    app.router.add_get("/api/models/{org}/{name}", switch.to("info"))
-    app.router.add_get("/api/models/{org}/{name}/revision/{revision}", switch.to("info"))
-    app.router.add_get("/api/models/{org}/{name}/tree/{revision}", switch.to("info"))
-    app.router.add_get("/blob/{path:.+}", switch.to("blob"))
-    app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", switch.to("file"))
+    app.add_routes([web.put("/.knobs", switch.turn), *routes])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     for _ in range(2):
@@ -283,5 +279,18 @@ async def main() -> None:
     await runner.cleanup()
 
 
+def main() -> None:
+    switch = Switch(Hub, arguments())
+    routes = [
+        web.get("/api/models", switch.to("search")),
+        web.get("/api/models/{org}/{name}", switch.to("info")),
+        web.get("/api/models/{org}/{name}/revision/{revision}", switch.to("info")),
+        web.get("/api/models/{org}/{name}/tree/{revision}", switch.to("info")),
+        web.get("/blob/{path:.+}", switch.to("blob")),
+        web.get("/{org}/{name}/resolve/{revision}/{path:.+}", switch.to("file")),
+    ]
+    asyncio.run(serve(switch, routes))
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -10,12 +10,11 @@ import asyncio
 import base64
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 from aiohttp import web
 
-from tests.fakes.hub.__main__ import Hub, Switch
+from tests.fakes.hub.__main__ import Hub, Switch, serve
 from tests.fakes.hub.__main__ import arguments as hub_arguments
 from tests.fakes.hub.repos import HubFile
 
@@ -163,35 +162,19 @@ def _file(path: Path) -> HubFile:
     return HubFile(path=path.name, data_path=path, size=path.stat().st_size, sha256=path.name, git_sha1="")
 
 
-class RegistrySwitch(Switch):
-    async def turn(self, request: web.Request) -> web.Response:
-        hub = Registry(arguments().parse_args(await request.json()))
-        hub.cdn = self.hub.cdn
-        self.hub = hub
-        return web.Response(status=204)
-
-
-async def main() -> None:
-    switch = RegistrySwitch(Registry(arguments().parse_args()))
-    app = web.Application()
-    app.router.add_put("/.knobs", switch.turn)
-    app.router.add_get("/token", switch.to("token"))
-    app.router.add_get("/data/{hex}", switch.to("data"))
-    app.router.add_post("/v2/{name:.+}/blobs/uploads/", switch.to("begin"))
-    app.router.add_put("/v2/{name:.+}/blobs/uploads/1", switch.to("upload"))
-    app.router.add_get("/v2/{name:.+}/blobs/sha256:{hex}", switch.to("layer"))
-    app.router.add_get("/v2/{name:.+}/manifests/{reference}", switch.to("manifest"))
-    app.router.add_put("/v2/{name:.+}/manifests/{reference}", switch.to("put_manifest"))
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    for _ in range(2):
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-    ports = [address[1] for address in runner.addresses]
-    switch.hub.cdn = f"http://127.0.0.1:{ports[1]}"
-    print(json.dumps({"endpoint": f"http://127.0.0.1:{ports[0]}", "cdn": switch.hub.cdn}), flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    await runner.cleanup()
+def main() -> None:
+    switch = Switch(Registry, arguments())
+    routes = [
+        web.get("/token", switch.to("token")),
+        web.get("/data/{hex}", switch.to("data")),
+        web.post("/v2/{name:.+}/blobs/uploads/", switch.to("begin")),
+        web.put("/v2/{name:.+}/blobs/uploads/1", switch.to("upload")),
+        web.get("/v2/{name:.+}/blobs/sha256:{hex}", switch.to("layer")),
+        web.get("/v2/{name:.+}/manifests/{reference}", switch.to("manifest")),
+        web.put("/v2/{name:.+}/manifests/{reference}", switch.to("put_manifest")),
+    ]
+    asyncio.run(serve(switch, routes))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()
