@@ -188,8 +188,9 @@ def test_a_damaged_file_is_replaced(home: Home) -> None:
 def test_the_other_engine(tmp_path: Path) -> None:
     """It refuses every model's name but its own, and gives reasoning another name."""
     home = VllmHome.make(tmp_path / "home")
+    home.set_engine("--fake-interval", "0")
     template = str(TEMPLATES / "qwen3.jinja")
-    with home.serving(**{**QUICK, "tune": "idle"}, chat_template_file=template) as serving:
+    with home.serving(**{**QUICK, "tune": "idle", "budget_s": "5"}, chat_template_file=template) as serving:
         serving.wait_ready()
         found = all_rows(serving)
     assert not [row for row in found.values() if "refused" in row["reason"]]

@@ -38,10 +38,10 @@ HARDENED: dict[str, Any] = {
 }
 
 
-# Printed after all that a command prints: on a busy machine Docker (26.1) was seen to lose all output of an exec that
-# ended well.
+# On a busy machine Docker (26.1) was seen to lose all output of an exec that ended well, and once only its first line.
+# So all that a command prints is written in one piece, with its end marked.
 _END = "the end of the output"
-_TO_ITS_END = f'"$@"; code=$?; printf "%s" "{_END}"; exit $code'
+_TO_ITS_END = f'all=$("$@" 2>&1; code=$?; printf "%s" "{_END}"; exit $code); code=$?; printf "%s" "$all"; exit $code'
 
 
 def executed(container: Container, *argv: str, **variables: str) -> tuple[int, str]:
