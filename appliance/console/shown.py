@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shlex
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,29 @@ def quoted(word: str) -> str:
     plain = word.replace("\\", "\\\\").replace("'", "\\'")
     by_bytes = _CONTROLS.sub(lambda found: "".join(f"\\x{byte:02x}" for byte in os.fsencode(found[0])), plain)
     return f"$'{by_bytes}'"
+
+
+def without_reader(error: BrokenPipeError) -> int:
+    """Return the exit code of a command whose output nobody reads any more, as in `appliance plan | head -1`: that of a
+    program which SIGPIPE ended. What is still to be written goes nowhere.
+
+    Raises the error again if both outputs have a reader: then another pipe is broken, and nobody handled it.
+    """
+    streams = [stream for stream in (sys.__stdout__, sys.__stderr__) if stream and not stream.closed]
+    closed = [stream.fileno() for stream in streams if _has_no_reader(stream.fileno())]
+    if not closed:
+        raise error
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in closed:
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+    return 141
+
+
+def _has_no_reader(number: int) -> bool:
+    poll = select.poll()
+    poll.register(number, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager

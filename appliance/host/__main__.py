@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from appliance.console.shown import shown_streams
+from appliance.console.shown import shown_streams, without_reader
 from appliance.errors import ConfigError, FatalError, UsageError
 from appliance.host import SHIPPED
 from appliance.host.start.together import SeveralErrors
@@ -35,15 +35,22 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None, *, prog: str = "appliance") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        try:
+            return _main(words, prog)
+        finally:
+            sys.stdout.flush()  # a closed pipe shows here, and not while Python exits
+    except BrokenPipeError as error:
+        return without_reader(error)
+
+
+def _main(words: list[str], prog: str) -> int:
+    try:
         return _run(words, prog)
     except FatalError as error:
         _show(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `appliance logs | head`
-        sys.stderr.close()
-        return 141
 
 
 def _run(words: list[str], prog: str) -> int:
