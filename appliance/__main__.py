@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
-from appliance.console.shown import quoted, shown_streams, without_reader
+from appliance.console.shown import command_line, quoted
 from appliance.errors import FatalError, UsageError, printable
 from appliance.host import verb_table as host
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
@@ -54,19 +54,9 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"{meant}see `{self.prog} --help`")
 
 
-@shown_streams()
+@command_line
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        try:
-            return _main(words)
-        finally:
-            sys.stdout.flush()  # a closed pipe shows here, and not while Python exits
-    except BrokenPipeError as error:
-        return without_reader(error)
-
-
-def _main(words: list[str]) -> int:
     if words and words[0] in HOST_VERBS:
         return _on_the_host(words)
     try:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from appliance.console.shown import shown_streams, without_reader
+from appliance.console.shown import command_line
 from appliance.errors import ConfigError, FatalError, UsageError
 from appliance.host import SHIPPED
 from appliance.host.start.together import SeveralErrors
@@ -31,19 +31,9 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"see `{self.prog} --help`")
 
 
-@shown_streams()
+@command_line
 def main(argv: Sequence[str] | None = None, *, prog: str = "appliance") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        try:
-            return _main(words, prog)
-        finally:
-            sys.stdout.flush()  # a closed pipe shows here, and not while Python exits
-    except BrokenPipeError as error:
-        return without_reader(error)
-
-
-def _main(words: list[str], prog: str) -> int:
     try:
         return _run(words, prog)
     except FatalError as error:

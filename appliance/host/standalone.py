@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from appliance.console.shown import shown_streams
+from appliance.console.shown import command_line
 from appliance.errors import FatalError, UsageError
 
 
@@ -16,7 +16,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"see `{self.prog} --help`")
 
 
-@shown_streams()
+@command_line
 def main(
     prog: str,
     description: str | None,
