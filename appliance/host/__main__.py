@@ -82,13 +82,25 @@ def without_package(command: str, package: str) -> ConfigError:
 
 
 def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    options, unknown = parser.parse_known_args(words)
+    try:
+        options, unknown = parser.parse_known_args(words)
+    except UsageError as error:
+        # argparse takes the value of an unknown flag for an argument, and complains about that one.
+        strange = [word for word in words if word.startswith("--") and not _is_flag_of(parser, word)]
+        raise (_unknown(parser, strange[0]) if strange and "--" not in words else error) from None
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(flag, list(parser._option_string_actions), 1)
-        message = f"unknown argument: {unknown[0]}"
-        raise UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"see `{parser.prog} --help`")
+        raise _unknown(parser, unknown[0])
     return options
+
+
+def _is_flag_of(parser: argparse.ArgumentParser, word: str) -> bool:
+    return word.partition("=")[0] in parser._option_string_actions
+
+
+def _unknown(parser: argparse.ArgumentParser, word: str) -> UsageError:
+    near = difflib.get_close_matches(word.partition("=")[0], list(parser._option_string_actions), 1)
+    message = f"unknown argument: {word}"
+    return UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"see `{parser.prog} --help`")
 
 
 def _without_verb(words: Sequence[str], prog: str) -> int:

@@ -379,6 +379,7 @@ def test_inside_of_a_container_it_says_what_to_call_there(tmp_path: Path, verb: 
         (["statsu"], "perhaps you meant 'status'"),
         ([], "known are run"),
         (["list", "--jsn"], "perhaps you meant '--json'"),
+        (["mode", "--data-dir", "/data"], "unknown argument: --data-dir"),
         (["stop", "one", "--all"], "give only one of them"),
         (["upgrade", "--back", "--image", "x"], "--back returns to the previous container"),
         (["logs", "--tail", "all"], "see `python -m appliance.host logs --help`"),
