@@ -18,6 +18,7 @@ from appliance.errors import (
     GpuUnusableError,
     ModelUnreadableError,
     NoKernelError,
+    VolumeError,
 )
 
 _LESS = "use a smaller --ctx-size or --parallel, or free the GPU's memory; `appliance probe` names who holds it"
@@ -313,6 +314,13 @@ RULES: tuple[Rule, ...] = (
         "make the files readable for the container's user or for group 0",
         r"\[Errno 13\] Permission denied: .*\.(?:safetensors|json|bin|pt|pth|model|jinja|txt)\b",
         source="glibc strerror(EACCES) with the name of the file",
+    ),
+    rule(
+        "volume cannot be written",
+        VolumeError,
+        "the engine keeps its compiled kernels there: let the container's user or group 0 write it",
+        r"\[Errno (?:13\] Permission denied|30\] Read-only file system): '/(?!tmp/|dev/|proc/|sys/)",
+        source="glibc strerror(EACCES), strerror(EROFS) with the name of the file",
     ),
     rule(
         "model missing or damaged",
