@@ -277,9 +277,9 @@ POOLINGS = ("none", "mean", "cls", "last", "rank")
 # Settings that an engine may support or ignore; each engine lists those that it supports.
 ENGINE_SETTINGS = frozenset({
     "allow_disk", "cache_disk_mib", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model",
-    "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "numa",
-    "parallel", "pooling", "quantize", "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "thinking",
-    "threads", "ubatch",
+    "draft_tokens", "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe",
+    "numa", "parallel", "pooling", "quantize", "reasoning_format", "reserve_mib", "rope_scaling", "speculation",
+    "thinking", "threads", "ubatch",
 })  # fmt: skip
 
 
@@ -309,8 +309,9 @@ OF_PROCESS = frozenset({
 })  # fmt: skip
 # Settings that are about one model: as a flag or variable they are those of the first model only.
 OF_ONE_MODEL = (
-    "alias", "chat_template_file", "ctx_size", "draft_model", "engine_arg", "gpu_layers", "lora", "mmproj", "model",
-    "n_cpu_moe", "pooling", "quantize", "reasoning_format", "rope_scaling", "speculation", "thinking",
+    "alias", "chat_template_file", "ctx_size", "draft_model", "draft_tokens", "engine_arg", "gpu_layers", "lora",
+    "mmproj", "model", "n_cpu_moe", "pooling", "quantize", "reasoning_format", "rope_scaling", "speculation",
+    "thinking",
 )  # fmt: skip
 
 
@@ -463,6 +464,13 @@ class Settings:
     )
     draft_model: str | None = _setting(
         _text, None, "draft model for speculative decoding: a file name on the volume, or a path", "MODEL"
+    )
+    draft_tokens: int | None = _setting(
+        _integer(1, 64),
+        None,
+        "draft tokens of each step, with --speculation mtp, draft or ngram; default: measuring chooses them",
+        "N",
+        is_rare=True,
     )
     mmproj: str = _setting(
         _text,

@@ -11,6 +11,14 @@ from appliance.plan.parts.choice import Choice
 from appliance.plan.parts.compilation import Compilation
 from appliance.plan.parts.costs import Costs
 from appliance.plan.parts.device import Device
+from appliance.plan.parts.drafts import (
+    ExpectedGain,
+    SpeculationGoal,
+    SpeedupModel,
+    StepCost,
+    best_tokens,
+    expected_gain,
+)
 from appliance.plan.parts.kernels import Kernels, RuledOut
 from appliance.plan.parts.kv_pair import k_and_v
 from appliance.plan.parts.launch import PREDICTED, KnobEffect, Launch
@@ -37,7 +45,6 @@ from appliance.plan.plan import (
     Placement,
     Plan,
     Speculation,
-    SpeculationGoal,
     Speed,
     launch_as,
     speed_kept,
@@ -72,6 +79,7 @@ __all__ = [
     "ContextPrice",
     "Costs",
     "Device",
+    "ExpectedGain",
     "GpuAllocation",
     "Head",
     "Interval",
@@ -95,7 +103,11 @@ __all__ = [
     "Speed",
     "SpeedAt",
     "Speeds",
+    "SpeedupModel",
+    "StepCost",
     "as_document",
+    "best_tokens",
+    "expected_gain",
     "explain",
     "explain_memory",
     "explain_settings",

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, get_args
 
 from appliance.plan.parts.choice import Choice
 from appliance.plan.parts.device import Device
+from appliance.plan.parts.drafts import ExpectedGain, SpeculationGoal
 from appliance.plan.parts.launch import Launch, Value
 from appliance.plan.parts.speeds import rate
 from appliance.values import dataclass
@@ -28,9 +29,6 @@ CONTEXT_WORTH = 1.5  # a context has to be this many times as long to be worth a
 CHAT_TOKENS_IN, CHAT_TOKENS_OUT = 512, 256
 Kind = Literal["draft", "mtp", "ngram"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# The goal by which measuring chooses a kind if the user names none. auto: all requests together are faster; stable: no
-# kind of request is slower; fast: some kind of request is as fast as possible.
-SpeculationGoal = Literal["auto", "stable", "fast"]
 SPECULATION_GOALS: tuple[SpeculationGoal, ...] = get_args(SpeculationGoal)
 # Numbers of draft tokens to try. A draft model needs a pass for each token; n-grams cost only their share of the check.
 SIZES: dict[Kind, tuple[int, ...]] = {"draft": tuple(range(1, 9)), "mtp": tuple(range(1, 9)), "ngram": (8, 16, 32, 64)}
@@ -234,6 +232,8 @@ class Offer:
     kind: Kind
     is_tried: bool
     reason: str
+    tokens: int | None = None  # the number of draft tokens that the user set; None: measuring chooses it
+    gain: ExpectedGain | None = None  # None: no published results to expect anything from
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from appliance.engines.engine import Space
 from appliance.errors import FatalError
-from appliance.plan import ContextPrice, Costs, LargerContext, Plan
+from appliance.plan import ContextPrice, Costs, LargerContext, Offer, Plan
 from appliance.settings import Settings
 from appliance.start.inputs import StartInputs
 
@@ -92,13 +92,18 @@ def _fill_s(costs: Costs, tokens: int) -> float:
 
 
 def to_measure(start: StartInputs, space: Space, plan: Plan) -> tuple[str, ...]:
-    """Names of the knobs in which plans that fit differ, and kinds of speculative decoding; none with --tune off."""
+    """Names of the knobs in which plans that fit differ, and kinds of speculative decoding with their expected gain;
+    none with --tune off."""
     if start.settings.tune == "off" or plan.is_embedding:
         return ()
     seen = {name: {value} for name, value in plan.knobs}
     for each in space.all():
         for name, value in each.knobs:
             seen.setdefault(name, set()).add(value)
-    kinds = tuple(offer.kind for offer in space.offers() if offer.is_tried)
+    kinds = tuple(_kind(offer) for offer in space.offers() if offer.is_tried)
     knobs = tuple(name for name, values in seen.items() if len(values) > 1)
     return (*knobs, *((f"speculation ({', '.join(kinds)})",) if kinds else ()))
+
+
+def _kind(offer: Offer) -> str:
+    return f"{offer.kind} {offer.gain.describe()}" if offer.gain else offer.kind

@@ -138,10 +138,11 @@ async def choose_speculation(
     goal = next((goal for goal in SPECULATION_GOALS if goal == requested), SPECULATION_GOALS[0])
     run = _Run(plan, bench, space, goal, on_step=on_step, left_s=left_s, kept=kept, on_result=on_result)
     await run.measure_base(is_requested=kind_requested is not None)
+    fixed = {offer.kind: offer.tokens for offer in offers}
     for kind in tried:
-        await run.measure_kind(kind, is_requested=kind == kind_requested)
+        await run.measure_kind(kind, fixed[kind], is_requested=kind == kind_requested)
     if kind_requested is not None:
-        return *run.of_requested(kind_requested), run.tried
+        return *run.of_requested(kind_requested, fixed[kind_requested]), run.tried
     await run.measure_base_again()
     return *run.of_fastest(), run.tried
 
@@ -227,12 +228,13 @@ class _Run:
         self._base_ms = ms_per_token([a for a in answers if a.counts])
         self._results = {kind: self._compared(kind) for kind in self._results}
 
-    async def measure_kind(self, kind: Kind, *, is_requested: bool) -> None:
-        """Measure numbers of draft tokens one after another, as `next_tokens` proposes. A failed start ends its
-        kind."""
+    async def measure_kind(self, kind: Kind, fixed: int | None, *, is_requested: bool) -> None:
+        """Measure numbers of draft tokens one after another, as `next_tokens` proposes, or the `fixed` number only. A
+        failed start ends its kind."""
         rates = self._results.setdefault(kind, [])
+        sizes = SIZES[kind] if fixed is None else (fixed,)
         while self._base is not None and self._base_ms:
-            tokens = next_tokens(self._base_ms, rates, SIZES[kind])
+            tokens = next_tokens(self._base_ms, rates, sizes)
             if not tokens:
                 return
             found = self._take(kind, tokens)
@@ -300,11 +302,11 @@ class _Run:
             return None, "no time was left to measure what speculative decoding gains"
         return None, f"{GAINS_NOTHING[self._goal]}: {words}"
 
-    def of_requested(self, kind: Kind) -> tuple[Speculation, str]:
+    def of_requested(self, kind: Kind, fixed: int | None) -> tuple[Speculation, str]:
         rates = self._results.get(kind, [])
         best = min(rates, key=lambda rate: rate.ms, default=None)
         if best is None:
-            speculation = self._estimated(kind, UNMEASURED[kind])
+            speculation = self._estimated(kind, fixed or UNMEASURED[kind])
             return speculation, f"asked for, {speculation.describe()}; its gain was not measured"
         speculation = self._estimated(kind, best.tokens)
         return speculation, f"asked for, {speculation.describe()}: {self._figures(best)}"

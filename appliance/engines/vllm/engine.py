@@ -30,8 +30,8 @@ from appliance.plan import Allocated, Compilation, KvCheck, Launch, Plan, Shorta
 from appliance.probe import GpuProbe, Hardware
 
 SETTINGS = frozenset({
-    "chat_template_file", "devices", "engine_arg", "kv_type", "mmproj", "nodes", "parallel", "reserve_mib",
-    "rope_scaling", "speculation", "thinking", "threads", "ubatch",
+    "chat_template_file", "devices", "draft_tokens", "engine_arg", "kv_type", "mmproj", "nodes", "parallel",
+    "reserve_mib", "rope_scaling", "speculation", "thinking", "threads", "ubatch",
 })  # fmt: skip
 
 

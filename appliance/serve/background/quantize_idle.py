@@ -138,6 +138,7 @@ class QuantizeIdle:
             kv_type="f16",
             speculation="off",
             draft_model=None,
+            draft_tokens=None,
             gpu_layers=None,
             n_cpu_moe=None,
             parallel=1,

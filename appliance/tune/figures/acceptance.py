@@ -1,9 +1,7 @@
 """Number of draft tokens to use, computed from a few measurements. Pure.
 
-A step that checks g draft tokens takes 1 + b g times as long as one that checks none. It yields 1 + A1 + ... + Ag
-tokens, where Ai is the probability that the first i draft tokens are all accepted: speedup(g) = (1 + sum A) / (1 + b
-g). If only some steps draft, as with n-grams, the same b applies to the drafted tokens: for n tokens with d drafted and
-c accepted, ms / base = 1 - c/n + b d/n.
+The law is the planner's (`plan/parts/drafts.py`), with a = 0. If only some steps draft, as with n-grams, the same b
+applies to the drafted tokens: for n tokens with d drafted and c accepted, ms / base = 1 - c/n + b d/n.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.plan import SpeculationGoal
+from appliance.plan import SpeculationGoal, SpeedupModel, best_tokens
 
 NOISE = 0.03  # a smaller gain may be chance
 NOISE_OF_A_KIND = 0.06  # the same for one kind of request, which has a third of the answers
@@ -38,26 +36,6 @@ class SpeculationResult:
     @property
     def acceptance(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedupModel:
-    """Fitted law. `acceptance` is A1, A2, ... as far as measured; beyond, the sequence continues geometrically."""
-
-    b: float
-    acceptance: tuple[float, ...]
-
-    def chance(self, first: int) -> float:
-        """Return the probability that the first `first` draft tokens are all accepted."""
-        known = len(self.acceptance)
-        if not known or not self.acceptance[-1]:
-            return self.acceptance[first - 1] if first <= known else 0.0
-        if first <= known:
-            return self.acceptance[first - 1]
-        return float(self.acceptance[-1] ** (first / known))
-
-    def speedup(self, tokens: int) -> float:
-        return (1 + sum(self.chance(i) for i in range(1, tokens + 1))) / (1 + self.b * tokens)
 
 
 def fit_speedup(base_ms: float, seen: Sequence[SpeculationResult]) -> SpeedupModel:
@@ -88,12 +66,6 @@ def _continued(chances: tuple[float, ...], tokens: int, right: float) -> tuple[f
             high = middle
     ratio = low if high < 1.0 else 1.0
     return (*chances, *(last * ratio**i for i in range(1, more + 1)))
-
-
-def best_tokens(speedup_model: SpeedupModel, sizes: Sequence[int]) -> int:
-    """Return the fastest of `sizes` by the law; 0 if none is faster than without draft tokens."""
-    best = max(sizes, key=lambda tokens: (speedup_model.speedup(tokens), -tokens))
-    return best if speedup_model.speedup(best) > 1 else 0
 
 
 def next_tokens(base_ms: float | None, seen: Sequence[SpeculationResult], sizes: Sequence[int]) -> int | None:

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.plan import SpeculationGoal
+from appliance.plan import SpeculationGoal, SpeedupModel, best_tokens
 from appliance.tune.figures.acceptance import (
     NOISE,
     NOISE_OF_A_KIND,
     SpeculationResult,
-    SpeedupModel,
-    best_tokens,
     chosen,
     fit_speedup,
     is_looping,

@@ -24,7 +24,7 @@ from appliance.engines.vllm.planning.model.rope import rope_words
 from appliance.engines.vllm.planning.model.shape import Shape
 from appliance.engines.vllm.planning.observed_memory import is_decided
 from appliance.engines.vllm.planning.options import has_shared_memory
-from appliance.engines.vllm.planning.speculation import offers_of
+from appliance.engines.vllm.planning.speculation import gain_words, offers_of
 from appliance.plan import CHAT_TOKENS_OUT, long_prompt
 from appliance.plan.parts.choice import Choice
 
@@ -41,7 +41,7 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
         parallel(estimate),
         tokens(estimate),
         graphs(estimate),
-        *_speculation(facts),
+        *_speculation(estimate),
         *_prefix_cache(facts),
         *_text_only(facts),
         *_foreign_code(facts),
@@ -326,12 +326,14 @@ def graphs(estimate: Estimate) -> Choice:
     return Choice(name="graph_mode", value=mode, reason=why, source=source)
 
 
-def _speculation(facts: Facts) -> Iterator[Choice]:
+def _speculation(estimate: Estimate) -> Iterator[Choice]:
     """Yield the choice "off" if speculative decoding is possible but not measured. A plan that speculates replaces
     it."""
-    offers = offers_of(facts)
-    if offers:
-        why = f"until it is measured: {', '.join(f'{offer.kind} ({offer.reason})' for offer in offers)}"
+    facts = estimate.facts
+    if offers := offers_of(facts):
+        gains = {offer.kind: gain_words(estimate, offer.kind) for offer in offers}
+        words = (f"{each.kind} ({'; '.join(filter(None, (each.reason, gains[each.kind])))})" for each in offers)
+        why = f"until it is measured: {', '.join(words)}"
         yield Choice(name="speculation", value="off", reason=why, source=facts.settings.sources["speculation"])
 
 

@@ -19,12 +19,14 @@ from appliance.engines.vllm.planning.memory.memory import MIB, Layout
 from appliance.engines.vllm.planning.observed_limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.options import around, choose
 from appliance.engines.vllm.planning.speculation import (
-    UNMEASURED,
     applied,
+    gain_words,
     offers_of,
     speculation_of,
     still_applied,
+    tokens_of,
     with_drafts,
+    with_gain,
 )
 from appliance.engines.vllm.planning.speed import costs_of
 from appliance.engines.vllm.planning.stages import Option
@@ -69,13 +71,14 @@ class Space(doors.Space):
         """Best plan, with the kind of speculative decoding that was asked for. The context length then leaves room for
         the draft layers."""
         asked = self._facts.settings.speculation
-        kind = next((offer.kind for offer in self.offers() if offer.kind == asked), None)
+        kind = next((offer.kind for offer in offers_of(self._facts) if offer.kind == asked), None)
         if kind is None:
             return self.best
-        speculation = speculation_of(kind, UNMEASURED)
-        plan = plan_of(_chosen(self._facts.speculating(speculation)))
+        speculation = speculation_of(kind, tokens_of(self._facts, kind))
+        estimate = _chosen(self._facts.speculating(speculation))
+        plan = plan_of(estimate)
         source = self._facts.settings.sources["speculation"]
-        why = f"asked for; {speculation.describe()}"
+        why = "; ".join(filter(None, ("asked for", speculation.describe(), gain_words(estimate, kind))))
         choice = Choice(name="speculation", value=kind, reason=why, source=source)
         return with_choice(replace(plan, speculation=speculation), choice)
 
@@ -150,7 +153,7 @@ class Space(doors.Space):
         return tuple((share.device, share.memory.total, share.gpu.free_mib) for share in plan.placement.shares)
 
     def offers(self) -> tuple[Offer, ...]:
-        return offers_of(self._facts)
+        return tuple(with_gain(offer, self._best) for offer in offers_of(self._facts))
 
     def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
         return speculation_of(kind, tokens)

@@ -29,6 +29,9 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "draft_model": (
         "-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf",
     ),
+    "draft_tokens": (
+        "--spec-draft-n-max", "--draft", "--draft-n", "--draft-max", "--spec-ngram-mod-n-max",
+    ),
     "gpu_layers": ("-ngl", "--gpu-layers", "--n-gpu-layers"),
     "host": ("--host", "--reuse-port"),
     "kv_type": ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"),
@@ -58,8 +61,8 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "--rope-scaling", "--rope-scale", "--yarn-orig-ctx", "--rope-freq-scale", "--rope-freq-base",
     ),
     "speculation": (
-        "--spec-type", "--spec-default", "--spec-draft-n-max", "--spec-draft-n-min", "--draft", "--draft-n",
-        "--draft-max", "--draft-min", "--draft-n-min", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min",
+        "--spec-type", "--spec-default", "--spec-draft-n-min", "--draft-min", "--draft-n-min",
+        "--spec-ngram-mod-n-min",
         "-ctkd", "--cache-type-k-draft", "--spec-draft-type-k", "-ctvd", "--cache-type-v-draft", "--spec-draft-type-v",
         "-devd", "--device-draft", "--spec-draft-device", "-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft",
         "--spec-draft-ngl",

@@ -23,6 +23,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "chat_template_file": ("--chat-template",),
     "ctx_size": ("--max-model-len",),
     "devices": ("--device-ids",),
+    "draft_tokens": ("--spec-tokens",),
     "drain_s": ("--shutdown-timeout",),
     "host": ("--host", "--uds"),
     "kv_type": ("--kv-cache-dtype",),
@@ -32,7 +33,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "nodes": ("--nnodes", "-n"),
     "parallel": ("--max-num-seqs",),
     "port": ("--port",),
-    "speculation": ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
+    "speculation": ("--speculative-config", "-sc", "--spec-method", "--spec-model"),
     "ubatch": ("--max-num-batched-tokens",),
 })  # fmt: skip
 _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({

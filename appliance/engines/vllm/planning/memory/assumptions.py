@@ -71,6 +71,15 @@ DRAM_GB_S = Assumption(value=40.0, source="between desktops with DDR4 (32 to 38)
 GPU_GB_S = Assumption(value=200.0, source="below every GPU in the bandwidth table, for one that names none")
 TFLOPS_A_GB_S = Assumption(value=0.09, source="of 16-bit products for each GB/s of a card: 2080 Ti to H200 lie above")
 CPU_GFLOPS_CORE = Assumption(value=40.0, source="of one core with AVX2 or better in a prompt: chosen")
+# Speculative decoding: the time of a step that drafts, in steps that do not, beside the draft layer's own (law of
+# plan/parts/drafts.py). Two RTX 2080 Ti, Qwen3.6-27B, a fork of 0.21; more tokens made at once need other kernels.
+DRAFT_STEP = Assumption(
+    value=0.4, source="4 tokens a step at most: 43.6 to 97.8 tok/s with GPTQ (4,096 + 128 tokens), 31.5 to 68 with AWQ"
+)
+DRAFT_STEP_CHEAP = Assumption(value=0.0, source="90 tok/s of the same AWQ with a 4-bit cache: 1.4 less 3 draft passes")
+DRAFT_STEP_DEAR = Assumption(
+    value=1.2, source="between two fits to 1 to 7 draft tokens and their accepted ones: 0.8 Qwen3.6-27B, 1.6 Gemma4-31B"
+)
 # As ln(predicted / measured), what four in five predictions are thought to stay below: no table of results judges them
 SPREAD_DECODE = Assumption(
     value=0.45,

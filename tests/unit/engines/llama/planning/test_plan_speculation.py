@@ -60,6 +60,12 @@ def guessing(kind: Kind, tokens: int = 2, base: Plan | None = None, model: Model
             "'x.gguf' (flag --draft-model), speculation 'ngram'",
         ),
         (WITH_DRAFTS, {"speculation": "mtp", "draft_model": "x.gguf"}, "speculation does not use it"),
+        (
+            SMALL,
+            {"draft_tokens": "3"},
+            "3 (flag --draft-tokens): speculation is auto (default), which chooses the number",
+        ),
+        (SMALL, {"draft_tokens": "3", "speculation": "off"}, "nothing is drafted"),
         (replace(SMALL, is_embedding_model=True), {"speculation": "ngram"}, "gives vectors and no text"),
     ],
 )
@@ -226,6 +232,12 @@ def test_what_was_asked_for_is_in_a_prediction_too(kind: Kind) -> None:
     (choice,) = [c for c in found.choices if c.name == "speculation"]
     assert choice.source == "flag --speculation"
     assert found.memory.total > of.memory.total or launch_of(found).cache_ram_mib < launch_of(of).cache_ram_mib
+    five = as_asked(
+        of, settings(**flags, draft_tokens="5"), model=WITH_DRAFTS, draft=SMALL if kind == "draft" else None
+    )
+    assert five.speculation is not None
+    assert five.speculation.tokens == 5
+    assert "5" in speculation_arguments(five, ENGINE)
     for nothing in ("auto", "off"):
         assert as_asked(of, settings(speculation=nothing), model=WITH_DRAFTS) is of
 
