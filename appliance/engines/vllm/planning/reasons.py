@@ -28,6 +28,8 @@ from appliance.engines.vllm.planning.speculation import gain_words, offers_of
 from appliance.plan import CHAT_TOKENS_OUT, long_prompt
 from appliance.plan.parts.choice import Choice
 
+GIB = 2**30
+
 
 def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
     facts = estimate.facts
@@ -86,8 +88,16 @@ def context(estimate: Estimate) -> Choice:
         )
     if found == facts.wanted:
         return Choice(name="context", value=f"{found:,}", reason=f"the model's native length: {room}", source="model")
-    why = f"what the cache holds of the model's {facts.wanted:,}: {room}"
+    more = f"; each further GiB {'a card' if estimate.option.cards else 'a rank'}: {_of_a_gib(estimate):,} tokens more"
+    why = f"what the cache holds of the model's {facts.wanted:,}: {room}{more}"
     return Choice(name="context", value=f"{found:,}", reason=why, source="memory")
+
+
+def _of_a_gib(estimate: Estimate) -> int:
+    """Return the tokens of context that another GiB for the cache of each rank would hold, up to the wanted length."""
+    kv, blocks = estimate.kv, estimate.sure_blocks
+    more = kv.longest(blocks + GIB // kv.bytes_per_block, estimate.facts.wanted)
+    return more - kv.longest(blocks, estimate.facts.wanted)
 
 
 def _layout(estimate: Estimate) -> Iterator[Choice]:

@@ -50,6 +50,11 @@ UNSURE_SHARE = Assumption(
 DISPLAY_MIB = Assumption(value=256.0, source="a desktop that opens another window: chosen")
 JIT_MIB = Assumption(value=256.0, source="Triton kernels that are compiled and tuned at the first request: chosen")
 DRAFT_MIB = Assumption(value=128.0, source="buffers of multi-token prediction: chosen")
+LEFT_FREE_SHARE = Assumption(
+    value=0.059,
+    source="of a card below SM 80: the fullest published run that stayed up left 1,331 of an RTX 2080 Ti's 22,528 MiB, "
+    "Qwen3.6-27B-AWQ on two cards with MTP and 262,144 tokens; vLLM's own default leaves 0.08",
+)
 # Host memory, MiB
 PROCESS_MIB = Assumption(value=900.0, source="a process that imported PyTorch and vLLM: API, EngineCore, each worker")
 APPLIANCE_MIB = Assumption(value=64.0, source="this program, with room for measuring")

@@ -215,12 +215,15 @@ def reserve_of(gpu: Gpu, total_mib: float, *, asked_mib: int | None, compiles_la
         return Reserve(parts=((_ASKED, float(asked_mib)),))
     parts = [(_MARGIN, assumed.REDUNDANCY_MIB.value), ("driver", assumed.DRIVER_MIB.value)]
     parts.append(("workspaces", total_mib * assumed.WORKSPACE_SHARE.value))
-    if gpu.display:
-        parts.append((_DISPLAY, assumed.DISPLAY_MIB.value))
     if compiles_late:
         parts.append(("kernels compiled at the first request", assumed.JIT_MIB.value))
     if drafts:
         parts.append(("multi-token prediction", assumed.DRAFT_MIB.value))
+    if compiles_late:
+        least = total_mib * assumed.LEFT_FREE_SHARE.value
+        parts.append(("fragments, as the fullest published run left", max(0.0, least - sum(mib for _, mib in parts))))
+    if gpu.display:
+        parts.append((_DISPLAY, assumed.DISPLAY_MIB.value))
     return Reserve(parts=tuple(parts))
 
 
