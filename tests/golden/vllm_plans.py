@@ -63,6 +63,7 @@ CASES = (
         flags={**PUBLISHED, "ctx_size": "262144"},
         name="2x2080ti-22g_as-published_262144",
     ),
+    Case(machine="4x2080ti-22g", model="qwen3.6-27b-awq", flags=PUBLISHED, name="4x2080ti-22g_as-published"),
     Case(
         machine="2x2080ti-22g",
         model="qwen3.6-27b-awq",
@@ -193,13 +194,17 @@ def arguments(plan: Plan, node: Node | None = None) -> tuple[str, ...]:
     return server.arguments(plan, engine_facts(), SOCKET, node)
 
 
-def variables(plan: Plan, node: Node | None = None) -> dict[str, str]:
-    """Return the environment variables that a plan decides."""
+def environment(plan: Plan, node: Node | None = None) -> dict[str, str]:
+    """Return the whole environment that vLLM is started with."""
     facts = engine_facts()
     install = Install(engine_dir=Path("/opt/vllm"), facts=facts, cache_dir=Path("/data/cache/golden"), node=node)
-    found = server.environment(plan, install, server.scratch_of(SOCKET))
+    return server.environment(plan, install, server.scratch_of(SOCKET))
+
+
+def variables(plan: Plan, node: Node | None = None) -> dict[str, str]:
+    """Return the environment variables that a plan decides."""
     shown = ("CUDA_VIS", "OMP", "VLLM_CPU", "VLLM_PP", *(("VLLM_HOST_IP",) if node else ()))
-    return {name: value for name, value in found.items() if name.startswith(shown)}
+    return {name: value for name, value in environment(plan, node).items() if name.startswith(shown)}
 
 
 def nodes_of(plan: Plan) -> tuple[Node | None, ...]:
