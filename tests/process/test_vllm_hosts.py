@@ -129,6 +129,26 @@ def join_and_lose(near: VllmHome, far: VllmHome, leader: Serving, follower: Serv
     assert "ClientDisconnect" not in leader.text
 
 
+def test_a_lost_leader_that_comes_back_finds_its_follower(homes: tuple[VllmHome, VllmHome]) -> None:
+    """The leader's host is gone in mid-stream, without a word. Its follower, left alone, joins the next leader."""
+    near, far = homes
+    port = free_port()
+    with host(far, 1, port) as follower:
+        with host(near, 0, port) as leader:
+            leader.wait_ready()
+            follower.wait_ready()
+            orphaned = tree_of(follower)
+            with leader.stream(max_tokens=10**6) as connection:
+                read_until(connection, b"word")
+                for pid in (leader.process.pid, *tree_of(leader)):
+                    os.kill(pid, signal.SIGKILL)
+        with host(near, 0, port) as leader:
+            leader.wait_ready()
+            eventually(lambda: follower.names().count("ready") == 2, what=lambda: follower.text)
+            assert leader.chat()[0] == 200
+            assert not set(tree_of(follower)) & set(orphaned)
+
+
 def leave_in_mid_body(port: int) -> None:
     """Leave in the middle of a request. A leader must bear that: its followers may be killed at any moment."""
     head = f"POST /appliance/v1/group HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
