@@ -106,6 +106,7 @@ class Profile:
     disturbance: str | None = None
     disturbed_times: int = 0  # disturbed tunings in a row, this one included
     other_modes: tuple[str, ...] = ()  # modes for which other context lengths were measured later
+    goes_on_from: str | None = None  # day of UTC from which more is measured, in idle time; None: everything was
     gpu_uuids: tuple[str, ...] = ()  # cards in PCI order, for display; never compared
 
     @property

@@ -203,8 +203,12 @@ def tuning_state(served: ServedModel) -> str:
         return "measuring"
     if tuning.is_given_up:
         return "failed"
+    if tuning.is_busy:
+        return "measuring"
+    if served.profile is not None and served.profile.goes_on_from is not None:
+        return "measured"  # and more will be, in idle time
     if tuning.is_busy is not None:
-        return "measuring" if tuning.is_busy else "waiting"
+        return "waiting"
     if served.settings.tune == "idle" and needs_measuring(served):
         return "waiting"
     return "off" if served.profile is None else "measured"
