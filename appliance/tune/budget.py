@@ -70,9 +70,8 @@ class Budget:
             return min(0.0, seconds)
         return seconds if self.is_timed else math.inf
 
-    @property
-    def is_out_of_loads(self) -> bool:
-        return self._loads_left() <= 0
+    def has_loads(self, count: int) -> bool:
+        return self._loads_left() >= count
 
     def at_most_s(self, share: float, *, load_s: float = 0.0) -> float:
         """Return this share of the whole budget, or the time left if it is less. Without a time limit, a load of

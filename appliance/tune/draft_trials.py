@@ -38,7 +38,7 @@ class DraftTrials:
                 self._bench,
                 self._space,
                 requested=requested,
-                left_s=left_s if left_s() >= self.least_s else lambda: 0.0,
+                left_s=left_s,
                 ask_s=ask_s,
                 on_step=self._results.on_step,
                 kept=self._kept,
@@ -59,10 +59,15 @@ class DraftTrials:
 
     @property
     def least_s(self) -> float:
-        """Shortest time for a comparison: one start without draft tokens and one with, or only the latter if the former
-        is kept."""
-        has_base = any(not tried.error for tried in self._kept)
-        return least_s(self._tuned) * (1 if has_base else 2)
+        """Shortest time for a comparison."""
+        return least_s(self._tuned) * self.least_loads
+
+    @property
+    def least_loads(self) -> int:
+        """Fewest loads for a comparison: one without draft tokens and one with, or only the latter if the former is
+        kept."""
+        has_base = any(tried.kind is None and not tried.error for tried in self._kept)
+        return 1 if has_base else 2
 
 
 def can_speculate(space: Space) -> bool:

@@ -136,10 +136,10 @@ class TuningSession:
         )
 
     def _goes_on_from(self, tuned: Tuned) -> str | None:
-        is_cut = self._budget.is_out_of_loads or self._lacks_drafts or tuned.stopped_by == OUT_OF_BUDGET
+        is_cut = not self._budget.has_loads(1) or self._lacks_drafts or tuned.stopped_by == OUT_OF_BUDGET
         if self._patience is None or not is_cut:
             return None
-        may_load = not self._patience.waits and not self._budget.is_out_of_loads
+        may_load = not self._patience.waits and self._budget.has_loads(1)
         return utc_day() if may_load else day_after(utc_day())
 
     async def measure_serving(self) -> None:
@@ -220,7 +220,10 @@ class TuningSession:
         reserved = SHARE_FOR_SPECULATION * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
         spent_s = self._budget.spent_s if self._budget.is_timed else 0.0
         budget_s = max(1.0, settings.budget_s * (1 - reserved) - spent_s)
-        loads = int(reserved * self._patience.loads_a_day) if self._patience else 0
+        loads = 0
+        if reserved and self._patience:  # a comparison takes two
+            most = self._patience.loads_a_day
+            loads = min(max(2, int(reserved * most)), most // 2)
         return await self._tuner(space, plans, budget_s, reserved_loads=loads).run()
 
     def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float, *, reserved_loads: int = 0) -> Tuner:
@@ -263,10 +266,10 @@ class TuningSession:
             return tuned.plan, ()
         trials = DraftTrials(tuned, space, self._bench, results=self._results, report=self._report)
         reserved_s = SHARE_FOR_SLOTS * self._settings.budget_s * self._chooses_slots
-        self._lacks_drafts = trials.least_s > self._budget.left_s - reserved_s
-        return await trials.choose(
-            requested=self._settings.speculation, left_s=lambda: self._budget.left_s - reserved_s, ask_s=self._ask_s
-        )
+        has_loads = self._budget.has_loads(trials.least_loads)
+        self._lacks_drafts = not has_loads or trials.least_s > self._budget.left_s - reserved_s
+        left_s = (lambda: 0.0) if self._lacks_drafts else lambda: self._budget.left_s - reserved_s
+        return await trials.choose(requested=self._settings.speculation, left_s=left_s, ask_s=self._ask_s)
 
     @property
     def _chooses_slots(self) -> bool:
