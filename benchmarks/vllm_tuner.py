@@ -4,9 +4,9 @@
 
 The space is the appliance's own: every plan that it makes of the model and the settings, without speculative decoding.
 `appliance tune` searches it; the sweep loads every plan and asks each as often as `--runs`. Both read prompts of one
-text, one request at a time, of the workload's length. Both times include loads and compiling, on an empty cache each. Then a
-third client measures both best points, each `--runs` times in turn, by the wall clock of whole requests; if both chose
-one plan, nothing is left to measure. The table holds what each found, with the machine's load.
+text, one request at a time, of the workload's length. Both times include loads and compiling, on an empty cache each.
+Then a third client measures both best points, each `--runs` times in turn, by the wall clock of whole requests; if both
+chose one plan, nothing is left to measure. The table holds what each found, with the machine's load.
 
 The sweep needs pandas, which no image has:
 

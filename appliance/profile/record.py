@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import date
 from functools import cache, partial
 from typing import Any
 
@@ -222,4 +223,14 @@ def _is_timed(point: Point) -> bool:
     return is_timed and point.depth >= 0 and 1 <= point.noise_factor < math.inf
 
 
-MEASURED: Rules = {Point: _is_timed}
+def _is_day(day: str) -> bool:
+    try:
+        return date.fromisoformat(day).isoformat() == day
+    except ValueError:
+        return False
+
+
+MEASURED: Rules = {
+    Point: _is_timed,
+    Profile: lambda profile: profile.goes_on_from is None or _is_day(profile.goes_on_from),
+}

@@ -25,10 +25,10 @@ def is_due(served: ServedModel, profile: Profile | None) -> bool:
     # A machine that is always busy must not be measured again and again: once in a process, and at most twice.
     may_try_again = profile.disturbed_times < TRIES and not served.tuning.was_measured
     is_provisional = profile.disturbance is not None and may_try_again
-    return is_provisional or _goes_on(profile) or served.store.why_stale(profile) is not None
+    return is_provisional or goes_on_now(profile) or served.store.why_stale(profile) is not None
 
 
-def _goes_on(profile: Profile) -> bool:
+def goes_on_now(profile: Profile) -> bool:
     """True if measuring ended for lack of loads or time, and may go on today."""
     return profile.goes_on_from is not None and datetime.now(UTC).date().isoformat() >= profile.goes_on_from
 
