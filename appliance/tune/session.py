@@ -20,7 +20,7 @@ from appliance.probe.load.watch import Watch
 from appliance.tune.budget import Budget, Patience, day_after, utc_day
 from appliance.tune.checkpoint import PartialResults, PartialStore
 from appliance.tune.draft_trials import DraftTrials, can_speculate
-from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.measurement import MARGIN, Measurement
 from appliance.tune.figures.modes import Mode
 from appliance.tune.figures.workload import parse_mix
 from appliance.tune.search.search import OUT_OF_BUDGET
@@ -163,6 +163,13 @@ class TuningSession:
             self._results.on_draft(plan.key)(base)
 
     @property
+    def _share_for_drafts(self) -> float:
+        """Share of the time for speculative decoding: more than usual if one load of this engine takes longer, and half
+        at most."""
+        load_s = max((m.load_s for m in self._results.kept.measurements if m.points), default=0.0)
+        return max(SHARE_FOR_SPECULATION, min(0.5, MARGIN * load_s / self._settings.budget_s))
+
+    @property
     def _ask_s(self) -> float:
         """Seconds that the answers of one start take, to compare speculative decoding."""
         return self._settings.budget_s * SHARE_FOR_SPECULATION / ROUNDS
@@ -217,13 +224,13 @@ class TuningSession:
         if kept:
             words += f"; {len(kept)} measurements are kept from an interrupted start"
         self._report.info("tune_start", words)
-        reserved = SHARE_FOR_SPECULATION * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
+        reserved = self._share_for_drafts * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
         spent_s = self._budget.spent_s if self._budget.is_timed else 0.0
         budget_s = max(1.0, settings.budget_s * (1 - reserved) - spent_s)
         loads = 0
-        if reserved and self._patience:  # a comparison takes two
+        if can_speculate(space) and self._patience:  # a comparison takes two
             most = self._patience.loads_a_day
-            loads = min(max(2, int(reserved * most)), most // 2)
+            loads = min(max(2, int(SHARE_FOR_SPECULATION * most)), most // 2)
         return await self._tuner(space, plans, budget_s, reserved_loads=loads).run()
 
     def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float, *, reserved_loads: int = 0) -> Tuner:
