@@ -56,7 +56,11 @@ def test_idle_time_measures_the_serving_engine_first_and_ends_at_the_loads_of_a_
         assert "--speculative-config" in loaded(home)[-1], "speculation has loads of its own"
         serving.event("idle_changed", timeout_s=WAIT_S)
         assert "--max-num-batched-tokens 1024" in home.started[-1]
-        assert serving.document("tuning")["state"] == "measured"
+        told = serving.document("tuning")
+        assert told["state"] == "measured"
+        assert told["message"].endswith(
+            f"plans so far; measuring goes on in idle time from {tuned['goes_on_from']} (UTC)"
+        )
         serving.terminate()
     before = json.loads(kept(home, ".partial").read_text())
     assert before["loads"]["count"] == len(loaded(home))

@@ -218,6 +218,8 @@ def _tuning_words(served: ServedModel, state: str) -> str:
     settings = served.settings
     if state == "measured" and served.tuning.why_not_best:
         return f"measured, and another plan serves: {served.tuning.why_not_best}"
+    if state == "measured" and served.profile is not None and (day := served.profile.goes_on_from):
+        return f"measured: {len(served.profile.plans)} plans so far; measuring goes on in idle time from {day} (UTC)"
     if state != "off":
         return _TUNING_WORDS[state]
     if served.inputs.model.is_embedding_model:
