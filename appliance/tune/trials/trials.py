@@ -86,12 +86,14 @@ class Trials:
         return scored(self.plans.values(), self.seen)
 
     async def measure(self, plan: Plan, *, is_long: bool, is_deep: bool = False) -> Measurement:
-        """Measure a plan, and once more if other load disturbed it and there is time. If the engine fails, the result
-        is a Measurement with `error`; errors that every plan would have are raised."""
+        """Measure a plan, and once more if other load disturbed it and there is time for it. If the engine fails, the
+        result is a Measurement with `error`; errors that every plan would have are raised."""
         self.plans[plan.key] = plan
         seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
         is_deep = is_deep or len(seen.points) > 2  # the very first measurement is deep
-        if seen.disturbance and self.expected_s(plan, is_long=is_long, is_deep=is_deep) <= self.left_s / 2:
+        # Without a time limit loads are what is short: the search repeats this one if it is worth a load.
+        is_cheap = self.left_s < math.inf or seen.cost_s is not None
+        if seen.disturbance and is_cheap and self.expected_s(plan, is_long=is_long, is_deep=is_deep) <= self.left_s / 2:
             seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
         return seen
 
