@@ -42,6 +42,8 @@ OURS = {
     "APPLIANCE_MODE": "speed", "APPLIANCE_LOG": "json",
 }  # fmt: skip
 SOCKET = "/tmp/bench.sock"
+# Folders that the appliance makes before it starts an engine.
+PLACES = {"HOME": "/data", "VLLM_RPC_BASE_PATH": "/tmp"}
 LIBRARY = "/opt/appliance/lib"
 # Run in the image by the appliance's own Python: every plan as a key and a command line.
 PLANS = f"""
@@ -176,7 +178,7 @@ def swept(
         *("--bench-cmd", shlex.join(ask), "--serve-params", "/data/params.json", "--num-runs", str(options.runs)),
         *("--warmup-num-prompts", "1"),
         *("--server-ready-timeout", str(int(LIMIT_S)), "-o", "/data/results", "-e", "sweep"),
-        environment={**plans[0]["environment"], "HOME": "/data"},
+        environment={**plans[0]["environment"], **PLACES},
     )
     seconds = time.monotonic() - began
     listed = box.run("sh", "-c", "for file in /data/results/sweep/*/run=*.json; do echo $file; cat $file; echo; done")
@@ -235,7 +237,7 @@ def job_s(plan: dict[str, Any], prompts: Sequence[str], options: argparse.Namesp
     with volume() as data:
         at = plan["argv"].index("--uds")
         argv = [*plan["argv"][1:at], *plan["argv"][at + 2 :], "--host", "0.0.0.0", "--port", str(PORT)]
-        words = (*variables({**plan["environment"], "HOME": "/data"}), "--publish", f"127.0.0.1::{PORT}")
+        words = (*variables({**plan["environment"], **PLACES}), "--publish", f"127.0.0.1::{PORT}")
         with _container(options, data, *words, "--entrypoint", plan["argv"][0], words=argv) as name:
             port, began = published(name, PORT), time.monotonic()
             while not answers(port):
