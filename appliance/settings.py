@@ -568,7 +568,19 @@ class Settings:
         "with tune idle: time without requests before the engine may be reloaded",
         "SECONDS",
     )
-    budget_s: float = _setting(_seconds(5, 86400), 120.0, "time limit for measuring", "SECONDS")
+    budget_s: float = _setting(
+        _seconds(5, 86400),
+        120.0,
+        "time limit for measuring before serving, by the verb tune, or while a client waits for the result",
+        "SECONDS",
+    )
+    loads_a_day: int = _setting(
+        _integer(1, 10000),
+        20,
+        "with tune idle: at most so many engine loads a day (UTC) for measuring, which goes on the next day",
+        "COUNT",
+        is_rare=True,
+    )
     check_abilities: bool = _setting(
         _switch,
         True,

@@ -106,8 +106,8 @@ def main() -> int:
 
 def _planned(image: str, model: Path) -> list[str]:
     """The engine's command line of the plan, as the appliance would start it."""
-    with _volume() as volume:
-        words = _docker_run(model, volume, _variables(SETTINGS))
+    with volume() as data:
+        words = _docker_run(model, data, variables(SETTINGS))
         argv = (*words, image, "plan", "--dry-run")
         done = subprocess.run(argv, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -127,22 +127,22 @@ def bare(variant: Variant, argv: Sequence[str]) -> Side:
         "HF_HUB_OFFLINE": "1", "HOME": "/data/home", "TORCHINDUCTOR_CACHE_DIR": "/data/inductor",
         "VLLM_CACHE_ROOT": "/data/vllm", "VLLM_LOGGING_COLOR": "0", "VLLM_NO_USAGE_STATS": "1", **variant.environment,
     }  # fmt: skip
-    options = (*_variables(environment), "--entrypoint", program)
+    options = (*variables(environment), "--entrypoint", program)
     return Side(name=variant.name, port=PORT, options=options, words=tuple(flags))
 
 
 def appliance() -> Side:
-    return Side(name="appliance", port=APPLIANCE_PORT, options=_variables(SETTINGS))
+    return Side(name="appliance", port=APPLIANCE_PORT, options=variables(SETTINGS))
 
 
-def _variables(environment: Mapping[str, str]) -> tuple[str, ...]:
+def variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(word for key, value in environment.items() for word in ("--env", f"{key}={value}"))
 
 
 def _pairs(image: str, model: Path, argv: Sequence[str], pairs: int) -> dict[str, object]:
     """The bare engine is eager where the plan is."""
     like_the_plan = next(variant for variant in VARIANTS if variant.is_eager == (EAGER in argv))
-    with _volume() as own, _volume() as other:
+    with volume() as own, volume() as other:
         sides = {"appliance": (appliance(), own), "bare": (bare(like_the_plan, argv), other)}
         return in_pairs(lambda side: _start(image, model, *sides[side])[FIRST_TOKEN], pairs)
 
@@ -188,8 +188,8 @@ def _parse() -> argparse.Namespace:
 
 
 def _measured(image: str, model: Path, side: Side, warm: int) -> dict[str, object]:
-    with _volume() as volume:
-        starts = [_start(image, model, side, volume) for _ in range(warm + 1)]
+    with volume() as data:
+        starts = [_start(image, model, side, data) for _ in range(warm + 1)]
     cold, *later = starts
     best = min(later, key=lambda start: start[FIRST_TOKEN])
     return {
@@ -208,8 +208,8 @@ def _start(image: str, model: Path, side: Side, volume: str) -> dict[str, float]
         ends = Ends(began)
         reader = threading.Thread(target=ends.read, args=(log,), daemon=True)
         reader.start()
-        port = _published(name, side.port)
-        while not _answers(port):
+        port = published(name, side.port)
+        while not answers(port):
             if ends.is_over or time.monotonic() - began > LIMIT_S:
                 message = f"{side.name}: no answer after {time.monotonic() - began:.0f} s:\n{ends.tail()}"
                 raise SystemExit(message)
@@ -265,7 +265,7 @@ def _container(name: str, image: str, model: Path, side: Side, volume: str) -> I
         process.wait()
 
 
-def _published(name: str, inside: int) -> int:
+def published(name: str, inside: int) -> int:
     """The port that Docker chose, as soon as the container runs."""
     for _ in range(600):
         done = subprocess.run(("docker", "port", name, str(inside)), check=False, capture_output=True, text=True)
@@ -276,7 +276,7 @@ def _published(name: str, inside: int) -> int:
     raise SystemExit(message)
 
 
-def _answers(port: int) -> bool:
+def answers(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     try:
         connection.request("POST", "/v1/completions", BODY, {"Content-Type": "application/json"})
@@ -295,7 +295,7 @@ def _answers(port: int) -> bool:
 
 
 @contextmanager
-def _volume() -> Iterator[str]:
+def volume() -> Iterator[str]:
     name = f"vllm-start-{uuid.uuid4().hex[:8]}"
     subprocess.run(("docker", "volume", "create", name), check=True, capture_output=True)
     try:

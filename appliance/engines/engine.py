@@ -427,6 +427,12 @@ class Engine(Protocol):
         return False
 
     @property
+    def measures_in_service(self) -> bool:
+        """True if the plan that serves is measured on its own engine, between requests. It pays for an engine that
+        loads slowly, and must not cost clients their cached prompts."""
+        return False
+
+    @property
     def dropped_headers(self) -> frozenset[bytes]:
         """Request headers, in lower case, that are not forwarded to the engine."""
         return frozenset()

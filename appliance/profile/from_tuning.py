@@ -37,6 +37,7 @@ def make_profile(
         allocated=tuned.allocated,
         disturbance=tuned.disturbance,
         disturbed_times=disturbed_before + 1 if tuned.disturbance else 0,
+        goes_on_from=result.goes_on_from,
         gpu_uuids=gpu_uuids,
     )
 

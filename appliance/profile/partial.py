@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from appliance.documents import Rules, load, read
 from appliance.profile.record import MEASURED, SCHEMA, Key
+from appliance.tune.budget import LoadsOfDay
 from appliance.tune.checkpoint import Partial, SlotsTrial
 from appliance.tune.figures.perplexity import ScoredChunk
 from appliance.tune.figures.slots import Concurrency, Job
@@ -51,5 +52,6 @@ _RULES: Rules = {
     Answer: _is_answer,
     SlotsTrial: lambda look: (look.found is None) == (look.error is not None) and look.slots > 0,
     Concurrency: lambda found: bool(found.jobs) and found.slots > 0 and _is_time(found.load_s),
+    LoadsOfDay: lambda loads: loads.count >= 0,
     Job: lambda job: _is_time(job.seconds, job.ttft_s, job.decode_ms) and job.seconds > 0,
 }

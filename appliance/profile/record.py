@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import date
 from functools import cache, partial
 from typing import Any
 
@@ -106,6 +107,7 @@ class Profile:
     disturbance: str | None = None
     disturbed_times: int = 0  # disturbed tunings in a row, this one included
     other_modes: tuple[str, ...] = ()  # modes for which other context lengths were measured later
+    goes_on_from: str | None = None  # day of UTC from which more is measured, in idle time; None: everything was
     gpu_uuids: tuple[str, ...] = ()  # cards in PCI order, for display; never compared
 
     @property
@@ -221,4 +223,14 @@ def _is_timed(point: Point) -> bool:
     return is_timed and point.depth >= 0 and 1 <= point.noise_factor < math.inf
 
 
-MEASURED: Rules = {Point: _is_timed}
+def _is_day(day: str) -> bool:
+    try:
+        return date.fromisoformat(day).isoformat() == day
+    except ValueError:
+        return False
+
+
+MEASURED: Rules = {
+    Point: _is_timed,
+    Profile: lambda profile: profile.goes_on_from is None or _is_day(profile.goes_on_from),
+}

@@ -106,7 +106,8 @@ class ProfileStore:
         """Save the profile. Returns True if it was written.
 
         Returns False and writes nothing if the profile for this key is pinned. The same if the new figures were
-        disturbed and the old ones were not. In both cases the tuning has ended, so its partial results are removed.
+        disturbed and the old ones were not. In both cases a tuning that does not go on has ended, so its partial
+        results are removed.
         Raises VolumeError; then the old or the new profile is there, whole.
         """
         id_, path = profile.key.id, self._files.path(profile.key.id)
@@ -118,8 +119,9 @@ class ProfileStore:
                 with suppress(OSError):  # the profile is saved, and the mark refers to the old file's hash
                     self._marks.unmark_stale(id_)
             # Also if the profile was not written: the next tuning would resume from these results and measure nothing.
-            with suppress(OSError):
-                self._unfinished.forget(id_)
+            if profile.goes_on_from is None:
+                with suppress(OSError):
+                    self._unfinished.forget(id_)
         return is_wanted
 
     def _is_wanted(self, profile: Profile) -> bool:

@@ -12,6 +12,7 @@ from typing import Protocol
 from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.errors import VolumeError
+from appliance.tune.budget import LoadsOfDay, utc_day
 from appliance.tune.figures.measurement import TRIES, Measurement
 from appliance.tune.figures.perplexity import ScoredChunk
 from appliance.tune.figures.slots import Concurrency
@@ -53,6 +54,7 @@ class Partial:
     scored_chunks: tuple[ScoredChunk, ...] = ()
     drafts: tuple[DraftTrial, ...] = ()
     slots: tuple[SlotsTrial, ...] = ()
+    loads: LoadsOfDay | None = None  # of the last day on which an engine was loaded
 
     @property
     def count(self) -> int:
@@ -110,6 +112,14 @@ class PartialResults:
     def phase(self, words: str) -> None:
         if self._shows_phase:
             self._report.phase(Phase.TUNING, words)
+
+    @property
+    def loads_today(self) -> int:
+        return self.kept.loads.on(utc_day()) if self.kept.loads else 0
+
+    def on_load(self) -> None:
+        """Count an engine that is about to be loaded. Kept before the load, so that a kill cannot hide it."""
+        self._save(replace(self.kept, loads=LoadsOfDay(day=utc_day(), count=self.loads_today + 1)))
 
     def on_step(self, step: Step) -> None:
         words = f"{step.plan.key}: {step.what}"

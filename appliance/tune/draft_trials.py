@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from appliance.console.report import Report
@@ -22,7 +23,9 @@ class DraftTrials:
         self._results, self._report = results, report
         self._kept = results.drafts_of(tuned.plan.key)
 
-    async def choose(self, *, requested: str, left_s: float) -> tuple[Plan, tuple[str, ...]]:
+    async def choose(
+        self, *, requested: str, left_s: Callable[[], float], ask_s: float
+    ) -> tuple[Plan, tuple[str, ...]]:
         """Return the plan, with speculative decoding if it was measured to be faster, and notes on what was tried.
 
         `requested` is the setting. If it is one of SPECULATION_GOALS and the engine fails, the plan stays without
@@ -35,7 +38,8 @@ class DraftTrials:
                 self._bench,
                 self._space,
                 requested=requested,
-                left_s=left_s if left_s >= self._least_s else 0.0,
+                left_s=left_s,
+                ask_s=ask_s,
                 on_step=self._results.on_step,
                 kept=self._kept,
                 on_result=self._results.on_draft(plan.key),
@@ -54,11 +58,16 @@ class DraftTrials:
         return chosen, tuple(each.describe() for each in tried)
 
     @property
-    def _least_s(self) -> float:
-        """Shortest time for a comparison: one start without draft tokens and one with, or only the latter if the former
-        is kept."""
-        has_base = any(not tried.error for tried in self._kept)
-        return least_s(self._tuned) * (1 if has_base else 2)
+    def least_s(self) -> float:
+        """Shortest time for a comparison."""
+        return least_s(self._tuned) * self.least_loads
+
+    @property
+    def least_loads(self) -> int:
+        """Fewest loads for a comparison: one without draft tokens and one with, or only the latter if the former is
+        kept."""
+        has_base = any(tried.kind is None and not tried.error for tried in self._kept)
+        return 1 if has_base else 2
 
 
 def can_speculate(space: Space) -> bool:

@@ -7,21 +7,25 @@ not by a start from a profile.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import cast
 
 from appliance.console.report import Report
 from appliance.engines.engine import Inputs, Space
 from appliance.plan import KvCheck, Plan
 from appliance.probe.load.watch import Watch
-from appliance.tune.budget import Budget
+from appliance.tune.budget import Budget, Patience, day_after, utc_day
 from appliance.tune.checkpoint import PartialResults, PartialStore
 from appliance.tune.draft_trials import DraftTrials, can_speculate
-from appliance.tune.figures.measurement import Measurement
+from appliance.tune.figures.measurement import MARGIN, Measurement
 from appliance.tune.figures.modes import Mode
 from appliance.tune.figures.workload import parse_mix
+from appliance.tune.search.search import OUT_OF_BUDGET
 from appliance.tune.slot_trials import SlotTrials
+from appliance.tune.speculate import ROUNDS, measure_speculation
 from appliance.tune.trials import kv_quality as quality
 from appliance.tune.trials.engine import Bench
 from appliance.tune.trials.loader import refined
@@ -30,7 +34,7 @@ from appliance.tune.tuner import Goal, Tuned, Tuner
 
 # Shares of the budget. A part without anything to measure leaves its time to the next parts.
 SHARE_FOR_KV = 0.25
-SHARE_FOR_SPECULATION = 0.25
+SHARE_FOR_SPECULATION = 0.25  # of the time, and of the loads of a day
 SHARE_FOR_SLOTS = 0.15
 SHARE_FOR_LOADER = 0.1
 MORE_PLANS = 2  # at most so many further plans are measured for another mode
@@ -47,6 +51,7 @@ class TuningResult:
     notes: tuple[str, ...]
     native: int  # the largest context that counts
     seconds: float
+    goes_on_from: str | None  # day of UTC from which more is measured, in idle time; None: everything was
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,8 @@ class MeasuredPlans:
 
 class TuningSession:
     """One tuning. `space` makes the space of plans from the results on KV cache types. `beside` is the space in the
-    memory that a serving engine leaves free; None if no engine serves.
+    memory that a serving engine leaves free; None if no engine serves. `patience` has the limits in idle time; None if
+    no engine serves.
 
     Every result is kept at once. A session that was interrupted by a stop, a request or a kill is resumed with a new
     budget. It loses at most the work of one engine start; while reading text for a KV cache type, it loses only the
@@ -78,17 +84,24 @@ class TuningSession:
         report: Report,
         shows_phase: bool = True,
         beside: Space | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._settings = inputs.settings
         self._has_draft = inputs.draft is not None
-        self._bench = bench
         self._make_space = space
         self._watch = watch
         self._report = report
         self._beside = beside
         self._results = PartialResults(store, report, shows_phase=shows_phase)
-        self._budget = Budget(self._settings.budget_s)
+        self._bench = replace(bench, on_load=self._results.on_load)
+        self._patience = patience
+        self._budget = Budget(
+            self._settings.budget_s,
+            is_timed=patience is None or not patience.waits,
+            loads_left=lambda: math.inf if patience is None else patience.loads_a_day - self._results.loads_today,
+        )
         self._mix = parse_mix(self._settings.workload)
+        self._lacks_drafts = False  # True if no time was left to compare speculative decoding
 
     @property
     def measurements(self) -> Sequence[Measurement]:
@@ -118,8 +131,48 @@ class TuningSession:
             kv_checks=kv_checks,
             notes=(*notes, *of_slots),
             native=space.native,
-            seconds=self._budget.spent_s,
+            seconds=sum(m.spent_s for m in tuned.measurements) if self._patience else self._budget.spent_s,
+            goes_on_from=self._goes_on_from(tuned),
         )
+
+    def _goes_on_from(self, tuned: Tuned) -> str | None:
+        is_cut = not self._budget.has_loads(1) or self._lacks_drafts or tuned.stopped_by == OUT_OF_BUDGET
+        if self._patience is None or not is_cut:
+            return None
+        may_load = not self._patience.waits and self._budget.has_loads(1)
+        return utc_day() if may_load else day_after(utc_day())
+
+    async def measure_serving(self) -> None:
+        """Measure the plan that serves on its own engine, so that it costs no load: its speed, and its answers without
+        draft tokens. What an earlier session has measured is not repeated."""
+        serving = self._bench.serving
+        if serving is None:
+            return
+        plan = serving.plan
+        self._results.load()
+        self._results.measurements[:] = self._results.kept.measurements
+        space = self._make_space(())
+        plans = await asyncio.to_thread(space.all)
+        if all(each.key != plan.key for each in plans):
+            return  # a plan that the search does not know
+        await self._tuner(space, plans, self._settings.budget_s).measure_serving(plan)
+        has_base = any(tried.kind is None and not tried.error for tried in self._results.drafts_of(plan.key))
+        if can_speculate(space) and not has_base:
+            on_step = self._results.on_step
+            base = await measure_speculation(plan, self._bench, ask_s=self._ask_s, like=None, on_step=on_step)
+            self._results.on_draft(plan.key)(base)
+
+    @property
+    def _share_for_drafts(self) -> float:
+        """Share of the time for speculative decoding: more than usual if one load of this engine takes longer, and half
+        at most."""
+        load_s = max((m.load_s for m in self._results.kept.measurements if m.points), default=0.0)
+        return max(SHARE_FOR_SPECULATION, min(0.5, MARGIN * load_s / self._settings.budget_s))
+
+    @property
+    def _ask_s(self) -> float:
+        """Seconds that the answers of one start take, to compare speculative decoding."""
+        return self._settings.budget_s * SHARE_FOR_SPECULATION / ROUNDS
 
     async def widen(self, before: MeasuredPlans) -> MeasuredPlans:
         """Return the measured plans with up to MORE_PLANS more, at context lengths that the present mode needs and that
@@ -164,16 +217,24 @@ class TuningSession:
         plans = await refined(possible, self._bench, budget_s=settings.budget_s * SHARE_FOR_LOADER, report=self._report)
         kept = self._results.kept.measurements
         self._results.measurements[:] = kept
-        words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
+        limit = f"within {settings.budget_s:g} s"
+        if self._patience and not self._budget.is_timed:
+            limit = f"in idle time, with at most {self._patience.loads_a_day} engine loads a day"
+        words = f"measuring the most promising of {len(plans):,} plans {limit}"
         if kept:
             words += f"; {len(kept)} measurements are kept from an interrupted start"
         self._report.info("tune_start", words)
-        reserved = SHARE_FOR_SPECULATION * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
-        budget_s = max(1.0, self._budget.left_s - reserved * settings.budget_s)
-        return await self._tuner(space, plans, budget_s).run()
+        reserved = self._share_for_drafts * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
+        spent_s = self._budget.spent_s if self._budget.is_timed else 0.0
+        budget_s = max(1.0, settings.budget_s * (1 - reserved) - spent_s)
+        loads = 0
+        if can_speculate(space) and self._patience:  # a comparison takes two
+            most = self._patience.loads_a_day
+            loads = min(max(2, int(SHARE_FOR_SPECULATION * most)), most // 2)
+        return await self._tuner(space, plans, budget_s, reserved_loads=loads).run()
 
-    def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float) -> Tuner:
-        """Return a tuner that resumes from the kept measurements."""
+    def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float, *, reserved_loads: int = 0) -> Tuner:
+        """Return a tuner that resumes from the kept measurements. The last `reserved_loads` of a day are not its."""
 
         async def take(plan: Plan, look: Sampling | FirstSampling) -> Measurement:
             results = self._results
@@ -196,6 +257,7 @@ class TuningSession:
             on_result=self._results.on_measurement,
             kept=self.measurements,
             compilations=self._bench.engine.compilations(self._bench.install),
+            left_of=partial(self._budget.left_of, reserved_loads=reserved_loads),
         )
 
     def _possible(self, space: Space) -> list[Plan]:
@@ -210,8 +272,11 @@ class TuningSession:
         if not can_speculate(space) and not self._has_draft:
             return tuned.plan, ()
         trials = DraftTrials(tuned, space, self._bench, results=self._results, report=self._report)
-        left_s = self._budget.at_most_s(SHARE_FOR_SPECULATION)
-        return await trials.choose(requested=self._settings.speculation, left_s=left_s)
+        reserved_s = SHARE_FOR_SLOTS * self._settings.budget_s * self._chooses_slots
+        has_loads = self._budget.has_loads(trials.least_loads)
+        self._lacks_drafts = not has_loads or trials.least_s > self._budget.left_s - reserved_s
+        left_s = (lambda: 0.0) if self._lacks_drafts else lambda: self._budget.left_s - reserved_s
+        return await trials.choose(requested=self._settings.speculation, left_s=left_s, ask_s=self._ask_s)
 
     @property
     def _chooses_slots(self) -> bool:
@@ -221,6 +286,7 @@ class TuningSession:
     async def _choose_slots(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         if not self._chooses_slots:
             return plan, ()
+        load_s = max((m.load_s for m in self.measurements if m.points), default=0.0)
         trials = SlotTrials(
             plan,
             self._bench,
@@ -228,6 +294,6 @@ class TuningSession:
             mix=self._mix,
             results=self._results,
             report=self._report,
-            left_s=lambda: self._budget.at_most_s(SHARE_FOR_SLOTS),
+            left_s=lambda: self._budget.at_most_s(SHARE_FOR_SLOTS, load_s=load_s),
         )
         return await trials.choose()

@@ -18,7 +18,7 @@ from appliance.errors import ConfigError, EngineError, EngineNotReadyError, Mode
 from appliance.plan import SIZES, SPECULATION_GOALS, UNMEASURED, Kind, Plan, Speculation, SpeculationGoal
 from appliance.tune.figures.acceptance import SpeculationResult, chosen, is_looping, next_tokens
 from appliance.tune.figures.measurement import TRIES
-from appliance.tune.trials.engine import Bench, in_time, running, unless_stalled
+from appliance.tune.trials.engine import Bench, in_time, unless_stalled
 from appliance.tune.trials.run_trial import Step
 from appliance.tune.tuner import Tuned
 
@@ -29,7 +29,7 @@ TOKENS_LEAST, TOKENS_MOST = 64, 128  # length of an answer; n-grams draft only a
 PROMPT_TOKENS = 150  # approximate length of a prompt
 PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
 MADE_LEAST = 8  # an answer that ended by itself counts only from this length on
-ROUNDS = 8.0  # the answers of one start may take left_s / ROUNDS: there are four or five starts with loads and prompts
+ROUNDS = 8.0  # the answers of one start take this part of the time: there are four or five starts, loads and prompts
 DOING = "speculative decoding was measured"  # purpose, for error messages
 GAINS_NOTHING: Mapping[SpeculationGoal, str] = {
     "auto": "speculative decoding gains nothing",
@@ -113,7 +113,8 @@ async def choose_speculation(
     space: Space,
     *,
     requested: str,
-    left_s: float,
+    left_s: Callable[[], float],
+    ask_s: float,
     on_step: Callable[[Step], None],
     kept: Sequence[Tried] = (),
     on_result: Callable[[Tried], None] = lambda _: None,
@@ -122,6 +123,8 @@ async def choose_speculation(
     that the user asked for is returned in any case, with the best number of draft tokens that was measured.
 
     `plan` has no speculative decoding; `space.speculating(plan, …)` is the plan to serve. `requested` is the setting.
+    `left_s` returns the seconds that are left, infinite without a time limit; 0 ends the choice with what was measured.
+    The answers of the first start take about `ask_s`.
     `on_result` gets each start's result, failures included. `kept` are results of an interrupted choice for the same
     plan. They replace starts, even if no time is left; a failure does so only if it is there TRIES times. If the user
     asked for a kind, failures are not kept, since they end the tuning.
@@ -136,7 +139,7 @@ async def choose_speculation(
         return None, f"nothing to draft with: {'; '.join(reasons)}", []
     kind_requested = tried[0] if requested == tried[0] else None
     goal = next((goal for goal in SPECULATION_GOALS if goal == requested), SPECULATION_GOALS[0])
-    run = _Run(plan, bench, space, goal, on_step=on_step, left_s=left_s, kept=kept, on_result=on_result)
+    run = _Run(plan, bench, space, goal, on_step=on_step, left_s=left_s, ask_s=ask_s, kept=kept, on_result=on_result)
     await run.measure_base(is_requested=kind_requested is not None)
     fixed = {offer.kind: offer.tokens for offer in offers}
     for kind in tried:
@@ -166,22 +169,22 @@ class _Run:
         goal: SpeculationGoal,
         *,
         on_step: Callable[[Step], None],
-        left_s: float,
+        left_s: Callable[[], float],
+        ask_s: float,
         kept: Sequence[Tried],
         on_result: Callable[[Tried], None],
     ) -> None:
         self._plan, self._bench, self._on_step, self._on_result = plan, bench, on_step, on_result
         self._space, self._goal = space, goal
         self._kept = list(kept)
-        self._left_s = left_s
-        self._deadline = time.monotonic() + left_s
+        self._left_s, self._ask_s = left_s, ask_s
         self._base: Tried | None = None
         self._results: dict[Kind, list[SpeculationResult]] = {}
         self._base_ms = 0.0
         self.tried: list[Tried] = []
 
     def _has_time(self) -> bool:
-        return time.monotonic() + max((t.seconds for t in self.tried), default=0.0) < self._deadline
+        return max((t.seconds for t in self.tried), default=0.0) < self._left_s()
 
     def _estimated(self, kind: Kind, tokens: int) -> Speculation:
         return self._space.speculation(self._plan, kind, tokens)
@@ -195,7 +198,7 @@ class _Run:
         return found
 
     async def measure_base(self, *, is_requested: bool) -> None:
-        self._base = await self._without(has_time=self._left_s > 0, is_requested=is_requested)
+        self._base = await self._without(has_time=self._left_s() > 0, is_requested=is_requested)
         if self._base is not None:
             self.tried.append(self._base)
             self._base_ms = ms_per_token([a for a in self._base.answers if a.counts])
@@ -207,7 +210,7 @@ class _Run:
         if found is not None and found.error is not None:
             raise EngineNotReadyError(found.error)
         try:
-            return found or await self._measured(self._plan, ask_s=0.0 if self._base else self._left_s / ROUNDS)
+            return found or await self._measured(self._plan, ask_s=0.0 if self._base else self._ask_s)
         except EngineError as error:
             if not is_requested:
                 self._on_result(Tried(kind=None, tokens=0, error=error.message))
@@ -267,7 +270,7 @@ class _Run:
     async def _measured(self, plan: Plan, ask_s: float = 0.0) -> Tried | None:
         """Measure one start and report it. Returns None if the time was up before it ended."""
         work = measure_speculation(plan, self._bench, ask_s=ask_s, like=self._base, on_step=self._on_step)
-        found = await in_time(self._deadline - time.monotonic(), work)
+        found = await in_time(self._left_s(), work)
         if found is not None:
             self._on_result(found)
         return found
@@ -332,17 +335,18 @@ async def measure_speculation(
     like: Tried | None,
     on_step: Callable[[Step], None],
 ) -> Tried:
-    """Start the engine once and ask several prompts: those of `like` with answers as long, else as many as fit into
-    `ask_s`. Raises the engine's error if it fails."""
+    """Load the plan, unless it serves, and ask several prompts: those of `like` with answers as long, else as many as
+    fit into `ask_s`. Raises the engine's error if it fails."""
     began = time.monotonic()
     drafts = f"up to {plan.speculation.tokens} draft tokens" if plan.speculation else "no draft tokens"
     on_step(Step(plan=plan, what=f"loading, {drafts}"))
-    command = bench.start(plan)
-    async with running(bench.engine, command) as supervisor, bench.engine.client(command, doing=DOING) as client:
+    async with bench.opened(plan) as opened, bench.engine.client(opened.command, doing=DOING) as client:
         asking = _ask(
             _Asker(client), plan, ask_s, like, lambda name: on_step(Step(plan=plan, what=f"answering {name}"))
         )
-        tokens_each, answers = await unless_stalled(asking, supervisor, command.stall_timeout_s, doing=DOING)
+        tokens_each, answers = await unless_stalled(
+            asking, opened.supervisor, opened.command.stall_timeout_s, doing=DOING
+        )
     speculation = plan.speculation
     return Tried(
         kind=speculation.kind if speculation else None,

@@ -53,7 +53,7 @@ class Tuned:
 
 
 class Tuner:
-    """One search over plans. `take`, `on_result`, `kept` and `compilations` are passed to `Trials`."""
+    """One search over plans. `take`, `on_result`, `kept`, `compilations` and `left_of` are passed to `Trials`."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class Tuner:
         on_result: Callable[[Measurement], None],
         kept: Sequence[Measurement] = (),
         compilations: Compilations = compiles_nothing,
+        left_of: Callable[[float], float] = lambda seconds: seconds,
     ) -> None:
         self._space = space
         self._goal = goal
@@ -81,6 +82,7 @@ class Tuner:
             on_result=on_result,
             kept=kept,
             compilations=compilations,
+            left_of=left_of,
         )
         self._candidates = candidates(space, plans, compilations)
         self._stopped_by = ""
@@ -102,6 +104,11 @@ class Tuner:
         kept measurements does not count."""
         self._trials.begin_anew()
         await self._contexts(self._new_search()).run(most)
+
+    async def measure_serving(self, plan: Plan) -> None:
+        """Measure the plan that serves, unless that was done."""
+        if all(m.key != plan.key for m in self._trials.seen):
+            await self._trials.measure(plan, is_long=False)
 
     @property
     def measured(self) -> tuple[Plan, ...]:

@@ -108,6 +108,34 @@ async def test_the_old_engine_lives_as_long_as_its_last_request(tmp_path: Path) 
     assert not is_alive(first_pid)
 
 
+async def test_an_engine_that_cannot_be_measured_where_it_serves_is_measured_like_all_others(stage: IdleStage) -> None:
+    async def fails() -> None:
+        message = "engine gave no timings"
+        raise EngineNotReadyError(message)
+
+    measuring = Measuring(stage.folder, [0.0], BEST)
+    async with running(stage.tuner(measuring, measure_serving=fails)) as task:
+        await ended(task)
+    assert [event["message"] for event in stage.events("idle_failed_serving")] == [
+        "the engine that serves could not be measured: engine gave no timings; its plan is loaded for it instead"
+    ]
+    assert measuring.calls == [False]
+    assert await stage.model() == "best"
+
+
+async def test_where_it_serves_it_is_measured_before_anything_is_stopped(stage: IdleStage) -> None:
+    pids: list[int] = []
+
+    async def measured() -> None:
+        pids.append(stage.pid())
+
+    measuring, first = Measuring(stage.folder, [0.0], BEST), stage.pid()
+    async with running(stage.tuner(measuring, why_no_room=NO_ROOM, measure_serving=measured)) as task:
+        await ended(task)
+    assert pids == [first], "once, on the engine that served"
+    assert measuring.calls == [True]
+
+
 async def test_a_best_plan_that_does_not_load_changes_nothing(stage: IdleStage) -> None:
     pid = stage.pid()
     broken = fake_plan("broken", "--die-before-ready", "1")

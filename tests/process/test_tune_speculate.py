@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from appliance.model import Model, read_draft, read_model
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import Hardware, probe
 from appliance.settings import resolve_settings
-from appliance.tune.speculate import PROMPTS, Tried, choose_speculation, measure_speculation, parse_prompts
+from appliance.tune.speculate import PROMPTS, ROUNDS, Tried, choose_speculation, measure_speculation, parse_prompts
 from tests.builders import IMAGE
 from tests.process.stages.engine import bench_of, find_engine
 from tests.process.stages.supervisor import MakeCommand
@@ -76,12 +77,14 @@ class Stage:
             return self.make_command(*knobs, *told, *ends)
 
         space = space_of(self.hardware, self.model, draft=draft, **flags)
+        began = time.monotonic()
         work = choose_speculation(
             space.best,
             bench_of(start),
             space,
             requested=flags.get("speculation", "auto"),
-            left_s=left_s,
+            left_s=lambda: began + left_s - time.monotonic(),
+            ask_s=left_s / ROUNDS,
             on_step=lambda step: None,
         )
         return asyncio.run(work)

@@ -182,7 +182,7 @@ def test_what_another_appliance_has_in_shared_memory_is_left_alone(home: VllmHom
 
 def test_a_stop_in_mid_stream_that_it_hangs_in_ends_in_time(home: VllmHome) -> None:
     home.set_engine("--fake-hang-at-sigterm")
-    with home.serving(drain_s="1") as serving:
+    with home.serving() as serving:
         serving.wait_ready()
         tree = tree_of(serving)
         with serving.stream(max_tokens=10**6) as connection:

@@ -47,6 +47,7 @@ class Vllm(Engine):
     errors: tuple[ErrorRule, ...] = ERRORS
     metric_aliases = METRIC_ALIASES
     checks_model_name = True
+    measures_in_service = True
     kv_use_path = METRICS_PATH
 
     def parse_kv_use(self, answer: bytes, plan: Plan) -> float:

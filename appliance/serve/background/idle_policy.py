@@ -21,6 +21,7 @@ LOOK_AGAIN_S = 60.0  # after the first busy look, doubled after each
 class Action(StrEnum):
     WAIT = "wait"
     LOOK = "look at what else the machine does"
+    MEASURE_SERVING = "measure the plan that serves on its own engine"
     MEASURE_BESIDE = "measure beside the engine that serves"
     MEASURE_ALONE = "stop the engine, measure, load the best"
     SWAP_BESIDE = "load the best beside the engine that serves, then switch to it"
@@ -43,6 +44,7 @@ class IdleState:
     pauses: tuple[float, ...] = ()  # earlier pauses in seconds; empty if a client waits for the result
     need_s: float = 0.0  # time to load an engine and measure at one depth
     rest_s: float = 0.0  # how much longer a busy machine is left alone
+    has_baseline: bool = True  # False if the plan that serves is to be measured on its own engine
     is_calm: bool = True  # True if a look in this idle period found the machine quiet
 
 
@@ -66,6 +68,8 @@ def decide(now: IdleState, *, idle_s: float, settle_s: float = SETTLE_S) -> Deci
     if now.running:
         return _wait(CHECK_AGAIN_S)
     is_alone = not now.has_room
+    if not now.is_measured and not now.has_baseline:
+        return _of_serving(now, settle_s)
     if (is_alone and now.was_reloaded_now) or (not now.is_measured and now.was_measured_now):
         return _wait(CHECK_AGAIN_S)
     left_s = (max(idle_s, settle_s) if is_alone else settle_s) - now.idle_s
@@ -78,6 +82,13 @@ def decide(now: IdleState, *, idle_s: float, settle_s: float = SETTLE_S) -> Deci
     if not now.is_calm:
         return Decision(action=Action.LOOK)
     return Decision(action=Action.MEASURE_ALONE if is_alone else Action.MEASURE_BESIDE)
+
+
+def _of_serving(now: IdleState, settle_s: float) -> Decision:
+    """Decide when the engine that serves is measured: it costs no load, and a request ends it at once."""
+    if (left_s := max(settle_s - now.idle_s, now.rest_s)) > 0:
+        return _wait(left_s)
+    return Decision(action=Action.MEASURE_SERVING if now.is_calm else Action.LOOK)
 
 
 def chance(pauses: Sequence[float], idle_s: float, need_s: float) -> float:

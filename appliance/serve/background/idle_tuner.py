@@ -50,6 +50,9 @@ class IdleTuner(Generic[P]):
     left to measure, and None if it ends for another reason. A request cancels it; its engine must be gone within a
     second then, so start it with a grace of 0. A FatalError from it ends the tuning, and serving goes on.
 
+    `measure_serving()` measures the plan that serves on its own engine, before anything is loaded; None: that is not
+    done. An error of the engine ends it, and the plan is measured like all others.
+
     `why_no_room(plan)` says why memory holds no second engine with that plan, "" if it does; None stands for any plan
     that would be measured. `as_error` turns the crash of an engine into its error.
 
@@ -68,6 +71,7 @@ class IdleTuner(Generic[P]):
         report: Report,
         tuning: TuningState,
         measure: Callable[[bool], Awaitable[P | None]],
+        measure_serving: Callable[[], Awaitable[None]] | None = None,
         why_no_room: Callable[[P | None], Awaitable[str]],
         as_error: Callable[[Crash], FatalError],
         idle_s: float,
@@ -85,6 +89,8 @@ class IdleTuner(Generic[P]):
         self._report = report
         self._tuning = tuning
         self._measure_on = measure
+        self._measure_serving_on = measure_serving
+        self._has_baseline = measure_serving is None
         self._why_no_room = why_no_room
         self._as_error = as_error
         self._patient_idle_s = idle_s
@@ -130,6 +136,7 @@ class IdleTuner(Generic[P]):
         """
         steps: dict[Action, Callable[[], Awaitable[None]]] = {
             Action.LOOK: self._look,
+            Action.MEASURE_SERVING: self._measure_serving,
             Action.MEASURE_BESIDE: self._measure_beside,
             Action.MEASURE_ALONE: self._measure_alone,
             Action.SWAP_BESIDE: self._swap_beside,
@@ -176,6 +183,7 @@ class IdleTuner(Generic[P]):
             pauses=self._pauses,
             need_s=doubled(self._need_s(), self._wasted),
             rest_s=0.0 if self._measures_anyway else max(0.0, self._not_before - time.monotonic()),
+            has_baseline=self._has_baseline,
             is_calm=self._measures_anyway or self._calm_in == traffic.arrivals,
         )
 
@@ -236,6 +244,27 @@ class IdleTuner(Generic[P]):
             f"to {self._worst_wait_s:.1f} s, since the model has to be loaded again"
         )
         self._report.info("idle_no_room", words, worst_wait_s=round(self._worst_wait_s, 3), idle_s=self._idle_s)
+
+    async def _measure_serving(self) -> None:
+        """Measure on the engine that serves, until a request comes. What was measured is kept."""
+        if self._measure_serving_on is None:
+            return
+        self._report.info("idle_measure_serving", "idle: measuring the plan that serves on its own engine")
+        measuring, _, crowding = await first_of(
+            self._measure_serving_on(),
+            first_of(self._traffic.until_arrival(), self._is_shared.wait(), self._gives_way.wait()),
+            _never() if self._measures_anyway else self._until_crowded(),
+        )
+        if measuring.cancelled():
+            if not crowding.cancelled():
+                self._leave_alone(crowding.result())
+            return
+        self._has_baseline = True
+        try:
+            measuring.result()
+        except FatalError as error:
+            words = f"the engine that serves could not be measured: {error.message}; its plan is loaded for it instead"
+            self._report.warning("idle_failed_serving", words)
 
     async def _measure_beside(self) -> None:
         self._report.info("idle_measure", "idle: measuring on a second engine while the first keeps serving")

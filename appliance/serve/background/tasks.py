@@ -13,7 +13,7 @@ from appliance.probe import probe
 from appliance.profile import Profile, wants_more
 from appliance.race import first_of
 from appliance.serve.background.mode_switch import ModeSwitch, keep_modes
-from appliance.serve.model.needs import is_due, needs_measuring
+from appliance.serve.model.needs import goes_on_after_s, is_due, needs_measuring
 from appliance.serve.model.served_model import ServedModel
 from appliance.start.inputs import StartInputs
 
@@ -76,10 +76,17 @@ class BackgroundTasks:
             working.result()
 
     async def _unless_switched(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, and end it as soon as a client asks for another mode."""
-        working, _ = await first_of(work, self._served.modes.is_wanted.wait())
+        """Do the work, and end it as soon as a client asks for another mode, or an unfinished profile is due."""
+        working, *_ = await first_of(work, self._served.modes.is_wanted.wait(), self._until_it_goes_on())
         if not working.cancelled():
             working.result()
+
+    async def _until_it_goes_on(self) -> None:
+        """Return when an unfinished profile may be measured further, which is on another day; never for any other."""
+        after_s = goes_on_after_s(self._served.profile)
+        if self._served.settings.tune != "idle" or not after_s:
+            await asyncio.Event().wait()
+        await asyncio.sleep(after_s or 0.0)
 
     async def _quantize(self, backend: Backend) -> None:
         """Quantize an unquantized model and measure the loss, for the next load."""
@@ -137,6 +144,7 @@ class BackgroundTasks:
             report=served.report,
             tuning=tuning,
             measure=self._measure,
+            measure_serving=self._measure_serving if served.start.engine.measures_in_service else None,
             why_no_room=self._why_no_room,
             as_error=served.start.engine.as_error,
             idle_s=served.settings.idle_s,
@@ -180,6 +188,17 @@ class BackgroundTasks:
         """How much this sitting has kept."""
         session = self._served.session
         return session.gained if session is not None and session is not self._session_before else 0
+
+    async def _measure_serving(self) -> None:
+        """Measure the plan that serves on its own engine, unless another container measures or a profile holds."""
+        # here: a start from a profile that holds never needs it
+        from appliance.serve.engine.measure import measure_serving
+
+        served = self._served
+        with served.store.tuning(served.key) as is_ours:
+            found = served.store.load(served.key) if is_ours else None
+            if is_ours and (found is None or is_due(served, found)):
+                await measure_serving(served)
 
     async def _measure(self, is_alone: bool) -> Plan | None:
         """Measure and return the best plan; None while another container measures for the same key.

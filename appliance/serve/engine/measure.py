@@ -13,9 +13,10 @@ from appliance.profile.from_tuning import make_profile, measured_of, with_more
 from appliance.serve.engine.kernels import check_kernels, check_runner_up, plan_without
 from appliance.serve.model.served_model import ServedModel
 from appliance.start.inputs import used_gpus
+from appliance.tune.budget import Patience
 from appliance.tune.checkpoint import Partial
 from appliance.tune.session import MORE_PLANS, TuningSession
-from appliance.tune.trials.engine import Bench
+from appliance.tune.trials.engine import Bench, ServingEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,24 @@ async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Spac
     _tell(served.store, profile, served.report, is_kept=is_kept)
     served.measured_here = profile
     return profile
+
+
+async def measure_serving(served: ServedModel) -> None:
+    """Measure the plan that serves on its own engine and keep the results for `measure`. Nothing is measured if it
+    drafts, since its times depend on the text. Raises the engine's error if it fails."""
+    host = served.host
+    plan, socket_path, supervisor = host.plan, host.socket_path, host.supervisor
+    if plan is None or socket_path is None or supervisor is None or plan.speculation is not None:
+        return
+    serving = ServingEngine(
+        plan=plan,
+        command=served.command(plan, socket_path),
+        supervisor=supervisor,
+        load_s=host.load_s,
+        allocated=served.allocated,
+    )
+    served.session = _session(served, shows_phase=False, serving=serving)
+    await served.session.measure_serving()
 
 
 async def measure_more(served: ServedModel, profile: Profile, *, beside: Space | None = None) -> Profile:
@@ -101,17 +120,22 @@ async def measure_alone(served: ServedModel) -> None:
                 return
 
 
-def _session(served: ServedModel, *, shows_phase: bool, beside: Space | None) -> TuningSession:
-    start = served.start
+def _session(
+    served: ServedModel, *, shows_phase: bool, beside: Space | None = None, serving: ServingEngine | None = None
+) -> TuningSession:
+    start, settings = served.start, served.settings
+    # Without a phase an engine serves: it is idle time, or a client waits for the result.
+    patience = Patience(loads_a_day=settings.loads_a_day, waits=not served.tuning.wanted_now.is_set())
     return TuningSession(
         start.inputs,
-        Bench(engine=start.engine, install=start.install, socket_path=served.trial_socket),
+        Bench(engine=start.engine, install=start.install, socket_path=served.trial_socket, serving=serving),
         space=start.space,
         store=PartialOf(served=served, key=start.key),
         watch=served.watch,
         report=served.report,
         shows_phase=shows_phase,
         beside=beside,
+        patience=None if shows_phase else patience,
     )
 
 
@@ -136,7 +160,9 @@ def _tell(store: ProfileStore, profile: Profile, report: Report, *, is_kept: boo
         words = f"something else was at work while this was measured: {profile.disturbance}; provisional{stays}"
         report.warning("provisional", words)
     words = f"chose {profile.plan.key} in {profile.seconds:.0f} s: {profile.speed}; stopped: {profile.stopped_by}"
-    report.info("tuned", words, profile=profile.key.id, stopped_by=profile.stopped_by)
+    more = profile.goes_on_from
+    words += f"; measuring goes on in idle time from {more} (UTC)" if more else ""
+    report.info("tuned", words, profile=profile.key.id, stopped_by=profile.stopped_by, goes_on_from=more)
 
 
 def _refuse_pinned(served: ServedModel) -> None:

@@ -203,8 +203,12 @@ def tuning_state(served: ServedModel) -> str:
         return "measuring"
     if tuning.is_given_up:
         return "failed"
+    if tuning.is_busy:
+        return "measuring"
+    if served.profile is not None and served.profile.goes_on_from is not None:
+        return "measured"  # and more will be, in idle time
     if tuning.is_busy is not None:
-        return "measuring" if tuning.is_busy else "waiting"
+        return "waiting"
     if served.settings.tune == "idle" and needs_measuring(served):
         return "waiting"
     return "off" if served.profile is None else "measured"
@@ -214,6 +218,8 @@ def _tuning_words(served: ServedModel, state: str) -> str:
     settings = served.settings
     if state == "measured" and served.tuning.why_not_best:
         return f"measured, and another plan serves: {served.tuning.why_not_best}"
+    if state == "measured" and served.profile is not None and (day := served.profile.goes_on_from):
+        return f"measured: {len(served.profile.plans)} plans so far; measuring goes on in idle time from {day} (UTC)"
     if state != "off":
         return _TUNING_WORDS[state]
     if served.inputs.model.is_embedding_model:

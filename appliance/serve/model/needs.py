@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from appliance.errors import VolumeError
 from appliance.profile import Profile
 from appliance.profile.at_start import TRIES
@@ -15,7 +17,7 @@ def needs_measuring(served: ServedModel) -> bool:
 
 
 def is_due(served: ServedModel, profile: Profile | None) -> bool:
-    """True if there is no profile, or if it is stale or provisional and not pinned."""
+    """True if there is no profile, or if it is stale, provisional or unfinished, and not pinned."""
     if profile is None:
         return True
     if served.store.is_pinned(profile.key.id):
@@ -23,7 +25,20 @@ def is_due(served: ServedModel, profile: Profile | None) -> bool:
     # A machine that is always busy must not be measured again and again: once in a process, and at most twice.
     may_try_again = profile.disturbed_times < TRIES and not served.tuning.was_measured
     is_provisional = profile.disturbance is not None and may_try_again
-    return is_provisional or served.store.why_stale(profile) is not None
+    return is_provisional or goes_on_now(profile) or served.store.why_stale(profile) is not None
+
+
+def goes_on_now(profile: Profile) -> bool:
+    """True if measuring ended for lack of loads or time, and may go on today."""
+    return profile.goes_on_from is not None and datetime.now(UTC).date().isoformat() >= profile.goes_on_from
+
+
+def goes_on_after_s(profile: Profile | None) -> float | None:
+    """Return the seconds until an unfinished profile is measured further; None for any other."""
+    if profile is None or profile.goes_on_from is None:
+        return None
+    begins = datetime.fromisoformat(profile.goes_on_from).replace(tzinfo=UTC)
+    return max(0.0, (begins - datetime.now(UTC)).total_seconds())
 
 
 def begin_again(served: ServedModel) -> bool:

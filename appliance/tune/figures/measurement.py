@@ -34,12 +34,17 @@ class Measurement:
     points: tuple[Point, ...] = ()
     is_long: bool = False
     load_s: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # including the load
+    cost_s: float | None = None  # seconds without a load, on the engine that served; None: `seconds`
     allocated: Allocated | None = None
     error: str | None = None
     lacking_device: str | None = None
     lacking_mib: float | None = None
     conditions: Conditions | None = None
+
+    @property
+    def spent_s(self) -> float:
+        return self.seconds if self.cost_s is None else self.cost_s
 
     @property
     def disturbance(self) -> str | None:

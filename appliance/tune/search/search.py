@@ -25,6 +25,7 @@ from appliance.tune.figures.workload import Mix, cost_s
 from appliance.tune.search.cost_terms import Candidate, Effects, decode_terms, mean_job, prefill_terms
 from appliance.tune.search.refit import Fit, Job, Observation, Term, fit
 
+OUT_OF_BUDGET = "budget"  # why a search stopped: time or loads are used up, or too little is left
 POOL = 160  # out of thousands, so many candidates with the best prediction are evaluated
 NEED_STD = 0.02  # relative error of a predicted need
 WORTH_ANOTHER = 0.0005  # minimum worth of a measurement, as a share of a job's time
@@ -124,7 +125,7 @@ class Search:
         # One trial has to succeed even if no time is left: without it there is nothing to choose from.
         possible = [ask for ask in state.asks() if ask[1].seconds <= left_s or state.leader is None]
         if not possible:
-            return Stop(why="budget" if state.asks() else "everything that may fit was measured")
+            return Stop(why=OUT_OF_BUDGET if state.asks() else "everything that may fit was measured")
         worthy = [pair for pair in possible if pair[0] >= WORTH_ANOTHER + WORTH_A_SECOND * pair[1].seconds]
         if not worthy:
             return Stop(why="no measurement promises more than it costs: the noise is larger")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from appliance.command import Command
 from appliance.engines.engine import ChunkSpec, Engine, Install, TextReader
 from appliance.errors import EngineNotReadyError, FatalError
-from appliance.plan import Plan
+from appliance.plan import Allocated, Plan
 from appliance.race import first_of
 from appliance.supervisor import Supervisor
 
@@ -21,17 +22,66 @@ DEATH_S = 1.0  # wait for an exit after a broken connection: a dying engine clos
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServingEngine:
+    """Engine that serves clients, without speculative decoding. `load_s` is the duration of its own start."""
+
+    plan: Plan
+    command: Command
+    supervisor: Supervisor
+    load_s: float
+    allocated: Allocated | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """Engine that a plan is measured on. `serves` is True for the engine that serves; `allocated` is then known."""
+
+    supervisor: Supervisor
+    command: Command
+    load_s: float
+    serves: bool = False
+    allocated: Allocated | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Tools for measuring plans: the engine's server on a socket of its own, and the engine's other programs."""
+    """Tools for measuring plans: the engine's server on a socket of its own, and the engine's other programs.
+
+    `serving` is the engine that serves clients, on which its own plan is measured without a load; None: every plan is
+    loaded. `on_load` is called before each load.
+    """
 
     engine: Engine
     install: Install
     socket_path: Path
+    serving: ServingEngine | None = None
+    on_load: Callable[[], None] = lambda: None
 
     def start(self, plan: Plan) -> Command:
         """Return the command that starts the plan. At its end the engine is killed without a grace period: it has no
         clients, and a user may be waiting."""
+        self.on_load()
         return replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0)
+
+    @asynccontextmanager
+    async def opened(self, plan: Plan, *, on_line: Callable[[str], None] | None = None) -> AsyncIterator[Opened]:
+        """Provide a ready engine with this plan: the one that serves if it has the plan, else one that is loaded for
+        the block. Raises the engine's error if it fails."""
+        serving = self.serving
+        if serving is not None and serving.plan.key == plan.key and plan.speculation is None:
+            yield Opened(
+                supervisor=serving.supervisor,
+                command=serving.command,
+                load_s=serving.load_s,
+                serves=True,
+                allocated=serving.allocated,
+            )
+            return
+        began = asyncio.get_running_loop().time()
+        command = self.start(plan)
+        async with running(self.engine, command, on_line=on_line) as supervisor:
+            load_s = asyncio.get_running_loop().time() - began
+            yield Opened(supervisor=supervisor, command=command, load_s=load_s)
 
     def reader(self, plan: Plan, chunk_spec: ChunkSpec, text: Path) -> TextReader:
         return self.engine.text_reader(plan, self.install, chunk_spec, text)
@@ -79,8 +129,9 @@ async def unless_stalled(
 
 
 async def in_time(seconds: float, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `work`, or None if the time was up first. A TimeoutError of the work itself is raised."""
-    limit = asyncio.timeout(seconds)
+    """Return the result of `work`, or None if the time was up first; infinite `seconds` are no limit. A TimeoutError of
+    the work itself is raised."""
+    limit = asyncio.timeout(seconds if seconds < math.inf else None)
     try:
         async with limit:
             return await work

@@ -18,7 +18,7 @@ from appliance.probe.load.watch import Watch
 from appliance.tune.figures.curve import LONGER, Point
 from appliance.tune.figures.measurement import Measurement
 from appliance.tune.search.candidates import EMPTY, deep_depth, empty_depth, reading_s, work_depth
-from appliance.tune.trials.engine import Bench, running, unless_stalled
+from appliance.tune.trials.engine import Bench, unless_stalled
 
 TEXT = Path(__file__).with_name("text.txt")
 DECODE_TOKENS = 24
@@ -45,6 +45,7 @@ class Sampling:
     depths: tuple[int, ...]
     is_long: bool = False
     copied_batch: int = 0  # tokens for which host weights are copied at once; 0: none are copied
+    most_s: float | None = None  # limit from readiness on, which only an engine that never ends exceeds
 
     @property
     def tokens(self) -> int:
@@ -61,7 +62,7 @@ class FirstSampling:
     copied_batch: int = 0  # as in Sampling
     until: float = float("inf")  # by now(): no deeper point is begun that would end later
     end: float = float("inf")  # by now(): the first point ends before, with fewer tokens if necessary
-    most_s: float | None = None  # limit from readiness on, which only an engine that never ends exceeds
+    most_s: float | None = None  # as in Sampling
 
 
 def now() -> float:
@@ -79,7 +80,7 @@ async def measure(
     begun: Measurement | None = None,
     on_depth: Callable[[Measurement], None] = lambda _: None,
 ) -> Measurement:
-    """Start the engine once and measure. Raises the engine's error if it fails.
+    """Measure on the engine that serves if it has this plan, else load one. Raises the engine's error if it fails.
 
     `begun` is an interrupted measurement whose depths are not measured again. `on_depth` gets the measurement so far
     after each depth. Other load on the machine is watched from readiness on: during a load the kernel's work is our
@@ -88,22 +89,26 @@ async def measure(
     began = now()
     lines: deque[str] = deque(maxlen=LOG_LINES)
     on_step(Step(plan=plan, what="loading"))
-    command = bench.start(plan)
-    async with running(bench.engine, command, on_line=lines.append) as supervisor:
-        load_s = now() - began
+    async with bench.opened(plan, on_line=lines.append) as opened:
+        command, load_s = opened.command, opened.load_s
+        if opened.serves:
+            began -= load_s  # `seconds` is what a measurement with a load takes
 
         def so_far(points: tuple[Point, ...], conditions: Conditions) -> Measurement:
             """Return the measurement so far. A disturbance of an earlier part counts for the whole."""
+            seconds = now() - began + (begun.seconds - begun.load_s if begun else 0.0)
             return Measurement(
                 key=plan.key,
                 points=points,
                 is_long=is_long(look),
                 load_s=load_s,
-                seconds=now() - began + (begun.seconds - begun.load_s if begun else 0.0),
+                cost_s=seconds - load_s if opened.serves else None,
+                seconds=seconds,
                 conditions=begun.conditions if begun and begun.disturbance else conditions,
             )
 
-        bench.engine.loaded(plan, tuple(lines), bench.install, is_trial=True)
+        if not opened.serves:
+            bench.engine.loaded(plan, tuple(lines), bench.install, is_trial=True)
         async with bench.engine.client(command) as client, watch() as watching:
             probe = await Probe.of(client)
 
@@ -111,8 +116,9 @@ async def measure(
                 on_depth(so_far(points, watching.so_far()))
 
             work = points_of(probe, plan, look, on_step, known=begun.points if begun else (), on_points=reached)
-            most_s = look.most_s if isinstance(look, FirstSampling) else None
-            points = await unless_stalled(work, supervisor, command.stall_timeout_s, most_s=most_s)
+            points = await unless_stalled(work, opened.supervisor, command.stall_timeout_s, most_s=look.most_s)
+        if opened.serves:
+            return replace(so_far(points, watching.conditions), allocated=opened.allocated)
         allocated, _ = await bench.engine.confirm_allocated(plan, bench.engine.allocated(lines), bench.socket_path)
     return replace(so_far(points, watching.conditions), allocated=allocated)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -29,7 +30,7 @@ class Trials:
 
     `kept` are measurements of an interrupted tuning, which are not repeated. If all of them failed they do not count,
     since the cause may be gone. `depth` is the workload's. `copied_batch` is as in Sampling. `compilations` is the
-    engine's.
+    engine's. `left_of` turns the time that is left into the seconds that a measurement may take.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Trials:
         on_result: Callable[[Measurement], None],
         kept: Sequence[Measurement],
         compilations: Compilations = compiles_nothing,
+        left_of: Callable[[float], float] = lambda seconds: seconds,
     ) -> None:
         self.plans = {plan.key: plan for plan in plans}
         self.failures: list[EngineError] = []
@@ -55,8 +57,9 @@ class Trials:
         self._budget_s = budget_s
         self._on_result = on_result
         self._compilations = compilations
+        self._left_of = left_of
         # The time of kept measurements counts as spent: otherwise a search that is interrupted often would never end.
-        self._began = now() - sum(m.seconds for m in self.seen)
+        self._began = now() - sum(m.spent_s for m in self.seen)
 
     def begin_anew(self) -> None:
         """Restart the budget's clock, so that the time of kept measurements does not count."""
@@ -68,7 +71,7 @@ class Trials:
 
     @property
     def left_s(self) -> float:
-        return self._budget_s - self.spent_s
+        return self._left_of(self._budget_s - self.spent_s)
 
     @property
     def has_figures(self) -> bool:
@@ -83,12 +86,14 @@ class Trials:
         return scored(self.plans.values(), self.seen)
 
     async def measure(self, plan: Plan, *, is_long: bool, is_deep: bool = False) -> Measurement:
-        """Measure a plan, and once more if other load disturbed it and there is time. If the engine fails, the result
-        is a Measurement with `error`; errors that every plan would have are raised."""
+        """Measure a plan, and once more if other load disturbed it and there is time for it. If the engine fails, the
+        result is a Measurement with `error`; errors that every plan would have are raised."""
         self.plans[plan.key] = plan
         seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
         is_deep = is_deep or len(seen.points) > 2  # the very first measurement is deep
-        if seen.disturbance and self.expected_s(plan, is_long=is_long, is_deep=is_deep) <= self.left_s / 2:
+        # Without a time limit loads are what is short: the search repeats this one if it is worth a load.
+        is_cheap = self.left_s < math.inf or seen.cost_s is not None
+        if seen.disturbance and is_cheap and self.expected_s(plan, is_long=is_long, is_deep=is_deep) <= self.left_s / 2:
             seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
         return seen
 
@@ -132,7 +137,8 @@ class Trials:
         began = now()
         how = self._how(plan, is_long=is_long, is_deep=is_deep)
         # The first measurement has no time limit here (see FIRST_MOST): without it there is nothing to choose from.
-        limit_s = max(1.0, self.left_s) if self.has_figures else None
+        # Without a time limit, an engine that never ends fails its plan (`most_s`).
+        limit_s = max(1.0, self.left_s) if self.has_figures and self.left_s < math.inf else None
         try:
             async with asyncio.timeout(limit_s):
                 # A lack of resources in this process is waited out, since it would count as a failure of the plan.
@@ -153,6 +159,7 @@ class Trials:
         return seen
 
     def _how(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Sampling | FirstSampling:
+        most_s = max(FIRST_MOST * self._budget_s, FIRST_MOST_S)
         if not self.depths:
             return FirstSampling(
                 wanted=self._depth,
@@ -161,10 +168,10 @@ class Trials:
                 copied_batch=self._copied_batch(plan),
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
                 end=self._began + self._budget_s,
-                most_s=max(FIRST_MOST * self._budget_s, FIRST_MOST_S),
+                most_s=most_s,
             )
         depths = self._depths_for(plan, is_deep=is_deep)
-        return Sampling(depths=depths, is_long=is_long, copied_batch=self._copied_batch(plan))
+        return Sampling(depths=depths, is_long=is_long, copied_batch=self._copied_batch(plan), most_s=most_s)
 
     def _depths_for(self, plan: Plan, *, is_deep: bool) -> tuple[int, ...]:
         """Return the depths for a measurement of this plan. The search leaves out the deepest one, since filling it

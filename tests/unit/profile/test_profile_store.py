@@ -17,6 +17,7 @@ from appliance.probe.load.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
 from appliance.profile.partial import dump_partial, parse_partial
 from appliance.profile.record import SCHEMA
+from appliance.tune.budget import LoadsOfDay
 from appliance.tune.checkpoint import DraftTrial, Partial, SlotsTrial
 from appliance.tune.figures.curve import Point
 from appliance.tune.figures.measurement import Measurement
@@ -150,6 +151,7 @@ partials = st.builds(
     scored_chunks=st.lists(scored_chunks, max_size=3).map(tuple),
     drafts=st.lists(st.builds(DraftTrial, key=st.text(), tried=tries), max_size=3).map(tuple),
     slots=st.lists(slots_looks, max_size=3).map(tuple),
+    loads=st.none() | st.builds(LoadsOfDay, day=st.text(), count=st.integers(0, 99)),
 )
 
 
@@ -419,6 +421,21 @@ def test_what_was_found_out_is_kept_until_there_is_a_profile(shelf: Shelf) -> No
     assert shelf.store.kept(key()) == Partial()
     assert not kept(shelf).exists()
     assert shelf.warnings == []
+
+
+def test_an_unfinished_profile_keeps_what_the_next_day_goes_on_from(shelf: Shelf) -> None:
+    shelf.store.keep(key(), PARTIAL)
+    assert shelf.store.save(replace(profile(), goes_on_from="2026-11-29"))
+    assert shelf.store.kept(key()) == PARTIAL
+    assert getattr(shelf.store.load(key()), "goes_on_from", None) == "2026-11-29"
+    assert shelf.store.save(profile())
+    assert shelf.store.kept(key()) == Partial()
+
+
+@pytest.mark.parametrize("day", ["", "tomorrow", "2026-13-01", "20261129"])
+def test_a_profile_that_goes_on_from_no_day_is_none(day: str) -> None:
+    with pytest.raises(ValueError, match="Profile"):
+        parse_profile(dump_profile(replace(profile(), goes_on_from=day)))
 
 
 def test_what_is_there_is_told_in_words() -> None:

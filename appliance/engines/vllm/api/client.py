@@ -34,6 +34,8 @@ class VllmClient(JsonSocket):
         super().__init__(command, doing=doing)
         self._model = command.argv[command.argv.index(_NAME_FLAG) + 1]
         self.jit_ms: float | None = None
+        # An engine that serves may hold this text in its cache, from an interrupted measurement.
+        self._salt = secrets.token_hex(8)
 
     async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
         body: dict[str, Any] = {"model": self._model}
@@ -57,18 +59,18 @@ class VllmClient(JsonSocket):
             self.jit_ms = parse_completion(await self.post("/v1/completions", thrown_away)).prefill_ms
             words = "the first request was thrown away: kernels are compiled for it (JIT); its first token took %.0f ms"
             _log.info(words, self.jit_ms)
-        salt = None if uses_cache else secrets.token_hex(8)
+        salt = self._salt if uses_cache else secrets.token_hex(8)
         return parse_completion(await self.post("/v1/completions", self._body(prompt, tokens, salt=salt, seed=seed)))
 
-    def _body(self, prompt: Sequence[int], tokens: int, *, salt: str | None, seed: int | None) -> dict[str, Any]:
+    def _body(self, prompt: Sequence[int], tokens: int, *, salt: str, seed: int | None) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(prompt),
             "max_tokens": tokens,
             "return_token_ids": True,
+            "cache_salt": salt,
         }
-        body |= {"ignore_eos": True, "temperature": 0} if seed is None else {"seed": seed}
-        return body if salt is None else {**body, "cache_salt": salt}
+        return body | ({"ignore_eos": True, "temperature": 0} if seed is None else {"seed": seed})
 
 
 def parse_completion(reply: dict[str, Any]) -> Completion:

@@ -13,6 +13,7 @@ from appliance.engines.vllm.planning.arguments.launch import compile_key
 from appliance.engines.vllm.process import server
 from appliance.errors import EngineArgumentsError
 from appliance.plan import Plan, with_launch
+from appliance.settings import resolve_settings
 from appliance.tune.figures.slots import Concurrency, Job, choose, with_slots
 from appliance.tune.figures.workload import Workload
 from images.matrix.engines import ENGINES
@@ -41,6 +42,12 @@ def test_the_command_is_the_image_s_own_launcher_on_the_socket() -> None:
     assert found.argv[:3] == ("/opt/vllm/bin/vllm", "serve", "/data/models/smollm2-135m")
     assert found.argv[3:5] == ("--uds", str(SOCKET))
     assert found.socket_path == SOCKET
+
+
+def test_a_stop_with_the_default_drain_ends_before_docker_kills() -> None:
+    """`docker stop` kills after 10 s. The supervisor's margin after the grace is one second (`Supervisor.stop`)."""
+    found = server.command(best(CPU, "smollm2-135m"), INSTALL, SOCKET, is_ready=_ready, is_error=bool)
+    assert resolve_settings({}, {}).drain_s + found.stop_grace_s + 1.0 <= 9.0
 
 
 def test_every_cache_lies_on_the_volume_and_nothing_is_fetched() -> None:

@@ -38,6 +38,7 @@ SITUATIONS = st.builds(
     pauses=st.lists(st.floats(0.01, 2000), max_size=32).map(tuple),
     need_s=st.floats(0, 600),
     rest_s=st.sampled_from([0.0, 0.0, 7.0]),
+    has_baseline=st.booleans(),
     is_calm=st.booleans(),
 ).map(lambda now: replace(now, has_better=now.has_better and now.is_measured))
 
@@ -66,6 +67,12 @@ def do(now: IdleState) -> Action:
         (replace(QUIET, has_room=True, idle_s=SETTLE_S - 1), Action.WAIT),
         (replace(QUIET, is_ready=False), Action.WAIT),
         (replace(QUIET, running=1), Action.WAIT),
+        (replace(QUIET, has_baseline=False, idle_s=SETTLE_S), Action.MEASURE_SERVING),
+        (replace(QUIET, has_baseline=False, idle_s=SETTLE_S, pauses=(4.0,) * 9, need_s=60.0), Action.MEASURE_SERVING),
+        (replace(QUIET, has_baseline=False, idle_s=SETTLE_S - 1), Action.WAIT),
+        (replace(QUIET, has_baseline=False, running=1), Action.WAIT),
+        (replace(QUIET, has_baseline=False, is_calm=False), Action.LOOK),
+        (replace(QUIET, has_baseline=False, is_measured=True, has_better=True), Action.SWAP_ALONE),
         (replace(QUIET, is_calm=False), Action.LOOK),
         (replace(QUIET, is_calm=False, rest_s=1.0), Action.WAIT),
         (replace(QUIET, rest_s=1.0), Action.WAIT),
