@@ -19,7 +19,7 @@ from appliance.engines.engine import load as load_engine
 from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import Allocated, KvCheck, Launch, Plan, Speeds
+from appliance.plan import Allocated, Checks, KvCheck, Launch, Plan, Speeds
 from appliance.probe import Gpu, Hardware, fingerprint
 from appliance.settings import Settings
 from appliance.tune.figures.curve import Point
@@ -28,7 +28,7 @@ from appliance.tune.figures.speeds import measured_speeds, predicted_speeds
 from appliance.tune.figures.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 7
+SCHEMA = 8
 # Settings that change the speed, and so the key.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora",
@@ -106,6 +106,7 @@ class Profile:
     disturbance: str | None = None
     disturbed_times: int = 0  # disturbed tunings in a row, this one included
     other_modes: tuple[str, ...] = ()  # modes for which other context lengths were measured later
+    checks: Checks = Checks()  # that were made after measuring
     gpu_uuids: tuple[str, ...] = ()  # cards in PCI order, for display; never compared
 
     @property
