@@ -20,7 +20,7 @@ def sign_test(more: int, fewer: int) -> float:
     This is McNemar's exact test: pairs that do not differ tell nothing.
     """
     pairs = more + fewer
-    return sum(math.comb(pairs, at) for at in range(more, pairs + 1)) / 2**pairs
+    return math.fsum(math.comb(pairs, at) for at in range(more, pairs + 1)) / 2.0**pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class ComparedPrompt:
     """One prompt of the comparison. `answer` is the greedy answer without speculative decoding, as token ids.
 
     `again` and `speculating` are the numbers of the windows of `answer` that an engine continued with other tokens:
-    without speculative decoding, and with it. None: not asked yet.
+    a second one without speculative decoding, and one with it. None: not asked yet.
     """
 
     name: str
     answer: tuple[int, ...]
-    again: tuple[int, ...]
+    again: tuple[int, ...] | None = None
     speculating: tuple[int, ...] | None = None
 
 
@@ -50,9 +50,9 @@ class SpeculationCheck:
     prompts: tuple[ComparedPrompt, ...] = ()
     plain_documents: tuple[bool, ...] = ()
     documents: tuple[bool, ...] = ()
+    is_answered: bool = False  # True once all prompts have an answer
     drafted: int = 0
     accepted: int = 0
-    seconds: float = 0.0
     verdict: SpeculationVerdict = "open"
 
     @property
@@ -62,16 +62,24 @@ class SpeculationCheck:
 
     @property
     def differing(self) -> tuple[int, int]:
-        """Windows that differ from the answer without speculative decoding when asked again, and with it."""
+        """Windows that differ from the first answer: of a second engine without speculative decoding, and with it."""
+        return sum(len(again) for again, _ in self._pairs), sum(len(speculating) for _, speculating in self._pairs)
+
+    @property
+    def only(self) -> tuple[int, int]:
+        """Windows that differ in one of the two runs only: without speculative decoding, and with it."""
+        return sum(len(one - two) for one, two in self._pairs), sum(len(two - one) for one, two in self._pairs)
+
+    @property
+    def _pairs(self) -> list[tuple[set[int], set[int]]]:
         done = [each for each in self.prompts if each.speculating is not None]
-        return sum(len(each.again) for each in done), sum(len(each.speculating or ()) for each in done)
+        return [({*(each.again or ())}, {*(each.speculating or ())}) for each in done]
 
     @property
     def chance(self) -> float:
         """Chance of such an excess of differences if speculative decoding is harmless."""
-        done = [({*each.again}, {*each.speculating}) for each in self.prompts if each.speculating is not None]
-        more, fewer = (sum(len(one - other) for one, other in pairs) for pairs in (((b, a) for a, b in done), done))
-        return sign_test(more, fewer)
+        without, with_it = self.only
+        return sign_test(with_it, without)
 
     @property
     def broken_documents(self) -> int:
@@ -85,9 +93,11 @@ class SpeculationCheck:
 
     def describe(self) -> str:
         again, speculating = self.differing
+        only_again, only_speculating = self.only
         figures = (
-            f"{speculating} of {self.windows} windows of {self.window} tokens differ with it, {again} without it "
-            f"(chance {self.chance:.2g}); {self.broken_documents} of {len(self.documents)} documents broken; "
+            f"{speculating} of {self.windows} windows of {self.window} tokens differ with it, {again} without it, "
+            f"{only_speculating} and {only_again} of them only there (chance {self.chance:.2g}); "
+            f"{self.broken_documents} of {len(self.documents)} documents broken; "
             f"{self.accepted:,} of {self.drafted:,} draft tokens accepted"
         )
         words = {
@@ -168,6 +178,8 @@ class Checks:
                 "window": check.window,
                 "differing_again": check.differing[0],
                 "differing": check.differing[1],
+                "only_again": check.only[0],
+                "only_speculating": check.only[1],
                 "chance": round(check.chance, 6),
                 "documents": len(check.documents),
                 "broken_documents": check.broken_documents,

@@ -7,6 +7,7 @@ the sentence that repeats the fact, and the greedy continuation must be its numb
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from appliance.tune.trials.kv_quality import TEXT
 DEPTHS = (0.95, 0.50, 0.10)
 SHORT_TOKENS = 2000
 SEED = 20_000
+ROW_LIMIT_S = 900.0
 _MARGIN_TOKENS = 64  # of the context, for the end of a prompt that was cut at another token, and the answer
 _CITIES = ("Valdemar", "Ostrava", "Kilmore", "Tarragona", "Brindisi", "Halmstad")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Needle:
@@ -34,29 +37,29 @@ async def find_needles(
     context: int,
     *,
     known: Sequence[NeedleRow] = (),
+    row_limit_s: float = ROW_LIMIT_S,
     on_row: Callable[[NeedleRow], None] = lambda _: None,
 ) -> tuple[NeedleRow, ...]:
     """Return a row for each share of DEPTHS. `context` is the promised length of one request, in tokens.
 
-    `on_row` gets each row at once, and `known` are rows of a check that was interrupted: they are not asked again. The
-    caller limits the time and cancels this when a request comes. Raises what the client raises.
+    `on_row` gets each row at once, and `known` are rows of a check that was interrupted: they are not asked again. A
+    row that takes longer than `row_limit_s` is not judged. The caller cancels this when a request comes. Raises what
+    the client raises.
     """
     text = await client.tokenize(TEXT.read_text(encoding="utf-8"))
     rows = {row.share: row for row in known if row.context == context}
     for share, needle in zip(DEPTHS, _needles(), strict=True):
         if share in rows:
             continue
-        row = await _judged(client, text, context, share, needle)
+        try:
+            async with asyncio.timeout(row_limit_s):
+                row = await _judged(client, text, context, share, needle)
+        except TimeoutError:
+            words = f"reading {context:,} tokens takes more than {row_limit_s / 60:.0f} min here"
+            row = NeedleRow(context=context, share=share, verdict="not judged", words=words)
         rows[share] = row
         on_row(row)
     return tuple(rows[share] for share in sorted(DEPTHS))
-
-
-def longest_held(rows: Sequence[NeedleRow]) -> int | None:
-    """Return the context that the rows prove; None if a needle of it failed, or none could be judged."""
-    judged = [row for row in rows if row.verdict != "not judged"]
-    is_held = bool(judged) and all(row.verdict == "passed" for row in judged)
-    return max(row.context for row in judged) if is_held else None
 
 
 async def _judged(client: Client, text: Sequence[int], context: int, share: float, needle: _Needle) -> NeedleRow:

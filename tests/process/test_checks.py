@@ -1,0 +1,148 @@
+"""Checks of a profile in idle time, with a fake engine: speculative decoding, needles, and a soak."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.image_facts import dump_facts, parse_engine_facts
+from tests.process.stages.boot import Home, Serving, eventually
+
+QUICK = {"tune": "first", "idle_s": "1", "check_abilities": "off", "soak_s": "0"}
+FASTER = ("--guess", "ngram-mod:0.1,0.9")  # n-grams gain much
+FLAGS = ("--spec-type", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min")
+
+
+@pytest.fixture(scope="module")
+def speculating(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A home whose profile has speculative decoding."""
+    home = Home.make(tmp_path_factory.mktemp("speculating") / "home")
+    path = home.folder / "facts/engine_facts.json"
+    facts = parse_engine_facts(path.read_text())
+    path.write_text(dump_facts(replace(facts, flags=(*facts.flags, *FLAGS))))
+    home.set_engine(*FASTER)
+    assert home.command("tune", budget_s="60").returncode == 0
+    home.calm()
+    assert stored(home)["plan"]["speculation"]["kind"] == "ngram"
+    return home
+
+
+def stored(home: Home) -> dict[str, object]:
+    (path,) = home.profiles.glob("*.json")
+    found: dict[str, object] = json.loads(path.read_text())
+    return found
+
+
+def speculates(serving: Serving) -> bool:
+    """True if the engine that was started last speculates."""
+    return "--spec-type" in serving.home.started[-1]
+
+
+def test_speculation_that_changes_answers_is_refused_for_good(speculating: Home, tmp_path: Path) -> None:
+    home = speculating.copy(tmp_path / "home")
+    home.set_engine(*FASTER, "--changes", "0.02")
+    with home.serving(**QUICK) as serving:
+        serving.wait_ready()
+        assert speculates(serving)
+        told = serving.event("speculation_compared")
+        assert (told["level"], told["verdict"]) == ("warning", "refused")
+        eventually(lambda: not speculates(serving), what=lambda: serving.text)
+        serving.event("idle_changed")
+        check = serving.document("status")["checks"]["speculation"]
+        assert check["differing"] > 6
+        assert (check["windows"], check["differing_again"]) == (132, 0)
+        choices = {each["name"]: each for each in serving.document("plan")["choices"]}
+        assert choices["speculation"]["value"] == "off"
+        assert "is refused, since it changes greedy answers" in choices["speculation"]["reason"]
+        assert serving.chat()[0] == 200
+    with home.serving(**QUICK) as serving:  # from the profile: without it at once, and not compared again
+        serving.wait_ready()
+        serving.event("profile_probed")
+        assert not speculates(serving)
+        assert "speculation_compared" not in serving.names()
+    assert "is refused" in home.command("plan", **QUICK).stdout
+
+
+def test_harmless_speculation_stays_on_and_a_request_interrupts_the_check(speculating: Home, tmp_path: Path) -> None:
+    home = speculating.copy(tmp_path / "home")
+    home.set_engine(*FASTER, "--works-s", "0.1", "--sleeps")
+    with home.serving(**QUICK) as serving:
+        serving.wait_ready()
+        serving.event("idle_measure")
+        eventually(lambda: stored(home)["checks"]["speculation"], what=lambda: serving.text)  # type: ignore[index]
+        assert serving.chat()[0] == 200
+        serving.event("idle_stopped")
+        told = serving.event("speculation_compared")
+        assert (told["level"], told["verdict"]) == ("info", "harmless")
+        answered = [row["name"] for row in stored(home)["checks"]["speculation"]["prompts"]]  # type: ignore[index]
+        assert len(answered) == len(set(answered)) == 12
+        serving.event("profile_probed")
+        assert speculates(serving) or "idle_changed" not in serving.names()
+
+
+def test_what_a_setting_asks_for_is_told_and_serves_on(speculating: Home, tmp_path: Path) -> None:
+    home = speculating.copy(tmp_path / "home")
+    home.set_engine(*FASTER, "--changes", "0.02")
+    settings = {"speculation": "ngram"}
+    assert home.command("tune", budget_s="30", **settings).returncode == 0
+    home.calm()
+    with home.serving(**QUICK, **settings) as serving:
+        serving.wait_ready()
+        told = serving.event("speculation_compared")
+        assert (told["level"], told["verdict"]) == ("warning", "asked for")
+        serving.event("profile_probed")
+        assert "idle_changed" not in serving.names()
+
+
+def test_a_context_whose_needles_are_lost_is_told_and_kept(tuned: Home, tmp_path: Path) -> None:
+    home = tuned.copy(tmp_path / "home")
+    home.set_engine("--recalls", "3000")
+    with home.serving(**QUICK) as serving:
+        serving.wait_ready()
+        serving.event("profile_probed")
+        rows = serving.document("status")["checks"]["needles"]
+        assert [(row["share"], row["verdict"]) for row in rows] == [(s, "failed") for s in (0.1, 0.5, 0.95)]
+        asked = serving.engine_requests()["POST /completion"]
+    with home.serving(**QUICK) as serving:
+        serving.wait_ready()
+        serving.event("profile_probed")
+        assert serving.engine_requests()["POST /completion"] < asked
+    assert "this context does not hold" in home.command("plan", **QUICK).stdout
+    assert json.loads(home.command("plan", "--json", **QUICK).stdout)["checks"]["needles"] == rows
+
+
+def test_a_soak_counts_its_answers_and_ends(tuned: Home, tmp_path: Path) -> None:
+    home = tuned.copy(tmp_path / "home")
+    with home.serving(**{**QUICK, "soak_s": "2"}) as serving:
+        serving.wait_ready()
+        told = serving.event("soak")
+        assert told["answers"] > 3
+        assert told["failed"] == 0
+        assert serving.document("status")["checks"]["soak"]["seconds"] == pytest.approx(2, abs=1.5)
+
+
+def test_a_soak_that_the_engine_does_not_survive_is_told(tuned: Home, tmp_path: Path) -> None:
+    home = tuned.copy(tmp_path / "home")
+    with home.serving(**{**QUICK, "soak_s": "2"}) as serving:
+        home.set_engine()
+        serving.wait_ready()
+        serving.event("soak")
+    home = tuned.copy(tmp_path / "dying")
+    home.set_engine("--die-on-request", "3")
+    with home.serving(**{**QUICK, "soak_s": "600"}) as serving:
+        serving.wait_ready()
+        told = serving.event("soak")
+        assert (told["level"], told["failed"]) == ("warning", 2)
+        assert "engine: it ended while it answered" in told["message"]
+
+
+@pytest.mark.parametrize("setting", [{"check_profile": "off"}, {"tune": "off"}])
+def test_a_setting_turns_it_off(tuned: Home, tmp_path: Path, setting: dict[str, str]) -> None:
+    home = tuned.copy(tmp_path / "home")
+    with home.serving(**{**QUICK, "soak_s": "2", **setting}) as serving:
+        serving.wait_ready()
+        serving.event("profile_probed")
+        assert serving.document("status")["checks"] is None
