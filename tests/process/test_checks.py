@@ -11,9 +11,17 @@ import pytest
 from appliance.image_facts import dump_facts, parse_engine_facts
 from tests.process.stages.boot import Home, Serving, eventually
 
-QUICK = {"tune": "first", "idle_s": "1", "check_abilities": "off", "soak_s": "0"}
+QUICK = {"tune": "first", "idle_s": "1", "check_abilities": "off"}
+FEW_PLANS = {"threads": "1", "kv_type": "f16", "ubatch": "512"}
 FASTER = ("--guess", "ngram-mod:0.1,0.9")  # n-grams gain much
 FLAGS = ("--spec-type", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min")
+
+
+def copied(home: Home, folder: Path) -> Home:
+    """Return a copy that waits for no quiet moment: other tests work beside this one."""
+    found = home.copy(folder)
+    found.program = "tests.fakes.never_busy"
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +32,7 @@ def speculating(tmp_path_factory: pytest.TempPathFactory) -> Home:
     facts = parse_engine_facts(path.read_text())
     path.write_text(dump_facts(replace(facts, flags=(*facts.flags, *FLAGS))))
     home.set_engine(*FASTER)
-    assert home.command("tune", budget_s="60").returncode == 0
+    assert home.command("tune", budget_s="60", **FEW_PLANS).returncode == 0
     home.calm()
     assert stored(home)["plan"]["speculation"]["kind"] == "ngram"
     return home
@@ -42,9 +50,9 @@ def speculates(serving: Serving) -> bool:
 
 
 def test_speculation_that_changes_answers_is_refused_for_good(speculating: Home, tmp_path: Path) -> None:
-    home = speculating.copy(tmp_path / "home")
+    home = copied(speculating, tmp_path / "home")
     home.set_engine(*FASTER, "--changes", "0.02")
-    with home.serving(**QUICK) as serving:
+    with home.serving(**QUICK, **FEW_PLANS) as serving:
         serving.wait_ready()
         assert speculates(serving)
         told = serving.event("speculation_compared")
@@ -58,18 +66,18 @@ def test_speculation_that_changes_answers_is_refused_for_good(speculating: Home,
         assert choices["speculation"]["value"] == "off"
         assert "is refused, since it changes greedy answers" in choices["speculation"]["reason"]
         assert serving.chat()[0] == 200
-    with home.serving(**QUICK) as serving:  # from the profile: without it at once, and not compared again
+    with home.serving(**QUICK, **FEW_PLANS) as serving:  # from the profile: without it at once, and not compared again
         serving.wait_ready()
         serving.event("profile_probed")
         assert not speculates(serving)
         assert "speculation_compared" not in serving.names()
-    assert "is refused" in home.command("plan", **QUICK).stdout
+    assert "is refused" in home.command("plan", **QUICK, **FEW_PLANS).stdout
 
 
 def test_harmless_speculation_stays_on_and_a_request_interrupts_the_check(speculating: Home, tmp_path: Path) -> None:
-    home = speculating.copy(tmp_path / "home")
-    home.set_engine(*FASTER, "--works-s", "0.1", "--sleeps")
-    with home.serving(**QUICK) as serving:
+    home = copied(speculating, tmp_path / "home")
+    home.set_engine(*FASTER, "--works-s", "0.01", "--sleeps")
+    with home.serving(**QUICK, **FEW_PLANS) as serving:
         serving.wait_ready()
         serving.event("idle_measure")
         eventually(lambda: stored(home)["checks"]["speculation"], what=lambda: serving.text)  # type: ignore[index]
@@ -80,42 +88,28 @@ def test_harmless_speculation_stays_on_and_a_request_interrupts_the_check(specul
         answered = [row["name"] for row in stored(home)["checks"]["speculation"]["prompts"]]  # type: ignore[index]
         assert len(answered) == len(set(answered)) == 12
         serving.event("profile_probed")
-        assert speculates(serving) or "idle_changed" not in serving.names()
-
-
-def test_what_a_setting_asks_for_is_told_and_serves_on(speculating: Home, tmp_path: Path) -> None:
-    home = speculating.copy(tmp_path / "home")
-    home.set_engine(*FASTER, "--changes", "0.02")
-    settings = {"speculation": "ngram"}
-    assert home.command("tune", budget_s="30", **settings).returncode == 0
-    home.calm()
-    with home.serving(**QUICK, **settings) as serving:
-        serving.wait_ready()
-        told = serving.event("speculation_compared")
-        assert (told["level"], told["verdict"]) == ("warning", "asked for")
-        serving.event("profile_probed")
         assert "idle_changed" not in serving.names()
 
 
 def test_a_context_whose_needles_are_lost_is_told_and_kept(tuned: Home, tmp_path: Path) -> None:
-    home = tuned.copy(tmp_path / "home")
+    home = copied(tuned, tmp_path / "home")
     home.set_engine("--recalls", "3000")
     with home.serving(**QUICK) as serving:
         serving.wait_ready()
         serving.event("profile_probed")
         rows = serving.document("status")["checks"]["needles"]
         assert [(row["share"], row["verdict"]) for row in rows] == [(s, "failed") for s in (0.1, 0.5, 0.95)]
-        asked = serving.engine_requests()["POST /completion"]
+        assert serving.names().count("needle") == 3
     with home.serving(**QUICK) as serving:
         serving.wait_ready()
         serving.event("profile_probed")
-        assert serving.engine_requests()["POST /completion"] < asked
+        assert "needle" not in serving.names()
     assert "this context does not hold" in home.command("plan", **QUICK).stdout
     assert json.loads(home.command("plan", "--json", **QUICK).stdout)["checks"]["needles"] == rows
 
 
 def test_a_soak_counts_its_answers_and_ends(tuned: Home, tmp_path: Path) -> None:
-    home = tuned.copy(tmp_path / "home")
+    home = copied(tuned, tmp_path / "home")
     with home.serving(**{**QUICK, "soak_s": "2"}) as serving:
         serving.wait_ready()
         told = serving.event("soak")
@@ -125,12 +119,7 @@ def test_a_soak_counts_its_answers_and_ends(tuned: Home, tmp_path: Path) -> None
 
 
 def test_a_soak_that_the_engine_does_not_survive_is_told(tuned: Home, tmp_path: Path) -> None:
-    home = tuned.copy(tmp_path / "home")
-    with home.serving(**{**QUICK, "soak_s": "2"}) as serving:
-        home.set_engine()
-        serving.wait_ready()
-        serving.event("soak")
-    home = tuned.copy(tmp_path / "dying")
+    home = copied(tuned, tmp_path / "home")
     home.set_engine("--die-on-request", "3")
     with home.serving(**{**QUICK, "soak_s": "600"}) as serving:
         serving.wait_ready()
@@ -141,7 +130,7 @@ def test_a_soak_that_the_engine_does_not_survive_is_told(tuned: Home, tmp_path: 
 
 @pytest.mark.parametrize("setting", [{"check_profile": "off"}, {"tune": "off"}])
 def test_a_setting_turns_it_off(tuned: Home, tmp_path: Path, setting: dict[str, str]) -> None:
-    home = tuned.copy(tmp_path / "home")
+    home = copied(tuned, tmp_path / "home")
     with home.serving(**{**QUICK, "soak_s": "2", **setting}) as serving:
         serving.wait_ready()
         serving.event("profile_probed")

@@ -11,7 +11,7 @@ from appliance.errors import FatalError, VolumeError
 from appliance.plan import Plan
 from appliance.probe import probe
 from appliance.profile import Profile, wants_more
-from appliance.race import first_of
+from appliance.race import all_of, first_of
 from appliance.serve.background.mode_switch import ModeSwitch, keep_modes
 from appliance.serve.model.needs import is_due, needs_measuring
 from appliance.serve.model.served_model import ServedModel
@@ -74,8 +74,8 @@ class BackgroundTasks:
             if comparison.is_due and not served.sharing.is_shared.is_set():
                 await self._serve_checked(backend, comparison)
                 continue
-            await self._unless_hurried(context.soak(backend.traffic))
-            await self._unless_hurried(self._look_at_machine(backend))
+            # Together: on a busy machine the drift stays unknown for hours.
+            await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
             if served.settings.tune != "idle" or not needs_measuring(served):
                 served.tuning.wanted_now.clear()
                 await self._unless_hurried(self._know_machine_at_last(backend))
