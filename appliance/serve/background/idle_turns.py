@@ -63,12 +63,13 @@ class IdleTurns:
             return None
         try:
             found: T = working.result()
-        except EngineNotReadyError:
+        except EngineNotReadyError as error:
             await asyncio.sleep(_DIED_WITHIN_S)
             self._breaks += 1
             if self._breaks == BREAKS_MAX:
                 self.left_s = 0.0
-            if supervisor is None or supervisor.crash is crash_before:
-                return None
-            raise
+            if supervisor is not None and supervisor.crash is not crash_before:
+                raise
+            served.report.info("check_broken_off", error.message)
+            return None
         return found

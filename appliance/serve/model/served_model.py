@@ -111,6 +111,7 @@ class ServedModel:
         self.meter = Meter(self.hardware, environment, gpus)
         self.energy_use = EnergyUse()
         self.prompts = prompt_folder(self.start, report)
+        self._is_loss_of_checks_told = False  # True once the log said that the volume cannot take checks
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     def report_death(self, crash: Crash) -> FatalError:
@@ -188,7 +189,9 @@ class ServedModel:
         try:
             self.store.save_checks(self.profile)
         except VolumeError as error:  # serving goes on, and the next start checks again
-            self.report.warning("checks_not_kept", error.message)
+            if not self._is_loss_of_checks_told:
+                self.report.warning("checks_not_kept", error.message)
+            self._is_loss_of_checks_told = True
 
     def watch(self, *, with_gpus: bool = True) -> Watch:
         """Return a watch for the work of other programs on the CPUs, and on the GPUs that this image can use."""
