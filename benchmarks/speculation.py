@@ -31,8 +31,8 @@ from appliance.model import read_model
 from appliance.plan import Kind, Plan, SpeculationCheck
 from appliance.probe import probe
 from appliance.settings import resolve_settings
+from appliance.tune.harmless import WINDOW, answer_plainly, continue_windows
 from appliance.tune.trials.engine import Bench, running
-from appliance.tune.trials.harmless import WINDOW, answer_plainly, continue_windows
 from tests.builders import IMAGE
 
 DOING = "the benchmark"

@@ -52,7 +52,7 @@ class SpeculationComparison:
 
     def _check(self, plan: Plan) -> SpeculationCheck:
         """Return the check of the plan's kind so far."""
-        from appliance.tune.trials.harmless import WINDOW  # here: no start needs it
+        from appliance.tune.harmless import WINDOW  # here: no start needs it
 
         profile = self._served.profile
         of = plan.speculation.describe() if plan.speculation else ""
@@ -99,7 +99,7 @@ class SpeculationComparison:
     async def _runs(self, plan: Plan) -> None:
         """Make the three runs, each as far as an earlier sitting left it, and judge."""
         from appliance.abilities.soak import DOCUMENTS  # here, both: no start needs them
-        from appliance.tune.trials.harmless import answer_plainly, continue_windows
+        from appliance.tune.harmless import answer_plainly, continue_windows
 
         base = replace(plan, speculation=None)
         if not self._check(plan).is_answered:

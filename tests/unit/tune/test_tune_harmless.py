@@ -11,7 +11,7 @@ import pytest
 from appliance.engines.engine import Completion
 from appliance.plan import Checks, ComparedPrompt, NeedleRow, SoakCount, SpeculationCheck, sign_test
 from appliance.plan.observed.checks import SIGNIFICANT
-from appliance.tune.trials.harmless import ANSWER, WINDOW, answer_plainly, continue_windows
+from appliance.tune.harmless import ANSWER, WINDOW, answer_plainly, continue_windows
 
 EMPTY = SpeculationCheck(of="up to 8 tokens drafted by n-grams", window=WINDOW)
 WINDOWS = 12 * ANSWER // WINDOW
