@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,15 +33,15 @@ def speculating(tmp_path_factory: pytest.TempPathFactory) -> Home:
     facts = parse_engine_facts(path.read_text())
     path.write_text(dump_facts(replace(facts, flags=(*facts.flags, *FLAGS))))
     home.set_engine(*FASTER)
-    assert home.command("tune", budget_s="60", **FEW_PLANS).returncode == 0
+    assert home.command("tune", beside=None, budget_s="60", **FEW_PLANS).returncode == 0
     home.calm()
     assert stored(home)["plan"]["speculation"]["kind"] == "ngram"
     return home
 
 
-def stored(home: Home) -> dict[str, object]:
+def stored(home: Home) -> dict[str, Any]:
     (path,) = home.profiles.glob("*.json")
-    found: dict[str, object] = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
@@ -71,7 +72,7 @@ def test_speculation_that_changes_answers_is_refused_for_good(speculating: Home,
         serving.event("profile_probed")
         assert not speculates(serving)
         assert "speculation_compared" not in serving.names()
-    assert "is refused" in home.command("plan", **QUICK, **FEW_PLANS).stdout
+    assert "is refused" in home.command("plan", beside=None, **QUICK, **FEW_PLANS).stdout
 
 
 def test_harmless_speculation_stays_on_and_a_request_interrupts_the_check(speculating: Home, tmp_path: Path) -> None:
@@ -80,12 +81,12 @@ def test_harmless_speculation_stays_on_and_a_request_interrupts_the_check(specul
     with home.serving(**QUICK, **FEW_PLANS) as serving:
         serving.wait_ready()
         serving.event("idle_measure")
-        eventually(lambda: stored(home)["checks"]["speculation"], what=lambda: serving.text)  # type: ignore[index]
+        eventually(lambda: stored(home)["checks"]["speculation"], what=lambda: serving.text)
         assert serving.chat()[0] == 200
         serving.event("idle_stopped")
         told = serving.event("speculation_compared")
         assert (told["level"], told["verdict"]) == ("info", "harmless")
-        answered = [row["name"] for row in stored(home)["checks"]["speculation"]["prompts"]]  # type: ignore[index]
+        answered = [row["name"] for row in stored(home)["checks"]["speculation"]["prompts"]]
         assert len(answered) == len(set(answered)) == 12
         serving.event("profile_probed")
         assert "idle_changed" not in serving.names()
@@ -104,8 +105,8 @@ def test_a_context_whose_needles_are_lost_is_told_and_kept(tuned: Home, tmp_path
         serving.wait_ready()
         serving.event("profile_probed")
         assert "needle" not in serving.names()
-    assert "this context does not hold" in home.command("plan", **QUICK).stdout
-    assert json.loads(home.command("plan", "--json", **QUICK).stdout)["checks"]["needles"] == rows
+    assert "this context does not hold" in home.command("plan", beside=None, **QUICK).stdout
+    assert json.loads(home.command("plan", "--json", beside=None, **QUICK).stdout)["checks"]["needles"] == rows
 
 
 def test_a_soak_counts_its_answers_and_ends(tuned: Home, tmp_path: Path) -> None:
