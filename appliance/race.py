@@ -22,3 +22,19 @@ async def first_of(*waits: Awaitable[Any], timeout_s: float | None = None) -> tu
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
     return futures
+
+
+async def all_of(*waits: Awaitable[Any]) -> None:
+    """Wait until all of `waits` have ended. Raises the exception of the first that fails; the others are cancelled and
+    their end is waited for, also if this call is cancelled."""
+    futures = tuple(asyncio.ensure_future(wait) for wait in waits)
+    try:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        left = [future for future in futures if not future.done()]
+        for future in left:
+            future.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+    for future in futures:
+        if not future.cancelled():
+            future.result()

@@ -589,6 +589,21 @@ class Settings:
         "on|off",
         is_rare=True,
     )
+    check_profile: bool = _setting(
+        _switch,
+        True,
+        "check in idle time, after measuring, that the profile can be trusted: speculative decoding changes no "
+        "answers, facts are found in the whole context, a soak with tools (with tune off: never)",
+        "on|off",
+        is_rare=True,
+    )
+    soak_s: float = _setting(
+        _seconds(0, 86400),
+        600.0,
+        "seconds of the soak, split over idle periods (0: none)",
+        "SECONDS",
+        is_rare=True,
+    )
     receipts: str = _setting(
         _one_of("asked", "always", "off"),
         "asked",

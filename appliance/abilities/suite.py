@@ -74,22 +74,39 @@ async def _judged(
     engine: JsonSocket, row: Row, judge: Judge, model: str, *, is_stream: bool, limit_s: float
 ) -> Verdict:
     """Judge one answer. One that its limit of tokens cut is asked for again, with other random numbers."""
-    body: Body = {"model": model, **row.body}
-    if is_stream:
-        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     verdict = PASSED
     for sampling in _SAMPLINGS:
-        data = await _asked(engine, ROUTE, {**body, **sampling}, limit_s=limit_s)
-        if isinstance(data, Verdict):
-            return data
-        try:
-            answer = read_answer(data, is_stream=is_stream)
-        except BrokenAnswerError as error:
-            return failed(str(error))
-        verdict = judge(answer, row.tools)
-        if verdict.result is Result.PASSED or not (answer.is_cut and row.is_sure):
+        verdict, is_cut = await ask(engine, row, judge, model, sampling, is_stream=is_stream, limit_s=limit_s)
+        if verdict.result is Result.PASSED or not (is_cut and row.is_sure):
             break
     return verdict
+
+
+async def ask(
+    engine: JsonSocket,
+    row: Row,
+    judge: Judge,
+    model: str,
+    sampling: Body,
+    *,
+    is_stream: bool = False,
+    limit_s: float = EXCHANGE_S,
+) -> tuple[Verdict, bool]:
+    """Ask once and return the verdict, and True if the answer's limit of tokens cut it.
+
+    Raises EngineNotReadyError (43) if the engine breaks off.
+    """
+    body: Body = {"model": model, **row.body, **sampling}
+    if is_stream:
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    data = await _asked(engine, ROUTE, body, limit_s=limit_s)
+    if isinstance(data, Verdict):
+        return data, False
+    try:
+        answer = read_answer(data, is_stream=is_stream)
+    except BrokenAnswerError as error:
+        return failed(str(error)), False
+    return judge(answer, row.tools), answer.is_cut
 
 
 async def _asked(engine: JsonSocket, route: str, body: Body, *, limit_s: float) -> bytes | Verdict:

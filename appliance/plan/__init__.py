@@ -5,6 +5,15 @@ from appliance.plan.head import ContextPrice, Head, LargerContext, head_of
 from appliance.plan.memory_kill import MemoryKill, held_mib, most_mib, remembered
 from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.observed.allocated import Allocated
+from appliance.plan.observed.checks import (
+    Checks,
+    ComparedPrompt,
+    NeedleRow,
+    NeedleVerdict,
+    SoakCount,
+    SpeculationCheck,
+    sign_test,
+)
 from appliance.plan.observed.kv_check import KvCheck
 from appliance.plan.observed.shortage import Shortage
 from appliance.plan.parts.choice import Choice
@@ -74,7 +83,9 @@ __all__ = [
     "UNMEASURED",
     "Allocated",
     "CardPeak",
+    "Checks",
     "Choice",
+    "ComparedPrompt",
     "Compilation",
     "ContextPrice",
     "Costs",
@@ -93,12 +104,16 @@ __all__ = [
     "Memory",
     "MemoryKill",
     "MemoryPeak",
+    "NeedleRow",
+    "NeedleVerdict",
     "Offer",
     "Placement",
     "Plan",
     "RuledOut",
     "Shortage",
+    "SoakCount",
     "Speculation",
+    "SpeculationCheck",
     "SpeculationGoal",
     "Speed",
     "SpeedAt",
@@ -118,6 +133,7 @@ __all__ = [
     "long_prompt",
     "most_mib",
     "remembered",
+    "sign_test",
     "speed_kept",
     "summary",
     "with_choice",

@@ -44,6 +44,8 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
     }
     if found.abilities:
         document["abilities"] = found.abilities.as_document()
+    if profile and (checks := profile.checks.as_document()):
+        document["checks"] = checks
     if fetches:
         document["fetches"] = {"model": fetches.candidate.name, "bytes": fetches.candidate.missing_bytes}
     if quantization := found.start.quantization:
@@ -77,6 +79,7 @@ def plan_text(
         *_expert_cache(found),
         *_origin(found),
         *(found.abilities.lines() if found.abilities else ()),
+        *(found.profile.checks.lines() if found.profile else ()),
         f"\nreasons, in the order of decision\n{_indented(explain(found.plan, is_verbose=is_verbose))}\n",
         f"settings\n{_indented(explain_settings(found.start.settings))}",
     ))  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 from appliance.engines.engine import Space
-from appliance.plan import Plan, with_measured
+from appliance.plan import Choice, Plan, with_choice, with_measured
 from appliance.profile.record import Profile
 from appliance.tune.figures.measurement import MARGIN, scored
 from appliance.tune.figures.modes import Mode, choose, wanted_context
@@ -31,12 +31,14 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
     allocated = {trial.key: trial.allocated for trial in profile.measurements if trial.allocated}
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
-    while left := scored(plans.values(), profile.measurements):
+    while measured := scored(plans.values(), profile.measurements):
+        # A context in which a needle was lost serves only if nothing else does.
+        left = [each for each in measured if not profile.checks.has_failed(each.context)] or measured
         chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
         found = space.now(plans[chosen.scored.key], allocated.get(chosen.scored.key))
         if not isinstance(found, str):
             plan = _with_slots(with_measured(found, chosen.why, profile.plans), profile.plan)
-            plan = space.speculating_as(plan, profile.plan)
+            plan = _with_speculation(plan, profile, space)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.scored.key}: {found}")
         del plans[chosen.scored.key]
@@ -62,6 +64,14 @@ def wants_more(profile: Profile, mode: str, space: Space, *, budget_s: float) ->
     contexts = {plan.context for plan in space.all()}
     mix = parse_mix(profile.workload)
     return wanted_context(cast("Mode", mode), contexts, seen, mix, native=profile.native) is not None
+
+
+def _with_speculation(plan: Plan, profile: Profile, space: Space) -> Plan:
+    """Return the plan with the speculative decoding of the profile, unless the check of answers refused it."""
+    check = profile.checks.speculation
+    if check is None or check.verdict != "refused":
+        return space.speculating_as(plan, profile.plan)
+    return with_choice(plan, Choice(name="speculation", value="off", reason=check.describe(), source="measured"))
 
 
 def _with_slots(plan: Plan, measured: Plan) -> Plan:

@@ -20,7 +20,7 @@ from appliance.engines.engine import load as load_engine
 from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import Allocated, KvCheck, Launch, Plan, Speeds
+from appliance.plan import Allocated, Checks, KvCheck, Launch, Plan, Speeds
 from appliance.probe import Gpu, Hardware, fingerprint
 from appliance.settings import Settings
 from appliance.tune.figures.curve import Point
@@ -29,7 +29,7 @@ from appliance.tune.figures.speeds import measured_speeds, predicted_speeds
 from appliance.tune.figures.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 7
+SCHEMA = 8
 # Settings that change the speed, and so the key.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "draft_tokens", "engine_arg", "fill_minutes", "gpu_layers", "kv_type",
@@ -108,6 +108,7 @@ class Profile:
     disturbed_times: int = 0  # disturbed tunings in a row, this one included
     other_modes: tuple[str, ...] = ()  # modes for which other context lengths were measured later
     goes_on_from: str | None = None  # day of UTC from which more is measured, in idle time; None: everything was
+    checks: Checks = Checks()  # that were made after measuring
     gpu_uuids: tuple[str, ...] = ()  # cards in PCI order, for display; never compared
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -181,6 +182,23 @@ class ProfileStore:
     def stays(self, key: Key) -> bool:
         """True if the profile of exactly this key is pinned: then no new one is saved in its place."""
         return self.is_pinned(key.id) and self._reader.exact(key) is not None
+
+    def save_checks(self, profile: Profile) -> bool:
+        """Replace the checks of a saved profile, also of a pinned one: its figures, marks and time stay.
+
+        Returns False and writes nothing if the file was removed or measured anew meanwhile. Raises VolumeError.
+        """
+        id_, path = profile.key.id, self._files.path(profile.key.id)
+        with self._files.locked(id_), refusing(f"checks of a profile cannot be kept: {path}"):
+            self._files.drop_leftovers(id_)
+            stored = self._reader.peek(id_)
+            if stored is None or stored.created != profile.created:
+                return False
+            why_stale, data = self._marks.why_stale(id_), dump_profile(replace(stored, checks=profile.checks)).encode()
+            self._files.put(path, data, self._files.modified_ns(id_))
+            if why_stale is not None:
+                self._marks.mark_stale(id_, why_stale, data)
+        return True
 
     def mark_stale(self, profile: Profile, why: str) -> bool:
         """Store the reason why the profile is stale, until it is measured again. A later mark replaces an earlier one.

@@ -29,6 +29,7 @@ from socketserver import ThreadingMixIn, UnixStreamServer
 from typing import Any
 
 STARTED = time.monotonic()
+SECRET_TOKEN = 6  # a word of six characters, which a number of six digits is: this engine's tokens are lengths of words
 TEXT_ROUTES = {"/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions", "/completion", "/infill"}
 MESSAGE_ROUTES = {"/v1/messages", "/responses", "/v1/responses"}
 
@@ -306,8 +307,18 @@ class Handler(BaseHTTPRequestHandler):
         }
         if request.get("return_tokens"):
             made = reply["timings"]["predicted_n"]
-            reply["tokens"] = [0] * made if self.server.options.loop else list(range(made))
+            reply["tokens"] = [0] * made if self.server.options.loop else self.tokens(request.get("prompt"), made)
         return self.reply(200, reply)
+
+    def tokens(self, prompt: Any, made: int) -> list[int]:
+        """Return an answer that depends on the place alone, so that it goes on where an earlier one was cut."""
+        options = self.server.options
+        begin = len(prompt) if isinstance(prompt, list) else 0
+        if options.recalls is not None and begin <= options.recalls:
+            return [SECRET_TOKEN] * made
+        changes = options.changes if options.spec_type != "none" else 0.0
+        places = range(begin, begin + made)
+        return [-1 if place * 7919 % 1000 < 1000 * changes else place for place in places]
 
     def text_timings(self, request: dict[str, Any], words: int) -> dict[str, Any]:
         """Return timings with what the cache had of the conversation, and keep it."""
@@ -545,6 +556,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         metavar="KIND:COST,CHANCE[/CHANCE]",
         help="of each step, of a guess",
     )
+    add("--changes", type=float, default=0.0, metavar="RATE", help="of tokens, if it speculates")
+    add("--recalls", type=int, metavar="TOKENS", help="finds a secret number in prompts of so many tokens at most")
     add("--loop", action="store_true", help="every answer is one token over and over")
     add("--port-taken", action="store_true", help="end as if the address were in use")
     options, _ = parser.parse_known_args(arguments)

@@ -55,6 +55,13 @@ def _root() -> dict[str, Any]:
             summary=_text(),
             rows={"type": "array", "items": _of_ability()},
         ),
+        "checks": _object(
+            "of the profile: speculative decoding, needles in the context, a soak; absent before the first one",
+            lines={"type": "array", "items": _text()},
+            speculation={"anyOf": [_any("the comparison with engines without it"), _NULL]},
+            needles={"type": "array", "items": _any("a fact that was hidden in the context, and its verdict")},
+            soak={"anyOf": [_any("counts of its answers"), _NULL]},
+        ),
         "fetches": _object("what a start fetches first", model=_text(), bytes={"type": "integer"}),
         "warnings": {
             "type": "array",

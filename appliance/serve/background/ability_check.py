@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from appliance.abilities import Abilities, Ability, Result
 from appliance.abilities.kept import KeptAbilities
 from appliance.errors import EngineNotReadyError, VolumeError
-from appliance.race import first_of
+from appliance.serve.background.idle_turns import AFTER_S, IdleTurns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,12 +21,8 @@ if TYPE_CHECKING:
     from appliance.serve.model.served_model import ServedModel
 
 CHAT = "/v1/chat/completions"
-CHECK_AFTER_S = 60.0  # idle time before a row
 LIMIT_S = 600.0  # of all rows in one start, interrupted ones included: the next start continues
 LEAST_CONTEXT = 2048  # prompt and answer of the longest row, with a token for two characters
-BREAKS_MAX = 2  # times that the engine breaks off, in one start: then the check is left to the next one
-LOOK_EVERY_S = 1.0  # for an engine that is away
-_DIED_WITHIN_S = 2.0  # the supervisor notes the death of an engine within this time
 
 
 def is_wanted(served: ServedModel) -> bool:
@@ -41,14 +36,10 @@ class AbilityCheck:
     """Writes `ServedModel.abilities`. A request ends the row that runs, which is asked again in a later pause."""
 
     def __init__(
-        self, served: ServedModel, *, alone: asyncio.Lock, after_s: float = CHECK_AFTER_S, limit_s: float = LIMIT_S
+        self, served: ServedModel, *, alone: asyncio.Lock, after_s: float = AFTER_S, limit_s: float = LIMIT_S
     ) -> None:
-        """`alone` is held while a row runs: probes and measurements would slow each other."""
         self._served = served
-        self._alone = alone
-        self._after_s = min(after_s, served.settings.idle_s)
-        self._left_s = limit_s
-        self._breaks = 0
+        self._turns = IdleTurns(served, alone=alone, after_s=after_s, limit_s=limit_s)
         self._is_told = False
 
     @property
@@ -69,8 +60,8 @@ class AbilityCheck:
         left = [row for row in ROWS if row.name not in known]
         if not left:
             return
-        while left and self._left_s > 0:
-            await self._until_idle(traffic)
+        while left and self._turns.left_s > 0:
+            await self._turns.until_idle(traffic)
             plan, socket_path = served.host.plan, served.host.socket_path
             if plan is None or socket_path is None or plan.context < LEAST_CONTEXT:
                 return
@@ -89,40 +80,13 @@ class AbilityCheck:
             self._is_told = False
         return served.abilities
 
-    async def _until_idle(self, traffic: Traffic) -> None:
-        while True:
-            await self._served.sharing.is_alone.wait()
-            if (left_s := self._after_s - traffic.idle_s) > 0:
-                await asyncio.sleep(left_s)
-            elif self._served.host.is_ready:
-                return
-            else:
-                await asyncio.sleep(LOOK_EVERY_S)
-
     async def _unless_asked(self, row: Row, plan: Plan, socket_path: Path, traffic: Traffic) -> Ability | None:
         """Check one row. None if a request came, another model is loaded, or the engine was taken away meanwhile."""
-        served, began = self._served, time.monotonic()
-        supervisor = served.host.supervisor
-        crash_before = supervisor.crash if supervisor else None
-        async with self._alone:
-            checking, *_ = await first_of(
-                self._check(row, plan, socket_path), traffic.until_arrival(), served.sharing.is_shared.wait()
-            )
-        self._left_s -= time.monotonic() - began
-        if checking.cancelled():
-            return None
         try:
-            found: Ability = checking.result()
+            return await self._turns.take(self._check(row, plan, socket_path), traffic)
         except EngineNotReadyError:
-            await asyncio.sleep(_DIED_WITHIN_S)
-            self._breaks += 1
-            if self._breaks == BREAKS_MAX:
-                self._left_s = 0.0
-            if supervisor is None or supervisor.crash is crash_before:
-                return None
             reason, then = "the engine ended while it answered", "leave such requests out: they end every answer"
             return Ability(name=row.name, whole=Result.FAILED, streamed=Result.FAILED, reason=reason, then=then)
-        return found
 
     async def _check(self, row: Row, plan: Plan, socket_path: Path) -> Ability:
         from appliance.abilities.suite import check  # here, both: no start needs an HTTP client

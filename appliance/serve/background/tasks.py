@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from appliance.engines.engine import Space
@@ -11,16 +11,19 @@ from appliance.errors import FatalError, VolumeError
 from appliance.plan import Plan
 from appliance.probe import probe
 from appliance.profile import Profile, wants_more
-from appliance.race import first_of
+from appliance.race import all_of, first_of
 from appliance.serve.background.mode_switch import ModeSwitch, keep_modes
 from appliance.serve.model.needs import goes_on_after_s, is_due, needs_measuring
 from appliance.serve.model.served_model import ServedModel
+from appliance.serve.model.tuning_state import TuningState
 from appliance.start.inputs import StartInputs
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
     from appliance.profile.drift import Drift, DriftState
     from appliance.serve.background.bandwidths import Bandwidths
+    from appliance.serve.background.idle_tuner import IdleTuner
+    from appliance.serve.background.speculation_check import SpeculationComparison
     from appliance.tune.session import TuningSession
 
 
@@ -44,10 +47,13 @@ class BackgroundTasks:
                 ended.result()  # neither ends but by an error
 
     async def _run(self, backend: Backend) -> None:
-        from appliance.serve.background.ability_check import AbilityCheck, is_wanted  # here: no start needs it
+        from appliance.serve.background.ability_check import AbilityCheck, is_wanted  # here, all: no start needs them
+        from appliance.serve.background.context_check import ContextCheck
+        from appliance.serve.background.speculation_check import SpeculationComparison
 
         served = self._served
         abilities = AbilityCheck(served, alone=self._alone)
+        context, comparison = ContextCheck(served, alone=self._alone), SpeculationComparison(served)
         if is_wanted(served):
             await abilities.load()
         await self._unless_hurried(self._know_machine(backend))
@@ -64,7 +70,12 @@ class BackgroundTasks:
                 continue
             await self._unless_switched(self._know_machine(backend))
             await self._unless_hurried(abilities.run(backend.traffic))
-            await self._unless_hurried(self._look_at_machine(backend))
+            await self._unless_hurried(context.find_needles(backend.traffic))
+            if comparison.is_due and not served.sharing.is_shared.is_set():
+                await self._serve_checked(backend, comparison)
+                continue
+            # Together: on a busy machine the drift stays unknown for hours.
+            await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
             if served.settings.tune != "idle" or not needs_measuring(served):
                 served.tuning.wanted_now.clear()
                 await self._unless_hurried(self._know_machine_at_last(backend))
@@ -132,31 +143,12 @@ class BackgroundTasks:
         return self._more[2]
 
     async def _tune(self, backend: Backend) -> None:
-        # here: a start from a profile that holds never needs it
-        from appliance.serve.background.idle_tuner import IdleTuner
-
         served = self._served
         tuning = served.tuning
-        tuner: IdleTuner[Plan] = IdleTuner(
-            host=served.host,
-            traffic=backend.traffic,
-            upstream=backend.upstream,
-            report=served.report,
-            tuning=tuning,
-            measure=self._measure,
-            measure_serving=self._measure_serving if served.start.engine.measures_in_service else None,
-            why_no_room=self._why_no_room,
-            as_error=served.start.engine.as_error,
-            idle_s=served.settings.idle_s,
-            need_s=self._need_s,
-            gained=self._gained,
-            what_else_works=served.what_crowds,
-            until_crowded=served.until_crowded,
-            gives_way=served.modes.is_wanted,
-            is_shared=served.sharing.is_shared,
-        )
-        tuning.is_busy = False
+        in_service = self._measure_serving if served.start.engine.measures_in_service else None
+        tuner = self._tuner(backend, tuning, self._measure, self._why_no_room, self._gained, in_service)
         before, variants = served.profile, served.inputs.kernels.variants
+        tuning.is_busy = False
         try:
             is_over = await tuner.run()
         finally:
@@ -171,6 +163,51 @@ class BackgroundTasks:
         tuning.failure = tuner.failure
         tuning.was_measured = not tuning.is_given_up and has_same_kernels
         tuning.drift = None
+
+    def _tuner(
+        self,
+        backend: Backend,
+        tuning: TuningState,
+        measure: Callable[[bool], Awaitable[Plan | None]],
+        why_no_room: Callable[[Plan | None], Awaitable[str]],
+        gained: Callable[[], int],
+        measure_serving: Callable[[], Awaitable[None]] | None = None,
+    ) -> IdleTuner[Plan]:
+        from appliance.serve.background.idle_tuner import IdleTuner  # here: a start from a profile may never need it
+
+        served = self._served
+        return IdleTuner(
+            host=served.host,
+            traffic=backend.traffic,
+            upstream=backend.upstream,
+            report=served.report,
+            tuning=tuning,
+            measure=measure,
+            measure_serving=measure_serving,
+            why_no_room=why_no_room,
+            as_error=served.start.engine.as_error,
+            idle_s=served.settings.idle_s,
+            need_s=self._need_s,
+            gained=gained,
+            what_else_works=served.what_crowds,
+            until_crowded=served.until_crowded,
+            gives_way=served.modes.is_wanted,
+            is_shared=served.sharing.is_shared,
+        )
+
+    async def _serve_checked(self, backend: Backend, comparison: SpeculationComparison) -> None:
+        """Compare speculative decoding, and load another plan if the checks do not allow the one that serves."""
+        served, before = self._served, comparison.gained
+        state = TuningState()  # of its own: measuring has ended, which documents go on to say
+        state.wanted_now = served.tuning.wanted_now
+
+        async def why_no_room(plan: Plan | None) -> str:
+            wanted = plan or served.host.plan
+            return await self._why_not_beside(served.start, wanted) if wanted else "no plan serves"
+
+        tuner = self._tuner(backend, state, comparison.measure, why_no_room, lambda: comparison.gained - before)
+        if await tuner.run() and comparison.is_due:
+            comparison.give_up()  # its engines or the allowed plan did not load: the next start tries again
 
     def _need_s(self) -> float:
         """Predict the time for a load and one measurement at the workload's depth, from the plan that serves."""

@@ -76,6 +76,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "slow_beside": served.slow_beside,
         "losses": [asdict(loss) for loss in losses_of(served)],
         "abilities": served.abilities.as_document() if served.abilities and served.abilities.rows else None,
+        "checks": profile.checks.as_document() if profile else None,
         "watts": served.meter.watts,
         "energy": _energy(served),
         "gpu_memory": _gpu_memory(served),

@@ -15,9 +15,9 @@ from appliance.command import Command
 from appliance.console.report import Report
 from appliance.engines.endings import POLICY
 from appliance.engines.engine import Host, Inputs, Node, Space
-from appliance.errors import FatalError
+from appliance.errors import FatalError, VolumeError
 from appliance.model import plain_name
-from appliance.plan import Allocated, KvCheck, MemoryPeak, Plan
+from appliance.plan import Allocated, Checks, KvCheck, MemoryPeak, Plan
 from appliance.probe import Hardware
 from appliance.probe.load.meter import EnergyUse, Meter
 from appliance.profile import Key, Profile, ProfileStore
@@ -111,6 +111,7 @@ class ServedModel:
         self.meter = Meter(self.hardware, environment, gpus)
         self.energy_use = EnergyUse()
         self.prompts = prompt_folder(self.start, report)
+        self._is_loss_of_checks_told = False  # True once the log said that the volume cannot take checks
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     def report_death(self, crash: Crash) -> FatalError:
@@ -176,6 +177,21 @@ class ServedModel:
         """Plan as one of several hosts, for one start of all of them; plans use the GPUs of `hosts` as well."""
         install, inputs = replace(self.start.install, node=node), replace(self.inputs, hosts=hosts)
         self._begin_with(replace(self.start, install=install, inputs=inputs))
+
+    def keep_checks(self, checks: Checks) -> None:
+        """Keep the checks in the profile; in memory only, with a warning, if the volume cannot take them."""
+        before = self.profile
+        if before is None:
+            return
+        self.profile = replace(before, checks=checks)
+        if self.measured_here is before:
+            self.measured_here = self.profile
+        try:
+            self.store.save_checks(self.profile)
+        except VolumeError as error:  # serving goes on, and the next start checks again
+            if not self._is_loss_of_checks_told:
+                self.report.warning("checks_not_kept", error.message)
+            self._is_loss_of_checks_told = True
 
     def watch(self, *, with_gpus: bool = True) -> Watch:
         """Return a watch for the work of other programs on the CPUs, and on the GPUs that this image can use."""

@@ -154,6 +154,7 @@ esac
             "tune": "off",  # a test of measuring says `first` or `idle`
             # All plans of a fake engine are equally fast, so that a tuner measures many before it stops.
             "budget_s": "10",
+            "soak_s": "0",  # a test of the soak says how long it is
             **settings,
         }
         variables = {f"APPLIANCE_{name.upper()}": value for name, value in found.items()}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from appliance.race import first_of
+from appliance.race import all_of, first_of
 
 
 class Runner:
@@ -74,3 +74,33 @@ async def test_a_shielded_future_is_left_as_it_is() -> None:
     _, soon = await first_of(asyncio.shield(shared), _soon("done"))
     assert soon.result() == "done"
     assert not shared.done()
+
+
+async def test_all_are_waited_for_and_a_failure_ends_the_others() -> None:
+    ended: list[int] = []
+
+    async def end(number: int) -> None:
+        await asyncio.sleep(0)
+        ended.append(number)
+
+    await all_of(end(1), end(2))
+    assert ended == [1, 2]
+
+    async def fail() -> None:
+        message = "no"
+        raise ValueError(message)
+
+    runner = Runner()
+    with pytest.raises(ValueError, match="no"):
+        await all_of(runner.run(), fail())
+    assert not runner.is_running
+
+
+async def test_waiting_for_all_that_is_cancelled_leaves_nothing_running() -> None:
+    runner = Runner()
+    waiting = asyncio.create_task(all_of(runner.run(), runner.run()))
+    await runner.began.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not runner.is_running

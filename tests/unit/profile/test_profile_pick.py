@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.space import Space
-from appliance.plan import Plan
+from appliance.plan import Checks, NeedleRow, Plan, SpeculationCheck
 from appliance.profile import Picked, Profile, pick, wants_more
 from appliance.tune.figures.curve import Point
 from appliance.tune.figures.measurement import Measurement
@@ -119,6 +119,41 @@ def test_another_mode_takes_another_plan_from_the_same_measurements() -> None:
     found = {mode: pick(of((small, middle, large), seen), mode, here) for mode in MODES}
     keys = [each.plan.key for each in found.values() if isinstance(each, Picked)]
     assert keys == [small.key, middle.key, middle.key]
+
+
+def lost(context: int) -> NeedleRow:
+    return NeedleRow(context=context, share=0.5, verdict="failed", words="not found")
+
+
+def test_a_mode_prefers_a_context_whose_needles_are_found() -> None:
+    small, middle, large, *_ = contexts()
+    seen = [measured(small, 20.0), measured(middle, 21.0), measured(large, 22.0)]
+    here = space(LAPTOP, shape(MODEL))
+
+    def picked(*rows: NeedleRow) -> str:
+        found = pick(of((small, middle, large), seen, checks=Checks(needles=rows)), "context", here)
+        assert isinstance(found, Picked)
+        return found.plan.key
+
+    assert picked() == large.key
+    assert picked(lost(large.context)) == middle.key
+    assert picked(lost(large.context), lost(middle.context)) == small.key
+    assert picked(*(lost(plan.context) for plan in (small, middle, large))) == large.key  # none holds
+
+
+@pytest.mark.parametrize(
+    ("verdict", "serves"), [("open", True), ("harmless", True), ("asked for", True), ("refused", False)]
+)
+def test_speculative_decoding_that_was_refused_does_not_serve(verdict: str, serves: bool) -> None:
+    plan, here = ladder()[-1], space(LAPTOP, shape(MODEL))
+    speculating = here.speculating(plan, here.speculation(plan, "ngram", 8))
+    check = SpeculationCheck(of="n-grams", window=16, verdict=verdict)  # type: ignore[arg-type]
+    kept = replace(of((plan,), [measured(plan, 20.0)]), plan=speculating, checks=Checks(speculation=check))
+    found = pick(kept, "speed", here)
+    assert isinstance(found, Picked)
+    assert (found.plan.speculation is not None) is serves
+    choice = next((each for each in found.plan.choices if each.name == "speculation"), None)
+    assert serves or (choice is not None and choice.value == "off" and "is refused" in choice.reason)
 
 
 @pytest.mark.thorough

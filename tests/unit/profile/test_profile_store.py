@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import VolumeError
-from appliance.plan import Plan
+from appliance.plan import Checks, NeedleRow, Plan
 from appliance.probe.load.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
 from appliance.profile.partial import dump_partial, parse_partial
@@ -553,3 +553,28 @@ def test_a_profile_of_an_engine_that_is_not_here_is_left_alone(shelf: Shelf) -> 
     assert [(each.id, each.schema) for each in shelf.store.foreign()] == [(key("b2").id, f"{SCHEMA} of another engine")]
     assert path.read_bytes() == other
     assert shelf.warnings == []
+
+
+CHECKED = Checks(needles=(NeedleRow(context=4096, share=0.5, verdict="failed", words="not found"),))
+
+
+def test_checks_are_kept_and_marks_and_time_stay(shelf: Shelf) -> None:
+    shelf.store.save(profile())
+    shelf.store.pin(key().id)
+    shelf.store.mark_stale(profile(), "slower")
+    before_ns = shelf.path.stat().st_mtime_ns
+    checked = replace(profile(), checks=CHECKED)
+    assert shelf.store.save_checks(checked)
+    assert shelf.store.load(key()) == checked
+    assert (shelf.store.why_stale(checked), shelf.store.is_pinned(key().id)) == ("slower", True)
+    assert shelf.path.stat().st_mtime_ns == before_ns
+
+
+def test_checks_of_a_profile_that_is_gone_or_measured_anew_are_dropped(shelf: Shelf) -> None:
+    checked = replace(profile(), checks=CHECKED)
+    assert not shelf.store.save_checks(checked)
+    assert not shelf.path.exists()
+    newer = replace(profile(), created="2027-01-01T00:00:00+00:00")
+    shelf.store.save(newer)
+    assert not shelf.store.save_checks(checked)
+    assert shelf.store.load(key()) == newer

@@ -141,6 +141,7 @@ function Why({ state }) {
       </table>
     </div>
     <${Abilities} rows=${status?.abilities?.rows} />
+    <${Checks} lines=${status?.checks?.lines} />
     ${head.command && html`<details><summary>${t("command")}</summary><pre tabindex="0"><code>${clean(head.command)}</code></pre></details>`}
   </${View}>`;
 }
@@ -155,6 +156,11 @@ function Abilities({ rows }) {
         <td>${clean(row.reason)}${row.then && html` <small>${clean(row.then)}</small>`}</td></tr>`,
     )}</tbody>
   </table></div>`;
+}
+
+function Checks({ lines }) {
+  if (!lines?.length) return null;
+  return html`<h3>${t("checks")}</h3><ul>${lines.map((line) => html`<li key=${line}>${clean(line)}</li>`)}</ul>`;
 }
 
 function Modes({ status }) {

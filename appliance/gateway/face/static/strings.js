@@ -36,6 +36,7 @@ const WORDS = {
   restarts: ["engine restarts: {0}, of them after a hang: {1}", "引擎重启 {0} 次，其中 {1} 次因无响应"],
   why: ["Why this plan", "为何这样配置"],
   abilities: ["Abilities of this model here", "此模型在此处的能力"],
+  checks: ["Checks of this profile", "此配置的检验"],
   result: ["Result", "结果"],
   passed: ["passed", "通过"],
   failed: ["failed", "失败"],

@@ -1,0 +1,200 @@
+"""What was checked of a profile after it was filled: its speculative decoding, its context, and a soak."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from appliance.values import dataclass
+
+SIGNIFICANT = 0.01  # one-sided: so many harmless kinds of speculative decoding may be refused
+NeedleVerdict = Literal["passed", "failed", "not judged"]
+SpeculationVerdict = Literal["open", "harmless", "refused", "asked for"]
+
+
+def sign_test(more: int, fewer: int) -> float:
+    """Return the chance that `more` of all differing pairs, or even more of them, fall on one side by luck alone.
+
+    This is McNemar's exact test: pairs that do not differ tell nothing.
+    """
+    pairs = more + fewer
+    return math.fsum(math.comb(pairs, at) for at in range(more, pairs + 1)) / 2.0**pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedPrompt:
+    """One prompt of the comparison. `answer` is the greedy answer without speculative decoding, as token ids.
+
+    `again` and `speculating` are the numbers of the windows of `answer` that an engine continued with other tokens:
+    a second one without speculative decoding, and one with it. None: not asked yet.
+    """
+
+    name: str
+    answer: tuple[int, ...]
+    again: tuple[int, ...] | None = None
+    speculating: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationCheck:
+    """Comparison of greedy answers with and without speculative decoding. `of` is the kind, as its plan describes it.
+
+    `plain_documents` and `documents` have one entry for each answer under a schema, True if it is valid: of the engine
+    without speculative decoding, and of the one with it.
+    """
+
+    of: str
+    window: int  # tokens that are continued from the same prefix
+    prompts: tuple[ComparedPrompt, ...] = ()
+    plain_documents: tuple[bool, ...] = ()
+    documents: tuple[bool, ...] = ()
+    is_answered: bool = False  # True once all prompts have an answer
+    drafted: int = 0
+    accepted: int = 0
+    verdict: SpeculationVerdict = "open"
+
+    @property
+    def windows(self) -> int:
+        """Windows that were continued both ways."""
+        return sum(len(each.answer) // self.window for each in self.prompts if each.speculating is not None)
+
+    @property
+    def differing(self) -> tuple[int, int]:
+        """Windows that differ from the first answer: of a second engine without speculative decoding, and with it."""
+        return sum(len(again) for again, _ in self._pairs), sum(len(speculating) for _, speculating in self._pairs)
+
+    @property
+    def only(self) -> tuple[int, int]:
+        """Windows that differ in one of the two runs only: without speculative decoding, and with it."""
+        return sum(len(one - two) for one, two in self._pairs), sum(len(two - one) for one, two in self._pairs)
+
+    @property
+    def _pairs(self) -> list[tuple[set[int], set[int]]]:
+        done = [each for each in self.prompts if each.speculating is not None]
+        return [({*(each.again or ())}, {*(each.speculating or ())}) for each in done]
+
+    @property
+    def chance(self) -> float:
+        """Chance of such an excess of differences if speculative decoding is harmless."""
+        without, with_it = self.only
+        return sign_test(with_it, without)
+
+    @property
+    def broken_documents(self) -> int:
+        """Answers that are invalid with speculative decoding, and valid without."""
+        return sum(plain and not each for plain, each in zip(self.plain_documents, self.documents, strict=False))
+
+    def judged(self, *, is_asked_for: bool) -> SpeculationCheck:
+        """Return the check with its verdict. What the user asked for by a setting is never refused."""
+        is_harmless = self.chance >= SIGNIFICANT and not self.broken_documents
+        return replace(self, verdict="harmless" if is_harmless else "asked for" if is_asked_for else "refused")
+
+    def describe(self) -> str:
+        again, speculating = self.differing
+        only_again, only_speculating = self.only
+        figures = (
+            f"{speculating} of {self.windows} windows of {self.window} tokens differ with it, {again} without it, "
+            f"{only_speculating} and {only_again} of them only there (chance {self.chance:.2g}); "
+            f"{self.broken_documents} of {len(self.documents)} documents broken; "
+            f"{self.accepted:,} of {self.drafted:,} draft tokens accepted"
+        )
+        words = {
+            "open": f"{self.of}: not compared to the end",
+            "harmless": f"{self.of} does not change greedy answers",
+            "refused": f"{self.of} is refused, since it changes greedy answers",
+            "asked for": f"{self.of} changes greedy answers; it serves, since a setting asks for it",
+        }
+        return f"{words[self.verdict]}: {figures}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleRow:
+    """One needle in a context. `share` is its place: 0 at the beginning, 1 at the end."""
+
+    context: int  # tokens of the prompt
+    share: float
+    verdict: NeedleVerdict
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakCount:
+    """Requests of the soak so far. `errors` has the distinct ones in words, at most a few of them."""
+
+    seconds: float = 0.0
+    answers: int = 0
+    failed: int = 0
+    errors: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        told = f": {'; '.join(self.errors)}" if self.errors else ""
+        return f"{self.failed} of {self.answers:,} answers failed in {self.seconds / 60:.1f} min{told}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """All checks of one profile."""
+
+    speculation: SpeculationCheck | None = None  # of the kind that the profile's plan has or had
+    needles: tuple[NeedleRow, ...] = ()
+    soak: SoakCount | None = None
+
+    def has_failed(self, context: int) -> bool:
+        """True if a needle was lost in this context, or in a shorter one."""
+        return any(row.verdict == "failed" and row.context <= context for row in self.needles)
+
+    def with_needle(self, row: NeedleRow) -> Checks:
+        others = (each for each in self.needles if (each.context, each.share) != (row.context, row.share))
+        return replace(self, needles=tuple(sorted((*others, row), key=lambda each: (each.context, each.share))))
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each check."""
+        if self.speculation:
+            yield f"speculative decoding: {self.speculation.describe()}"
+        for context in sorted({row.context for row in self.needles}):
+            rows = [row for row in self.needles if row.context == context]
+            words = ", ".join(f"{row.verdict} at {row.share:.0%}" for row in rows)
+            fails = any(row.verdict == "failed" for row in rows)
+            then = "; this context does not hold: use a smaller --ctx-size" if fails else ""
+            yield f"needles in {context:,} tokens: {words}{then}"
+        if self.soak:
+            yield f"soak with tools: {self.soak.describe()}"
+
+    def as_document(self) -> dict[str, object] | None:
+        """Return what status and `plan` show, None if nothing was checked yet. The compared tokens are left out."""
+        if not (lines := list(self.lines())):
+            return None
+        check, soak = self.speculation, self.soak
+        return {
+            "lines": lines,
+            "speculation": None
+            if check is None
+            else {
+                "of": check.of,
+                "verdict": check.verdict,
+                "windows": check.windows,
+                "window": check.window,
+                "differing_again": check.differing[0],
+                "differing": check.differing[1],
+                "only_again": check.only[0],
+                "only_speculating": check.only[1],
+                "chance": round(check.chance, 6),
+                "documents": len(check.documents),
+                "broken_documents": check.broken_documents,
+                "drafted": check.drafted,
+                "accepted": check.accepted,
+            },
+            "needles": [
+                {"context": row.context, "share": row.share, "verdict": row.verdict, "words": row.words}
+                for row in self.needles
+            ],
+            "soak": soak
+            and {
+                "seconds": round(soak.seconds, 1),
+                "answers": soak.answers,
+                "failed": soak.failed,
+                "errors": list(soak.errors),
+            },
+        }

@@ -1,0 +1,75 @@
+"""Turns of a check on the engine that serves: one begins in a pause between requests, and the next request ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from appliance.errors import EngineNotReadyError
+from appliance.race import first_of
+
+if TYPE_CHECKING:
+    from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
+    from appliance.serve.model.served_model import ServedModel
+
+AFTER_S = 60.0  # idle time before a turn
+BREAKS_MAX = 2  # times that the engine breaks off, in one start: then the check is left to the next one
+LOOK_EVERY_S = 1.0  # for an engine that is away
+_DIED_WITHIN_S = 2.0  # the supervisor notes the death of an engine within this time
+T = TypeVar("T")
+
+
+class IdleTurns:
+    """Turns of one check. `alone` is held during a turn: probes and measurements would slow each other.
+
+    `limit_s` is for all turns in one start, interrupted ones included.
+    """
+
+    def __init__(self, served: ServedModel, *, alone: asyncio.Lock, after_s: float, limit_s: float) -> None:
+        self._served = served
+        self._alone = alone
+        self._after_s = min(after_s, served.settings.idle_s)
+        self._breaks = 0
+        self.left_s = limit_s
+
+    async def until_idle(self, traffic: Traffic) -> None:
+        """Wait for a pause that is long enough while the engine answers and no other model is wanted."""
+        while True:
+            await self._served.sharing.is_alone.wait()
+            if (left_s := self._after_s - traffic.idle_s) > 0:
+                await asyncio.sleep(left_s)
+            elif self._served.host.is_ready:
+                return
+            else:
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def take(self, work: Coroutine[Any, Any, T], traffic: Traffic, *, most_s: float | None = None) -> T | None:
+        """Do the work. None if a request came, another model is loaded, or the engine was taken away meanwhile; also
+        after `most_s`.
+
+        Raises EngineNotReadyError (43) if the engine died of it.
+        """
+        served, began = self._served, time.monotonic()
+        supervisor = served.host.supervisor
+        crash_before = supervisor.crash if supervisor else None
+        async with self._alone:
+            working, *_ = await first_of(
+                work, traffic.until_arrival(), served.sharing.is_shared.wait(), timeout_s=most_s
+            )
+        self.left_s -= time.monotonic() - began
+        if working.cancelled():
+            return None
+        try:
+            found: T = working.result()
+        except EngineNotReadyError as error:
+            await asyncio.sleep(_DIED_WITHIN_S)
+            self._breaks += 1
+            if self._breaks == BREAKS_MAX:
+                self.left_s = 0.0
+            if supervisor is not None and supervisor.crash is not crash_before:
+                raise
+            served.report.info("check_broken_off", error.message)
+            return None
+        return found

@@ -1,0 +1,138 @@
+"""Checks of a profile in idle time, with a fake engine: speculative decoding, needles, and a soak."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.image_facts import dump_facts, parse_engine_facts
+from tests.process.stages.boot import Home, Serving, eventually
+
+QUICK = {"tune": "first", "idle_s": "1", "check_abilities": "off"}
+FEW_PLANS = {"threads": "1", "kv_type": "f16", "ubatch": "512"}
+FASTER = ("--guess", "ngram-mod:0.1,0.9")  # n-grams gain much
+FLAGS = ("--spec-type", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min")
+
+
+def copied(home: Home, folder: Path) -> Home:
+    """Return a copy that waits for no quiet moment: other tests work beside this one."""
+    found = home.copy(folder)
+    found.program = "tests.fakes.never_busy"
+    return found
+
+
+@pytest.fixture(scope="module")
+def speculating(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A home whose profile has speculative decoding."""
+    home = Home.make(tmp_path_factory.mktemp("speculating") / "home")
+    path = home.folder / "facts/engine_facts.json"
+    facts = parse_engine_facts(path.read_text())
+    path.write_text(dump_facts(replace(facts, flags=(*facts.flags, *FLAGS))))
+    home.set_engine(*FASTER)
+    assert home.command("tune", beside=None, budget_s="60", **FEW_PLANS).returncode == 0
+    home.calm()
+    assert stored(home)["plan"]["speculation"]["kind"] == "ngram"
+    return home
+
+
+def stored(home: Home) -> dict[str, Any]:
+    (path,) = home.profiles.glob("*.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def speculates(serving: Serving) -> bool:
+    """True if the engine that was started last speculates."""
+    return "--spec-type" in serving.home.started[-1]
+
+
+def test_speculation_that_changes_answers_is_refused_for_good(speculating: Home, tmp_path: Path) -> None:
+    home = copied(speculating, tmp_path / "home")
+    home.set_engine(*FASTER, "--changes", "0.02")
+    with home.serving(**QUICK, **FEW_PLANS) as serving:
+        serving.wait_ready()
+        assert speculates(serving)
+        told = serving.event("speculation_compared")
+        assert (told["level"], told["verdict"]) == ("warning", "refused")
+        eventually(lambda: not speculates(serving), what=lambda: serving.text)
+        serving.event("idle_changed")
+        check = serving.document("status")["checks"]["speculation"]
+        assert check["differing"] > 6
+        assert (check["windows"], check["differing_again"]) == (132, 0)
+        choices = {each["name"]: each for each in serving.document("plan")["choices"]}
+        assert choices["speculation"]["value"] == "off"
+        assert "is refused, since it changes greedy answers" in choices["speculation"]["reason"]
+        assert serving.chat()[0] == 200
+    with home.serving(**QUICK, **FEW_PLANS) as serving:  # from the profile: without it at once, and not compared again
+        serving.wait_ready()
+        serving.event("profile_probed")
+        assert not speculates(serving)
+        assert "speculation_compared" not in serving.names()
+    assert "is refused" in home.command("plan", beside=None, **QUICK, **FEW_PLANS).stdout
+
+
+def test_harmless_speculation_stays_on_and_a_request_interrupts_the_check(speculating: Home, tmp_path: Path) -> None:
+    home = copied(speculating, tmp_path / "home")
+    home.set_engine(*FASTER, "--works-s", "0.01", "--sleeps")
+    with home.serving(**QUICK, **FEW_PLANS) as serving:
+        serving.wait_ready()
+        serving.event("idle_measure")
+        eventually(lambda: stored(home)["checks"]["speculation"], what=lambda: serving.text)
+        assert serving.chat()[0] == 200
+        serving.event("idle_stopped")
+        told = serving.event("speculation_compared")
+        assert (told["level"], told["verdict"]) == ("info", "harmless")
+        answered = [row["name"] for row in stored(home)["checks"]["speculation"]["prompts"]]
+        assert len(answered) == len(set(answered)) == 12
+        serving.event("profile_probed")
+        assert "idle_changed" not in serving.names()
+
+
+def test_a_context_whose_needles_are_lost_is_told_and_kept(tuned: Home, tmp_path: Path) -> None:
+    home = copied(tuned, tmp_path / "home")
+    home.set_engine("--recalls", "3000")
+    with home.serving(**QUICK) as serving:
+        serving.wait_ready()
+        serving.event("profile_probed")
+        rows = serving.document("status")["checks"]["needles"]
+        assert [(row["share"], row["verdict"]) for row in rows] == [(s, "failed") for s in (0.1, 0.5, 0.95)]
+        assert serving.names().count("needle") == 3
+    with home.serving(**QUICK) as serving:
+        serving.wait_ready()
+        serving.event("profile_probed")
+        assert "needle" not in serving.names()
+    assert "this context does not hold" in home.command("plan", beside=None, **QUICK).stdout
+    assert json.loads(home.command("plan", "--json", beside=None, **QUICK).stdout)["checks"]["needles"] == rows
+
+
+def test_a_soak_counts_its_answers_and_ends(tuned: Home, tmp_path: Path) -> None:
+    home = copied(tuned, tmp_path / "home")
+    with home.serving(**{**QUICK, "soak_s": "2"}) as serving:
+        serving.wait_ready()
+        told = serving.event("soak")
+        assert told["answers"] > 3
+        assert told["failed"] == 0
+        assert serving.document("status")["checks"]["soak"]["seconds"] == pytest.approx(2, abs=1.5)
+
+
+def test_a_soak_that_the_engine_does_not_survive_is_told(tuned: Home, tmp_path: Path) -> None:
+    home = copied(tuned, tmp_path / "home")
+    home.set_engine("--die-on-request", "3")
+    with home.serving(**{**QUICK, "soak_s": "600"}) as serving:
+        serving.wait_ready()
+        told = serving.event("soak")
+        assert (told["level"], told["failed"]) == ("warning", 2)
+        assert "engine: it ended while it answered" in told["message"]
+
+
+@pytest.mark.parametrize("setting", [{"check_profile": "off"}, {"tune": "off"}])
+def test_a_setting_turns_it_off(tuned: Home, tmp_path: Path, setting: dict[str, str]) -> None:
+    home = copied(tuned, tmp_path / "home")
+    with home.serving(**{**QUICK, "soak_s": "2", **setting}) as serving:
+        serving.wait_ready()
+        serving.event("profile_probed")
+        assert serving.document("status")["checks"] is None
