@@ -61,9 +61,9 @@ class Hearing:
     def hear(self) -> Finding:
         """Compare everything. Raises FatalError if a build breaks off; its message names which."""
         new, old = self._asked(Side.NEW), self._asked(Side.OLD)  # in this order, since the new build is up
-        mix = self._fitted()
+        mix = self.fitted()
         began = time.monotonic()
-        speeds = self._speeds(mix)
+        speeds = self.speeds(mix)
         return Finding(
             mix=mix.source,
             together=self._sides.passes == 1,
@@ -85,7 +85,7 @@ class Hearing:
             error.message = f"the {side} image does not do its work: {error.message}"
             raise
 
-    def _fitted(self) -> Mix:
+    def fitted(self) -> Mix:
         """Return the mix, shortened so that one pass takes `PASS_S` on the old build."""
         self._at(Side.OLD, lambda build: warm(build, self._mix))
         began = time.monotonic()
@@ -93,7 +93,8 @@ class Hearing:
         tenth_s = time.monotonic() - began
         return self._mix.scaled(PASS_S / (10 * tenth_s))
 
-    def _speeds(self, mix: Mix) -> Speeds:
+    def speeds(self, mix: Mix) -> Speeds:
+        """Compare speeds until they are known precisely or the time is over. Raises FatalError."""
         pairs: list[Pair] = []
         order = (Side.OLD, Side.NEW)  # the old build is up
         waited_s = 0.0
@@ -125,8 +126,10 @@ class Hearing:
         before = self._sampler(self._sides.working)
         times = [self._at(side, partial(replay, mix=mix, turn=turn)) for turn in turns]
         after = self._sampler(self._sides.working)
-        others = build.posted() - posted - len(turns) * sum(map(len, mix.bursts))
-        words = "other requests came" if others else disturbance(before, after, cpus=self._cpus)
+        own = len(turns) * sum(map(len, mix.bursts))
+        words = disturbance(before, after, cpus=self._cpus)
+        if build.came_since(posted, own):
+            words = "requests of clients came"
         whole = Times(prefill_s=sum(t.prefill_s for t in times), decode_s=sum(t.decode_s for t in times))
         return whole, words
 

@@ -19,7 +19,8 @@ from appliance.values import dataclass
 
 SLOWER = 0.05  # slowdown that has to be found
 LIMIT = SLOWER / 2  # a slowdown above it counts: a true 0 and a true 5 % are equally far away
-PRECISE = 0.02  # half of the interval: with it either error has a chance below 1 % for each of the two figures
+PRECISE = 0.02  # half of the interval at which measuring stops; each figure is then wrong in less than 1 % of courts
+ENOUGH = LIMIT  # half of the interval that still decides: 0 and 5 % cannot both lie in it
 LEAST_PAIRS = 8  # below, the interval of 95 % is that of the two outermost pairs
 _Z = NormalDist().inv_cdf(0.975)
 
@@ -63,7 +64,8 @@ class Slowdown:
     @property
     def verdict(self) -> Verdict:
         """An interval that is too wide still decides if the limit lies outside of it."""
-        if not (self.is_precise or self.low > LIMIT or self.high < LIMIT):
+        is_enough = (self.high - self.low) / 2 <= ENOUGH
+        if not (is_enough or self.low > LIMIT or self.high < LIMIT):
             return Verdict.NOT_DECIDED
         return Verdict.LOST if self.share > LIMIT else Verdict.AS_GOOD
 

@@ -46,6 +46,10 @@ class Build:
         except NoAnswerError as error:
             raise unanswered(error) from error
 
+    def came_since(self, posted: int, own: int) -> int:
+        """Return the requests since `posted` was read, without `own` ones. Raises FatalError."""
+        return self.posted() - posted - own
+
     def running(self) -> int:
         """Return the requests that run now. Raises FatalError."""
         try:

@@ -7,12 +7,15 @@ import json
 import tarfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 from docker.api import APIClient
-from docker.errors import APIError
+from docker.errors import APIError, NotFound
 
+from appliance.documents import load
 from appliance.errors import VolumeError
 from appliance.host.court.hearing import Finding
 from appliance.host.court.judge import Slowdown, Verdict
@@ -24,11 +27,12 @@ FOLDER = "court"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A finding with what was compared. `created` is ISO 8601, UTC."""
+    """A finding with what was compared. Times are ISO 8601, UTC."""
 
     old_image: str
     new_image: str
     created: str
+    ended: str
     finding: Finding
 
     def document(self) -> dict[str, Any]:
@@ -111,6 +115,23 @@ def keep(client: APIClient, container_id: str, record: Record, *, user: str) -> 
     except APIError as error:
         message = f"the court's finding cannot be kept on the volume: {DATA}/{name}: {error.explanation or error}"
         raise VolumeError(message, hint="check the volume's space and owner") from error
+
+
+def sessions(client: APIClient, container_id: str) -> list[tuple[float, float]]:
+    """Return beginning and end of the sessions that the volume keeps, in seconds since 1970; files that are none are
+    left out."""
+    try:
+        chunks, _ = client.get_archive(container_id, f"{DATA}/{FOLDER}")
+    except NotFound:
+        return []
+    found: list[tuple[float, float]] = []
+    with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
+        for member in tar:
+            with suppress(ValueError, KeyError, TypeError):
+                document = load(file.read()) if (file := tar.extractfile(member)) else {}
+                created, ended = (datetime.fromisoformat(document[name]) for name in ("created", "ended"))
+                found.append((created.timestamp(), ended.timestamp()))
+    return found
 
 
 def _owned(info: tarfile.TarInfo, user: str, *, is_folder: bool) -> tarfile.TarInfo:

@@ -75,6 +75,7 @@ def open_case(client: APIClient, found: Found, new_image: str, status: Mapping[s
         return "the previous container does not answer"
     gateway = containers.gateway(client, found)
     build = build_of(gateway)
+    mix = _mix(client, found, gateway, build)
     try:
         list(build.ask({"prompt": "One, two,", "max_tokens": 2}))
     except FatalError as error:
@@ -84,12 +85,18 @@ def open_case(client: APIClient, found: Found, new_image: str, status: Mapping[s
         has_gpus=found.launch is None or found.launch.gpus is not None,
         available_mib=psutil.virtual_memory().available / MIB,
     )
-    return Case(found=found, new_image=new_image, mix=_mix(gateway, build), why_in_turn=why, limit_s=limit_s)
+    return Case(found=found, new_image=new_image, mix=mix, why_in_turn=why, limit_s=limit_s)
 
 
-def _mix(gateway: Gateway, build: Build) -> Mix:
+def _mix(client: APIClient, found: Found, gateway: Gateway, build: Build) -> Mix:
+    """Return the mix of clients' requests: those of earlier sessions are left out."""
+    sessions = report.sessions(client, found.id)
     try:
-        rows = [row for row in gateway.requests() if row.get("model") == build.model]
+        rows = [
+            row
+            for row in gateway.requests()
+            if row.get("model") == build.model and not any(first <= row["time"] <= last for first, last in sessions)
+        ]
         total = gateway.get(f"/appliance/v1/usage?days={DAYS}").document.get("total")
     except NoAnswerError:
         rows, total = [], None
@@ -121,12 +128,8 @@ def _hear(client: APIClient, case: Case, sides: Sides, new: Found, display: Disp
     hearing = Hearing(
         sides, case.mix, limit_s=case.limit_s, sampler=sampler, tell=lambda words: display.show({"message": words})
     )
-    record = Record(
-        old_image=case.found.image,
-        new_image=case.new_image,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        finding=hearing.hear(),
-    )
+    began, finding = _now(), hearing.hear()
+    record = Record(old_image=case.found.image, new_image=case.new_image, created=began, ended=_now(), finding=finding)
     try:
         report.keep(client, new.id, record, user=new.launch.user if new.launch else "")
     except VolumeError as error:  # the finding holds without its file
@@ -134,3 +137,7 @@ def _hear(client: APIClient, case: Case, sides: Sides, new: Found, display: Disp
     if record.finding.verdict is not Verdict.AS_GOOD:
         raise CourtError(record, case.found.short_name)
     return record
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()

@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--back", action="store_true", help="return to the previous container; a second time returns to the new one"
     )
     parser.add_argument("--no-measure", action="store_true", help="do not compare speeds; measure later, when idle")
-    words = (
-        "most seconds to compare the speed of both images first; 0: no comparison (default: %(default)s)"
-    )
+    words = "most seconds to compare the speed of both images first; 0: no comparison (default: %(default)s)"
     parser.add_argument("--court-s", metavar="SECONDS", type=session.seconds, default=COURT_S, help=words)
     parser.add_argument("--yes", "-y", action="store_true", help="build the image without asking")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
