@@ -158,7 +158,7 @@ def _upgrade(
         gateway = start(client, launch, environment, err, fixed_port=True)
         now = containers.choose(containers.all_of_ours(client), launch.name)
         if isinstance(case, Case) and case.why_in_turn:
-            err.print(f"both images take turns: {case.why_in_turn}", markup=False)
+            err.print(f"both images take turns: {case.why_in_turn}", markup=False, soft_wrap=True)
             why = _measured(client, now, gateway, err) if measures else why
             with display_on(err) as display:
                 court = session.hear_in_turn(client, case, now, display)
