@@ -46,7 +46,7 @@ from benchmarks.start import cpu_name, free_port
 PERIOD_S, PLANTED = 0.1, 0.05
 # Two short jobs, the second with a part of its prompt in the cache: a pass of about a second for a small model.
 MIX = Mix(
-    bursts=((Job(after_s=0.0, cached=0, fresh=256, out=32),), (Job(after_s=0.0, cached=256, fresh=64, out=32),)),
+    bursts=((Job(after_s=0.0, cached=0, fresh=128, out=24),), (Job(after_s=0.0, cached=128, fresh=32, out=24),)),
     source="two short jobs",
 )
 NOISES = (0.01, 0.02, 0.03, 0.05, 0.08)

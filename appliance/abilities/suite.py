@@ -78,9 +78,7 @@ async def _counted(engine: Exchanger, row: Row, model: str, *, limit_s: float) -
     return PASSED if counts[0] < counts[1] else failed("the chat template leaves out the results of tools")
 
 
-async def _judged(
-    engine: Exchanger, row: Row, judge: Judge, model: str, *, is_stream: bool, limit_s: float
-) -> Verdict:
+async def _judged(engine: Exchanger, row: Row, judge: Judge, model: str, *, is_stream: bool, limit_s: float) -> Verdict:
     """Judge one answer. One that its limit of tokens cut is asked for again, with other random numbers."""
     body: Body = {"model": model, **row.body}
     if is_stream:

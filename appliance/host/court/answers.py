@@ -66,7 +66,7 @@ def _answer(build: Build, prompt: str) -> tuple[Token, ...]:
 
 
 def tokens_of(event: Mapping[str, Any]) -> tuple[Token, ...]:
-    """Return the tokens of one event, in the form of chat completions (llama.cpp) or of completions (vLLM)."""
+    """Return the tokens of one event, with the logprobs in either of the forms of OpenAI's API."""
     found: list[Token] = []
     for choice in event.get("choices") or ():
         told = choice.get("logprobs") or {}

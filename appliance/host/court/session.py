@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 from docker.api import APIClient
 
 from appliance.errors import FatalError, VolumeError
@@ -19,7 +18,7 @@ from appliance.host.court.mix import Mix, mix_of
 from appliance.host.court.replay import Build
 from appliance.host.court.report import Record
 from appliance.host.court.sides import Beside, InTurn, Side, Sides, build_of
-from appliance.host.court.watch import CpuWatch
+from appliance.host.court.watch import CpuWatch, available_mib
 from appliance.host.docker import containers
 from appliance.host.docker.containers import Found
 from appliance.host.docker.http import Gateway, NoAnswerError
@@ -27,7 +26,6 @@ from appliance.host.start.follow import Display
 from appliance.values import dataclass
 
 DAYS = 30  # of the usage that stands for requests which are not recorded any more
-MIB = 2**20
 
 
 class CourtError(FatalError):
@@ -83,7 +81,7 @@ def open_case(client: APIClient, found: Found, new_image: str, status: Mapping[s
     why = why_in_turn(
         status,
         has_gpus=found.launch is None or found.launch.gpus is not None,
-        available_mib=psutil.virtual_memory().available / MIB,
+        available_mib=available_mib(),
     )
     return Case(found=found, new_image=new_image, mix=mix, why_in_turn=why, limit_s=limit_s)
 

@@ -26,6 +26,11 @@ class Sample:
     own_s: float | None
 
 
+def available_mib() -> float:
+    """Return the memory that new programs can have, by the kernel's own estimate."""
+    return float(psutil.virtual_memory().available) / 2**20
+
+
 class CpuWatch:
     """Reads the counters of this machine and of the containers that work."""
 
