@@ -9,7 +9,8 @@ there.
 `record` does the same pass again and again on one llama-server, and notes what else the machine did. `simulate` draws
 stretches of such a series, in which the times that would be the new build's are longer by what is planted; and the same
 with made-up noise. `real` starts two servers for each court: the second one is stopped for 5 ms in every 100 ms, which
-makes it 1 / 0.95 times as slow, or is left alone. Courts take turns: one with the plant, one without.
+makes it 1 / 0.95 times as slow, or is left alone. Courts take turns: one with the plant, one without; each
+begins when nothing else has worked for five seconds.
 `answers` shows how far right builds differ in their answers: other kernels, another type of the KV cache.
 """
 
@@ -44,6 +45,7 @@ from appliance.host.verbs.upgrade import COURT_S
 from benchmarks.start import cpu_name, free_port
 
 PERIOD_S, PLANTED = 0.1, 0.05
+QUIET_S = 5.0
 # Two short jobs, the second with a part of its prompt in the cache: a pass of about a second for a small model.
 MIX = Mix(
     bursts=((Job(after_s=0.0, cached=0, fresh=128, out=24),), (Job(after_s=0.0, cached=128, fresh=32, out=24),)),
@@ -147,6 +149,7 @@ def _real(options: argparse.Namespace) -> None:
     counts: dict[float, Counter[str]] = {PLANTED: Counter(), 0.0: Counter()}
     for number in range(options.courts):
         for planted in counts:
+            _wait_until_quiet()
             with ExitStack() as stack:
                 old, old_pid = stack.enter_context(_served(options))
                 new, new_pid = stack.enter_context(_served(options, planted=planted))
@@ -164,6 +167,15 @@ def _real(options: argparse.Namespace) -> None:
     print(f"{cpu_name()}, {os.cpu_count()} CPUs, load average {os.getloadavg()[1]:.1f}")
     for planted, found in counts.items():
         print(f"planted {planted:.0%}: {dict(found)}")
+
+
+def _wait_until_quiet() -> None:
+    """Wait for `QUIET_S` in which nothing else works, as a user of `upgrade` would choose the time."""
+    while True:
+        before = _sample([])
+        time.sleep(QUIET_S)
+        if not disturbance(before, _sample([]), cpus=os.cpu_count() or 1):
+            return
 
 
 def _answers(options: argparse.Namespace) -> None:

@@ -145,7 +145,7 @@ QUIET = Sample(time_s=0.0, busy_s=0.0, steal_s=0.0, own_s=0.0)
         ({"busy_s": 4.0, "own_s": None}, "it is not known what other programs did"),
     ],
 )
-def test_foreign_cpu_time_disturbs(after: dict[str, float | None], words: str) -> None:
+def test_foreign_cpu_time_disturbs(after: dict[str, Any], words: str) -> None:
     found = disturbance(QUIET, replace(QUIET, time_s=2.0, **after), cpus=4)
     assert found.startswith(words)
     assert bool(found) == bool(words)
