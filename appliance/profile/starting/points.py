@@ -15,7 +15,7 @@ from appliance.values import dataclass
 
 SHIPPED = Path(__file__).parent / "data"
 # Parts of a key that may differ within a class of machines. Everything else has to be equal: model, CPU variant,
-# settings, the CPU's name, instruction sets and cores, the GPUs with their bus and power limit. Free memory is read anew.
+# settings, the CPU's name, instruction sets and cores, the GPUs with their bus and power limit.
 MAY_DIFFER = frozenset({"build", "hardware.memory_mib", "hardware.driver"})
 
 
@@ -38,7 +38,7 @@ class Foreign:
 def first_plan(store: ProfileStore, key: Key, mode: str, space: Space, *, shipped: Path = SHIPPED) -> Foreign | None:
     """Return the best plan that fits now of the newest profile of this machine's class, on the volume or else shipped.
 
-    None if there is no such profile, or if no plan of it fits. Only for machines without a profile of their own. Changes
+    None if there is no such profile, or if no plan of it fits. Only for machines without an own profile. Changes
     nothing.
     """
     on_volume = [(profile, False) for profile in store.alike(key, MAY_DIFFER)]
