@@ -124,7 +124,7 @@ def _until_ready(gateway: Gateway) -> None:
 
 
 def _sample(ids: Sequence[str]) -> Sample:
-    """As the court's, with processes in place of containers."""
+    """Sample as the court does, with processes in place of containers."""
     times = psutil.cpu_times()
     own = [psutil.Process(int(each)).cpu_times() for each in (*ids, os.getpid())]
     own_s = sum(each.user + each.system for each in own)

@@ -41,8 +41,9 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
         "plan": as_document(found.plan),
         "profile": profile.key.id if profile else None,
         "standing": status.as_document() if status else None,
-        "foreign_plan": found.foreign.describe() if found.foreign else None,
     }
+    if found.foreign:
+        document["foreign_plan"] = found.foreign.describe()
     if found.abilities:
         document["abilities"] = found.abilities.as_document()
     if fetches:
