@@ -12,6 +12,7 @@ BURSTS = 3  # one at each sixth, half and five sixths of the recorded bursts, by
 MOST_AT_ONCE = 8
 PASS_S = 4.0  # a pass that is longer gives too few pairs in three minutes
 LEAST_FRESH, LEAST_OUT = 8, 8
+MOST_CACHED = 4096  # both builds have to read it once; on a CPU more would take minutes
 DEFAULT_IN, DEFAULT_OUT = 512, 64
 
 
@@ -86,4 +87,4 @@ def _bursts(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Job]]:
 
 def _job(after_s: float, tokens_in: int, cached: int, out: int) -> Job:
     fresh = max(LEAST_FRESH, tokens_in - cached)
-    return Job(after_s=after_s, cached=max(0, tokens_in - fresh), fresh=fresh, out=max(LEAST_OUT, out))
+    return Job(after_s=after_s, cached=min(MOST_CACHED, max(0, tokens_in - fresh)), fresh=fresh, out=max(LEAST_OUT, out))

@@ -43,6 +43,11 @@ def test_without_recorded_requests_the_mean_one_stands_for_them() -> None:
     assert mix_of(failed, {}).bursts == ((Job(after_s=0.0, cached=0, fresh=512, out=64),),)
 
 
+def test_a_cached_part_is_limited() -> None:
+    [[job]] = mix_of([row(1.0, 30_000, 10, tokens_cached=29_000)], {}).bursts
+    assert (job.cached, job.fresh) == (4096, 1000)
+
+
 def test_a_long_mix_is_shortened_and_keeps_its_depth() -> None:
     mix = Mix(bursts=((Job(after_s=1.0, cached=5000, fresh=1000, out=100),),), source="one")
     assert mix.scaled(2.0) is mix
