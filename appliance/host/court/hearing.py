@@ -150,5 +150,5 @@ class Hearing:
 def _progress(speeds: Speeds) -> str:
     words = f"comparing speeds: {speeds.pairs} pairs"
     words += f", {speeds.disturbed} disturbed" if speeds.disturbed else ""
-    figures = (f", {each.what} time {each.share:+.1%} ±{(each.high - each.low) / 2:.1%}" for each in speeds.slowdowns)
+    figures = (f", {each.what} time {each.share:+.1%} ±{each.half:.1%}" for each in speeds.slowdowns)
     return words + "".join(figures)

@@ -21,6 +21,7 @@ SLOWER = 0.05  # slowdown that has to be found
 LIMIT = SLOWER / 2  # a slowdown above it counts: a true 0 and a true 5 % are equally far away
 PRECISE = 0.02  # half of the interval at which measuring stops; each figure is then wrong in less than 1 % of courts
 ENOUGH = LIMIT  # half of the interval that still decides: 0 and 5 % cannot both lie in it
+WIDEST = 0.10  # half of the interval; above, the machine was not quiet, whatever was seen of other programs
 LEAST_PAIRS = 8  # below, the interval of 95 % is that of the two outermost pairs
 _Z = NormalDist().inv_cdf(0.975)
 
@@ -58,14 +59,19 @@ class Slowdown:
     high: float
 
     @property
+    def half(self) -> float:
+        """Half of the interval's width."""
+        return (self.high - self.low) / 2
+
+    @property
     def is_precise(self) -> bool:
-        return (self.high - self.low) / 2 <= PRECISE
+        return self.half <= PRECISE
 
     @property
     def verdict(self) -> Verdict:
-        """An interval that is too wide still decides if the limit lies outside of it."""
-        is_enough = (self.high - self.low) / 2 <= ENOUGH
-        if not (is_enough or self.low > LIMIT or self.high < LIMIT):
+        """A wide interval still decides if the limit lies outside of it."""
+        is_outside = self.low > LIMIT or self.high < LIMIT
+        if self.half > (WIDEST if is_outside else ENOUGH):
             return Verdict.NOT_DECIDED
         return Verdict.LOST if self.share > LIMIT else Verdict.AS_GOOD
 

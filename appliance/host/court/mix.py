@@ -87,4 +87,6 @@ def _bursts(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Job]]:
 
 def _job(after_s: float, tokens_in: int, cached: int, out: int) -> Job:
     fresh = max(LEAST_FRESH, tokens_in - cached)
-    return Job(after_s=after_s, cached=min(MOST_CACHED, max(0, tokens_in - fresh)), fresh=fresh, out=max(LEAST_OUT, out))
+    return Job(
+        after_s=after_s, cached=min(MOST_CACHED, max(0, tokens_in - fresh)), fresh=fresh, out=max(LEAST_OUT, out)
+    )

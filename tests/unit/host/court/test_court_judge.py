@@ -107,6 +107,7 @@ def test_the_estimate_ignores_a_few_late_pairs() -> None:
         (pairs_of([0.3] * (LEAST_PAIRS - 1)), "only 7 of at least 8 pairs were measured in the time limit"),
         (pairs_of([0.3] * 9, disturbance="a backup ran"), "9 of 9 pairs were disturbed: a backup ran"),
         (pairs_of([0.3, -0.3] * 10), "the times of equal work differ too much"),
+        (pairs_of([0.3, 0.9] * 10), "the times of equal work differ too much"),
     ],
 )
 def test_too_little_decides_nothing(pairs: list[Pair], why: str) -> None:
