@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 from appliance.abilities.answer import UNREADABLE, BrokenAnswerError, read_answer, read_count
 from appliance.abilities.judge import PASSED, Verdict, failed, not_judged
 from appliance.abilities.record import Ability, Result
 from appliance.abilities.rows import Body, Judge, Row
-from appliance.engines.json_socket import JsonSocket
 from appliance.values import dataclass
 
 ROUTE = "/v1/chat/completions"
@@ -16,6 +16,14 @@ COUNT_ROUTE = "/v1/messages/count_tokens"
 EXCHANGE_S = 120.0  # limit of one answer
 # Greedy first: two runs then give one answer. A small model that repeats itself for ever may end with other numbers.
 _SAMPLINGS: tuple[Body, ...] = ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2})
+
+
+class Exchanger(Protocol):
+    """The way to an engine: its socket, or a gateway before it."""
+
+    async def exchange(self, route: str, body: Body) -> tuple[int, bytes]:
+        """Post `body`; return the status and the whole body of the answer. Raises EngineNotReadyError (43)."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +34,7 @@ class Offered:
     why_no_reasoning: str = ""
 
 
-async def check(engine: JsonSocket, row: Row, model: str, offered: Offered, *, limit_s: float = EXCHANGE_S) -> Ability:
+async def check(engine: Exchanger, row: Row, model: str, offered: Offered, *, limit_s: float = EXCHANGE_S) -> Ability:
     """Check one ability. `model` is the name that the engine knows.
 
     Raises EngineNotReadyError (43) if the engine breaks off, which tells nothing of the model.
@@ -56,7 +64,7 @@ def _reason(whole: Verdict, streamed: Verdict) -> str:
     return "; ".join(filter(None, told))
 
 
-async def _counted(engine: JsonSocket, row: Row, model: str, *, limit_s: float) -> Verdict:
+async def _counted(engine: Exchanger, row: Row, model: str, *, limit_s: float) -> Verdict:
     """Judge whether a tool's result reaches the prompt: a longer one must make more tokens."""
     counts: list[int] = []
     for body in (row.body, row.longer):
@@ -70,9 +78,7 @@ async def _counted(engine: JsonSocket, row: Row, model: str, *, limit_s: float) 
     return PASSED if counts[0] < counts[1] else failed("the chat template leaves out the results of tools")
 
 
-async def _judged(
-    engine: JsonSocket, row: Row, judge: Judge, model: str, *, is_stream: bool, limit_s: float
-) -> Verdict:
+async def _judged(engine: Exchanger, row: Row, judge: Judge, model: str, *, is_stream: bool, limit_s: float) -> Verdict:
     """Judge one answer. One that its limit of tokens cut is asked for again, with other random numbers."""
     verdict = PASSED
     for sampling in _SAMPLINGS:
@@ -83,7 +89,7 @@ async def _judged(
 
 
 async def ask(
-    engine: JsonSocket,
+    engine: Exchanger,
     row: Row,
     judge: Judge,
     model: str,
@@ -109,7 +115,7 @@ async def ask(
     return judge(answer, row.tools), answer.is_cut
 
 
-async def _asked(engine: JsonSocket, route: str, body: Body, *, limit_s: float) -> bytes | Verdict:
+async def _asked(engine: Exchanger, route: str, body: Body, *, limit_s: float) -> bytes | Verdict:
     try:
         async with asyncio.timeout(limit_s):
             status, data = await engine.exchange(route, body)

@@ -19,6 +19,7 @@ from appliance.preview.cell_facts import Stand, contents_of_cell, has_image, unk
 from appliance.preview.outlook import larger_contexts, to_measure
 from appliance.probe import Hardware, probe
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
+from appliance.profile.starting import Foreign, first_plan
 from appliance.selection.candidates import (
     Chosen,
     Option,
@@ -48,6 +49,7 @@ class Preview:
     space: Space
     profile: Profile | None = None
     status: ProfileStatus | None = None
+    foreign: Foreign | None = None  # the plan is from it
     abilities: Abilities | None = None  # that were checked on this machine
     fetches: Option | None = None  # the candidate that a start would fetch first
     shape: PublishedShape | None = None  # planned instead of a file
@@ -196,7 +198,9 @@ def preview_of(start: StartInputs) -> Preview:
     if profile is not None and isinstance(picked, Picked):
         status = store.status(profile)
         return Preview(plan=picked.plan, start=start, space=space, profile=profile, status=status, abilities=abilities)
-    return Preview(plan=space.predicted, start=start, space=space, abilities=abilities)
+    foreign = first_plan(store, start.key, start.settings.mode, space) if profile is None else None
+    plan = foreign.plan if foreign else space.predicted
+    return Preview(plan=plan, start=start, space=space, foreign=foreign, abilities=abilities)
 
 
 def _preview_away(contents: ImageContents, offered: Option, machine: UsableMachine) -> Preview:

@@ -42,6 +42,8 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
         "profile": profile.key.id if profile else None,
         "standing": status.as_document() if status else None,
     }
+    if found.foreign:
+        document["foreign_plan"] = found.foreign.describe()
     if found.abilities:
         document["abilities"] = found.abilities.as_document()
     if profile and (checks := profile.checks.as_document()):
@@ -111,6 +113,8 @@ def _origin(found: Preview) -> Iterator[str]:
     yield (
         f"from profile {profile.key.id}, measured {profile.created}{f': {speeds.describe()}' if speeds else ''}"
         if profile
+        else f"foreign until it is measured here: {found.foreign.describe()}"
+        if found.foreign
         else "a prediction; measuring decides between it and others that fit"
     )
     if status and status.describe():

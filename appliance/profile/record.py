@@ -49,6 +49,11 @@ class Key:
         text = json.dumps({"schema": SCHEMA, **self.parts}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
+    def differs_only_in(self, other: Key, names: frozenset[str]) -> bool:
+        """True if no part differs but `names`. Equal keys do not differ at all, which is True too."""
+        both = {*self.parts, *other.parts}
+        return {name for name in both if self.parts.get(name) != other.parts.get(name)} <= names
+
     def changed(self, other: dict[str, Any]) -> tuple[str, ...]:
         """List the parts that differ, with both values: "build: a1 -> b2"."""
         names = sorted({*self.parts, *other})

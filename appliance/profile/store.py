@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from appliance.tune.checkpoint import Partial
 
 _Found = TypeVar("_Found")
+_BUILD = frozenset({"build"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,13 @@ class ProfileStore:
     def of_other_builds(self, key: Key) -> tuple[Profile, ...]:
         """Return the readable profiles whose key differs from `key` in the build only, newest first. Changes
         nothing."""
+        return self.alike(key, _BUILD)
+
+    def alike(self, key: Key, names: frozenset[str]) -> tuple[Profile, ...]:
+        """Return the readable profiles whose key differs from `key`, but in nothing else than the parts `names`, newest
+        first. Changes nothing."""
         found = [profile for id_ in self._files.ids() if (profile := self._reader.peek(id_))]
-        return tuple(self._in_order(profile for profile in found if _differs_in_build(profile.key, key)))
+        return tuple(self._in_order(p for p in found if p.key != key and p.key.differs_only_in(key, names)))
 
     def pinned(self, key: Key) -> Profile | None:
         """Return the newest pinned profile for the key's model, machine and settings; the build may differ."""
@@ -264,8 +270,7 @@ class ProfileStore:
 
     def _is_pin_for(self, profile: Profile, key: Key) -> bool:
         """True if the profile is pinned and its key differs from `key` in the build at most."""
-        is_alike = profile.key == key or _differs_in_build(profile.key, key)
-        return is_alike and self.is_pinned(profile.key.id)
+        return profile.key.differs_only_in(key, _BUILD) and self.is_pinned(profile.key.id)
 
     def _in_order(self, profiles: Iterable[Profile]) -> list[Profile]:
         """Sort by time of saving, newest first."""
@@ -274,12 +279,6 @@ class ProfileStore:
             return self._files.modified_ns(profile.key.id), profile.created, profile.key.id
 
         return sorted(profiles, key=rank, reverse=True)
-
-
-def _differs_in_build(theirs: Key, ours: Key) -> bool:
-    """True if the keys differ in the build and in nothing else."""
-    names = {*theirs.parts, *ours.parts}
-    return {name for name in names if theirs.parts.get(name) != ours.parts.get(name)} == {"build"}
 
 
 def _is(profile: Profile, data: bytes) -> bool:

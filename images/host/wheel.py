@@ -24,7 +24,7 @@ PACKAGE = "appliance"
 ENTRY = "appliance.host.__main__"
 VERB_TABLE = Path("appliance/host/verb_table.py")
 INVENTORY = Path("appliance/host/docker/inventory.json")  # the place in the wheel; a clone has it in images/
-DEPENDENCIES = ("docker>=7", "msgspec", "rich")
+DEPENDENCIES = ("docker>=7", "msgspec", "psutil", "rich")
 # Verbs that few people need bring packages that the others do without.
 EXTRAS = {"bench": ("aiohttp",), "inject": ("pyyaml",)}
 BACKEND = "uv_build>=0.13,<0.14"  # uv itself has it built in, so nothing is fetched here

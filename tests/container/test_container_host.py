@@ -199,7 +199,7 @@ def test_an_upgrade_keeps_volume_key_and_profiles_compares_the_speeds_and_goes_b
             repository, version = tag.split(":")
             changes = ["LABEL org.opencontainers.image.version=9.9"]
             client.api.commit(f"appliance-{name}", repository=repository, tag=version, changes=changes)
-            done = appliance("upgrade", name, "--image", tag)
+            done = appliance("upgrade", name, "--image", tag, "--court-s", "0")
             assert done.code == 0, done.err
             assert re.search(r"version: \S+ -> 9\.9", done.out)
             assert re.search(r"decode at \d+ tokens: [\d.]+ -> [\d.]+ tok/s", done.out), done.out

@@ -47,6 +47,8 @@ class Container:
     server: ThreadingHTTPServer | None = None
     key: bytes = (KEY + "\n").encode()
     mode: str = "balanced"
+    posted: int = 0  # requests for work
+    written: bytes = b""  # the last archive that was put onto the volume through it
     log: list[bytes] = field(default_factory=list)
 
 
@@ -61,6 +63,8 @@ class Daemon:
         return next((each for each in found if word in (each.id, each.name, "/" + each.name)), None)
 
     def start(self, container: Container) -> tuple[int, Any]:
+        if container.server:
+            return 304, None
         self.starts += 1
         if self.knobs.refuse_start:
             return 500, {"message": self.knobs.refuse_start}
@@ -120,7 +124,7 @@ class Daemon:
             "speed": "decodes 100 tok/s" if is_measured else None, "predicted_speed": "120 tok/s of decode",
             "speeds": speeds if is_measured else {"measured": None, "predicted": None},
             "tuning": self.knobs.tuning, "engine_restarts": 0,
-            "allocated": {"model": 100.0, "kv": 50.0, "compute": 5.0, "output": 1.0, "recurrent": 0.0,
+            "allocated": {"model": self.knobs.held_mib, "kv": 50.0, "compute": 5.0, "output": 1.0, "recurrent": 0.0,
                           "repacked": 0.0, "devices": [["GPU0", 120.0]]},
             **({"fetch": ready} if ready.get("phase") == "fetching" else {}),
         }  # fmt: skip
@@ -183,8 +187,16 @@ class ApplianceHandler(_Quiet):
         if self.path == "/v1/models":
             return self.say(200, {"object": "list", "data": [{"id": "m", "object": "model", "context_length": 8192}]})
         if self.path == "/metrics":
-            text = "# TYPE a gauge\nappliance_requests_in_flight 1.0\nappliance_stream_events_per_second 42.5\n"
+            in_flight = 0 if self.server.container.posted else 1  # the client of before leaves
+            text = (
+                f"# TYPE a gauge\nappliance_requests_in_flight {in_flight}\nappliance_stream_events_per_second 42.5\n"
+            )
+            route = 'method="POST",route="/v1/completions",status="200"'
+            text += f"appliance_requests_total{{{route}}} {self.server.container.posted}\n"
             return self.send(200, text.encode(), "text/plain")
+        if self.path == "/appliance/v1/events":
+            event = b'event: requests\ndata: {"requests":[]}\n\n'
+            return self.send(200, event, "text/event-stream")
         if self.path.startswith("/appliance/v1/usage?"):
             sums = {"requests": 3, "errors": 1, "uncounted": 1, "tokens_in": 1200, "tokens_cached": 0, "tokens_out": 34,
                     "seconds": 2.5}  # fmt: skip
@@ -208,16 +220,31 @@ class ApplianceHandler(_Quiet):
                 return self.say(409, {"error": {"message": "plans are being measured", "code": "mode_switching"}})
             self.server.container.mode = body["mode"]
             return self.say(202, {"mode": body["mode"], "plan": "2 threads", "state": "switching"})
+        if self.path == "/v1/completions":
+            self.server.container.posted += 1
+            return self._complete()
         if self.knobs.answer == "refused":
             return self.say(503, {"error": {"message": "the model is being loaded", "code": "model_loading"}})
         return self._stream(len(body["messages"]))
 
-    def _stream(self, messages: int) -> None:
+    def _complete(self) -> None:
+        """Answer in four events, with the times of a small engine."""
+        slow = 1.3 if self.server.container.config["Image"].startswith(self.knobs.slow_image) else 1.0
+        self._begin_stream()
+        for wait_s in (0.06, 0.04, 0.04, 0.04):
+            time.sleep(wait_s * slow)
+            self._event({"choices": [{"text": "ship", "logprobs": {"content": [{"token": "ship", "logprob": -0.5}]}}]})
+        self.chunk(b"data: [DONE]\n\n", b"")
+
+    def _begin_stream(self) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self.close_connection = True
+
+    def _stream(self, messages: int) -> None:
+        self._begin_stream()
         for word in (f"{messages}: ", *WORDS):
             if self.knobs.answer == "error" and word == WORDS[-1]:
                 self._event({"error": {"message": "shutting down"}})
@@ -258,10 +285,17 @@ class DockerHandler(_Quiet):
     def do_DELETE(self) -> None:
         self._answer("DELETE")
 
+    def do_PUT(self) -> None:
+        self._answer("PUT")
+
     def _answer(self, method: str) -> None:
         parts = urlsplit(self.path)
         length = int(self.headers.get("Content-Length") or 0)
-        self.body = json.loads(self.rfile.read(length) or b"null")
+        data = self.rfile.read(length)
+        if method == "PUT":  # of an archive
+            self.daemon.containers[parts.path.split("/")[-2]].written = data
+            return self.say(200)
+        self.body = json.loads(data or b"null")
         self.query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         words = parts.path.split("/")[2:] if parts.path.startswith("/v1.") else parts.path.split("/")[1:]
         with self.server.log.open("a") as file:
@@ -345,6 +379,12 @@ class DockerHandler(_Quiet):
             return self.say(204)
         if word == "logs":
             return self._logs(found)
+        if word == "stats" and self.knobs.cpu_time == "own":  # all that this machine does
+            return self.say(200, {"cpu_stats": {"cpu_usage": {"total_usage": int(time.time() * 1e12)}}})
+        if word == "archive" and self.query["path"].endswith("/court"):
+            if not found.written:
+                return self.say(404, {"message": "Could not find the file"})
+            return self.send(200, found.written, "application/x-tar", {"X-Docker-Container-Path-Stat": "e30="})
         if word == "archive" and self.knobs.key != "none":
             return self.send(200, _tar(found.key), "application/x-tar", {"X-Docker-Container-Path-Stat": "e30="})
         return self.say(404, {"message": f"Could not find the file in container: {word}"})
@@ -474,7 +514,9 @@ def main() -> None:
     parser.add_argument("--answer", choices=("whole", "error", "refused", "torn"), default="whole")
     parser.add_argument("--tuning", default="measured")
     parser.add_argument("--loading-image", default="none", help="it loads for ever")
-    parser.add_argument("--slow-image", default="none", help="its decode is 10 %% slower")
+    parser.add_argument("--slow-image", default="none", help="its decode is 10 %% slower, its completions are 30 %%")
+    parser.add_argument("--held-mib", type=float, default=100.0, help="size of the weights in memory")
+    parser.add_argument("--cpu-time", choices=("own", "unknown"), default="own", help="of containers")
     parser.add_argument("--refuse-start", help="what Docker says instead of starting")
     parser.add_argument("--broken", help="what Docker says to everything")
     parser.add_argument("--pull", choices=("whole", "refused", "error", "tampered"), default="whole")

@@ -50,6 +50,7 @@ def _root() -> dict[str, Any]:
         "plan": {"$ref": "#/$defs/Plan"},
         "profile": {"anyOf": [_text("id of the profile that it comes from"), _NULL], "description": "null: predicted"},
         "standing": {"anyOf": [_of_status(), _NULL], "description": "of that profile"},
+        "foreign_plan": _text("where the plan was measured, if not on this machine with this build; else absent"),
         "abilities": _object(
             "what this model was seen to do here; absent before the first check",
             summary=_text(),

@@ -50,6 +50,33 @@ def test_a_new_image_measures_where_nothing_is_pinned_and_diff_says_why(home: Ho
         serving.terminate()
 
 
+def test_a_new_image_first_serves_what_was_measured_with_the_one_before(home: Home) -> None:
+    home.calm()
+    name = only_profile(home)
+    measured = json.loads((home.profiles / f"{name}.json").read_text())
+    set_build(home, "b2")
+    planned = json.loads(home.command("plan", "--json").stdout)
+    with home.serving(tune="off") as serving:
+        serving.wait_ready()
+        assert serving.event("plan_foreign")["profile"] == name
+        plan, status = serving.document("plan"), serving.document("status")
+        assert (serving.document("profile"), status["from_profile"]) == ({}, False)
+        serving.terminate()
+    served, shown, kept = (
+        (each["context"], each["kv_type"], each["launch"]["threads"])
+        for each in (plan, planned["plan"], measured["plan"])
+    )
+    assert served == shown == kept
+    assert status["foreign_plan"] == planned["foreign_plan"]
+    assert status["foreign_plan"].endswith("build b1; on this volume")
+    set_build(home, "b1")  # whose own profile is here
+    with home.serving(tune="off") as serving:
+        serving.wait_ready()
+        assert "plan_foreign" not in serving.names()
+        assert serving.document("status")["foreign_plan"] is None
+        serving.terminate()
+
+
 def test_measuring_again_is_refused_before_it_begins_where_the_profile_is_pinned(home: Home) -> None:
     name = only_profile(home)
     before = (home.profiles / f"{name}.json").read_bytes()

@@ -258,8 +258,9 @@ def test_an_answer_that_fails_is_said(answer: str, code: int, said: str) -> None
 def test_an_upgrade_says_what_changed_and_what_became_slower() -> None:
     with on_host("--image", IMAGE, "--image", NEXT, "--slow-image", NEXT) as host:
         port = host.serving()
-        done = host.run("upgrade", "--image", NEXT)
+        done = host.run("upgrade", "--image", NEXT, "--court-s", "0")
         assert done.code == 0, done.err
+        assert "both images were not compared: --court-s 0\n" in done.out
         assert "  version: appliance:llama-cpu -> appliance:next\n" in done.out
         assert "slower by more than 5 %: decode at 32 tokens: 100.0 -> 90.0 tok/s, 10% slower\n" in done.out
         assert "  prefill at 32 tokens: 300.0 -> 300.0 tok/s\n" in done.out
@@ -278,7 +279,7 @@ def test_an_upgrade_says_what_changed_and_what_became_slower() -> None:
 def test_an_upgrade_that_does_not_come_up_leaves_the_one_before() -> None:
     with on_host("--image", IMAGE, "--image", NEXT, "--exit", "44", "--exit-from", "1") as host:
         host.serving()
-        done = host.run("upgrade", "one", "--image", NEXT)
+        done = host.run("upgrade", "one", "--image", NEXT, "--court-s", "0")
         images = [row["image"] for row in json.loads(host.run("list", "--json").out)]
     assert done.code == 44
     assert "one is started again as before" in done.err
@@ -288,7 +289,7 @@ def test_an_upgrade_that_does_not_come_up_leaves_the_one_before() -> None:
 def test_ctrl_c_in_an_upgrade_leaves_the_one_before() -> None:
     with on_host("--image", IMAGE, "--image", NEXT, "--loading-image", NEXT) as host:
         port = host.serving()
-        with host.begin("upgrade", "one", "--image", NEXT) as program:
+        with host.begin("upgrade", "one", "--image", NEXT, "--court-s", "0") as program:
             deadline = time.monotonic() + 90
             while len(host.told("start")) < 2:
                 assert time.monotonic() < deadline
@@ -316,7 +317,7 @@ def test_there_is_nothing_to_upgrade_to() -> None:
 def test_without_measuring_nothing_is_compared_and_that_is_said() -> None:
     with on_host("--image", IMAGE, "--image", NEXT, "--tuning", "off") as host:
         host.serving()
-        done = host.run("upgrade", "--image", NEXT)
+        done = host.run("upgrade", "--image", NEXT, "--court-s", "0")
     assert done.code == 0, done.err
     assert "speeds were not compared: nothing was measured before the upgrade" in done.out
 

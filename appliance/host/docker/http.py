@@ -69,10 +69,35 @@ class Gateway:
 
     def gauges(self, *, timeout_s: float = ASK_S) -> dict[str, float]:
         """Return the values in /metrics that have no labels. Raises NoAnswerError."""
+        return _gauges(self.metrics(timeout_s=timeout_s))
+
+    def metrics(self, *, timeout_s: float = ASK_S) -> str:
+        """Return /metrics as text. Raises NoAnswerError."""
+        return self._raw("GET", "/metrics", timeout_s=timeout_s)[1].decode(errors="replace")
+
+    def post_raw(self, path: str, body: object, *, timeout_s: float) -> tuple[int, bytes]:
+        """Post and return status and body, whatever they are. Raises NoAnswerError."""
+        return self._raw("POST", path, body, timeout_s=timeout_s)
+
+    def requests(self, *, timeout_s: float = ASK_S) -> list[dict[str, Any]]:
+        """Return the latest requests as numbers, from the first event of the pages. Raises NoAnswerError."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
-            _, body = exchange(connection, "GET", "/metrics", self._headers())
-            return _gauges(body.decode(errors="replace"))
+            connection.request("GET", "/appliance/v1/events", headers=dict(self._headers()))
+            response = connection.getresponse()
+            data = (row.removeprefix(b"data:") for row in response if row.startswith(b"data:"))
+            rows = _parsed(next(data, b"{}")).get("requests")
+        except (OSError, http.client.HTTPException) as error:
+            message = f"{type(error).__name__}: {error}"
+            raise NoAnswerError(message) from error
+        finally:
+            connection.close()
+        return rows if isinstance(rows, list) else []
+
+    def _raw(self, method: str, path: str, body: object = None, *, timeout_s: float) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            return exchange(connection, method, path, self._headers(), body)
         finally:
             connection.close()
 

@@ -1,7 +1,8 @@
-"""`appliance upgrade`: replaces a container by one of a newer image on the same volume and compares the speed; `--back`
-undoes it.
+"""`appliance upgrade`: replaces a container by one of a newer image on the same volume, if the newer one is as good;
+`--back` undoes it.
 
-The previous container is kept, stopped, and with it its image: going back builds and downloads nothing.
+Both images do the same work in pairs first (`../court/`). The previous container is kept, stopped, and with it its
+image: going back builds and downloads nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from rich.console import Console
 
 from appliance.console.terminal import Terminal
 from appliance.errors import ConfigError, FatalError, UsageError
-from appliance.host.docker import containers, image
+from appliance.host.court import session
+from appliance.host.court.report import Record
+from appliance.host.court.session import Case, CourtError
+from appliance.host.docker import containers, image, ports
 from appliance.host.docker.containers import Found
 from appliance.host.docker.daemon import connected
 from appliance.host.docker.http import Gateway, NoAnswerError
@@ -32,6 +36,8 @@ from appliance.settings import process_environment
 from appliance.values import dataclass
 
 ASIDE = "-replaced"  # suffix of the previous container's name until the new one serves
+IN_COURT = "-court"  # suffix of the new container's name while both images are compared
+COURT_S = 150.0
 POLL_S = 0.5
 TUNING = "/appliance/v1/tuning"
 
@@ -43,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--back", action="store_true", help="return to the previous container; a second time returns to the new one"
     )
     parser.add_argument("--no-measure", action="store_true", help="do not compare speeds; measure later, when idle")
+    words = "most seconds to compare the speed of both images first; 0: no comparison (default: %(default)s)"
+    parser.add_argument("--court-s", metavar="SECONDS", type=session.seconds, default=COURT_S, help=words)
     parser.add_argument("--yes", "-y", action="store_true", help="build the image without asking")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
@@ -56,6 +64,7 @@ class Outcome:
     before: dict[str, Any]
     after: dict[str, Any]
     why_not_compared: str | None
+    court: Record | str  # or why there was none
 
     @property
     def speeds(self) -> tuple[SpeedChange, ...]:
@@ -84,7 +93,17 @@ def run(options: argparse.Namespace) -> int:
                     else f"{found.short_name} is up to date: {found.image}"
                 )
                 return 0
-            outcome = _upgrade(client, found, replace(launch, image=newer.reference), newer, environment, err, options)
+            launch = replace(launch, image=newer.reference)
+            try:
+                outcome = _upgrade(client, found, launch, newer, environment, err, options)
+            except CourtError as error:
+                record = error.record
+                print(
+                    json.dumps({"upgraded": None, "court": record.document()})
+                    if options.json
+                    else "\n".join(record.lines())
+                )
+                raise
     print(json.dumps(_document(outcome)) if options.json else _text(outcome, is_back=options.back))
     return 0
 
@@ -127,19 +146,64 @@ def _upgrade(
     options: argparse.Namespace,
 ) -> Outcome:
     before = _status(client, found)
+    case = session.open_case(client, found, newer.reference, before, options.court_s)
+    # A plan that was not measured is compared with one that was not either.
+    measures = not options.no_measure and (isinstance(case, str) or _is_measured(before))
+    why = None if measures else "--no-measure" if options.no_measure else "nothing was measured before the upgrade"
+    court: Record | str = case if isinstance(case, str) else ""
+    if isinstance(case, Case) and not case.why_in_turn:
+        court, why = _beside(client, case, launch, environment, err, measures=measures, why=why)
     _set_aside(client, found, err)
     try:
         gateway = start(client, launch, environment, err, fixed_port=True)
+        now = containers.choose(containers.all_of_ours(client), launch.name)
+        if isinstance(case, Case) and case.why_in_turn:
+            err.print(f"both images take turns: {case.why_in_turn}", markup=False, soft_wrap=True)
+            why = _measured(client, now, gateway, err) if measures else why
+            with display_on(err) as display:
+                court = session.hear_in_turn(client, case, now, display)
     except (FatalError, KeyboardInterrupt):
         _restore(client, found, err)
         raise
     _keep_as_before(client, found)
-    now = containers.choose(containers.all_of_ours(client), launch.name)
-    why = "--no-measure" if options.no_measure else _measured(client, now, gateway, err)
+    if isinstance(case, str) and measures:
+        why = _measured(client, now, gateway, err)
     labels = labels_changed(found.labels, newer.labels)
-    return Outcome(
-        name=found.short_name, labels=labels, before=before, after=_status(client, now), why_not_compared=why
-    )
+    after = _status(client, now)
+    return Outcome(name=found.short_name, labels=labels, before=before, after=after, why_not_compared=why, court=court)
+
+
+def _beside(
+    client: APIClient,
+    case: Case,
+    launch: Launch,
+    environment: Mapping[str, str],
+    err: Console,
+    *,
+    measures: bool,
+    why: str | None,
+) -> tuple[Record, str | None]:
+    """Compare both images while the previous container keeps serving. Raises CourtError if the old one stays."""
+    name = case.found.name + IN_COURT
+    if left_behind := containers.by_name(client, name):  # left by a killed upgrade
+        containers.remove(client, left_behind)
+    taken = {each.address[1]: each.name for each in containers.all_of_ours(client) if each.address}
+    port = ports.choose(launch.bind, None, taken)
+    candidate = replace(launch, name=name, port=port, networks=(), alias="", restarts=False)
+    err.print(f"{case.found.short_name} keeps serving while both images are compared", markup=False)
+    try:
+        gateway = start(client, candidate, environment, err, fixed_port=False)
+        new = containers.choose(containers.all_of_ours(client), name)
+        why = _measured(client, new, gateway, err) if measures else why
+        with display_on(err) as display:
+            return session.hear_beside(client, case, new, display), why
+    finally:
+        if ended := containers.by_name(client, name):
+            containers.remove(client, ended)
+
+
+def _is_measured(status: Mapping[str, Any]) -> bool:
+    return bool((status.get("speeds") or {}).get("measured"))
 
 
 def _set_aside(client: APIClient, found: Found, err: Console) -> None:
@@ -151,8 +215,8 @@ def _set_aside(client: APIClient, found: Found, err: Console) -> None:
 
 
 def _restore(client: APIClient, found: Found, err: Console) -> None:
-    """Start the previous container again. The error that continues says why the new one failed."""
-    err.print(f"the new container did not start: {found.short_name} is started again as before", markup=False)
+    """Start the previous container again. The error that continues says why."""
+    err.print(f"the new container does not stay: {found.short_name} is started again as before", markup=False)
     if failed := containers.by_name(client, found.name):
         containers.remove(client, failed)
     client.rename(found.id, found.name)
@@ -191,7 +255,12 @@ def _go_back(client: APIClient, found: Found, err: Console) -> Outcome:
     client.rename(found.id, found.name + BEFORE)
     labels = labels_changed(found.labels, other.labels)
     return Outcome(
-        name=found.short_name, labels=labels, before=before, after=_status(client, now), why_not_compared=None
+        name=found.short_name,
+        labels=labels,
+        before=before,
+        after=_status(client, now),
+        why_not_compared=None,
+        court="--back",
     )
 
 
@@ -229,19 +298,25 @@ def _document(outcome: Outcome) -> dict[str, Any]:
     ]
     plan = plan_changed(outcome.before, outcome.after)
     row = {"upgraded": outcome.name, "changed": {**outcome.labels, **plan}, "speeds": speeds}
-    return {**row, "why_not_compared": _why_not(outcome)}
+    court = outcome.court
+    told = {"court": None, "why_no_court": court} if isinstance(court, str) else {"court": court.document()}
+    return {**row, "why_not_compared": _why_not(outcome), **told}
 
 
 def _why_not(outcome: Outcome) -> str | None:
     if outcome.speeds:
         return None
-    if not ((outcome.before.get("speeds") or {}).get("measured")):
+    if not _is_measured(outcome.before):
         return "nothing was measured before the upgrade"
     return outcome.why_not_compared or "no depth or job was measured with both"
 
 
 def _text(outcome: Outcome, *, is_back: bool) -> str:
     lines = [f"{outcome.name} is {'back' if is_back else 'upgraded'}; volume, key and profiles are the same"]
+    if isinstance(outcome.court, Record):
+        lines += ["both images did the same work in pairs:", *outcome.court.lines()]
+    elif not is_back:
+        lines.append(f"both images were not compared: {outcome.court}")
     changed = {**outcome.labels, **plan_changed(outcome.before, outcome.after)}
     lines += [f"  {name}: {old} -> {new}" for name, (old, new) in changed.items()]
     if not changed:

@@ -10,6 +10,7 @@ from appliance.errors import FatalError
 from appliance.plan import Plan
 from appliance.profile import Picked, Profile, pick
 from appliance.profile.at_start import ProfileState, StartAction, StartDecision, at_start, is_due
+from appliance.profile.starting import first_plan
 from appliance.serve.engine.kernels import check_runner_up, plan_without
 from appliance.serve.engine.load import launch
 from appliance.serve.model.served_model import ServedModel
@@ -68,7 +69,17 @@ async def _choose_plan(served: ServedModel) -> Plan:
             await check_runner_up(served)
             served.profile = await measure(served)
             return served.profile.plan
-    return served.space.predicted if profile is None else use_profile(served, profile)
+    return _first_plan(served) if profile is None else use_profile(served, profile)
+
+
+def _first_plan(served: ServedModel) -> Plan:
+    """Return what was measured for this class of machine before, else the prediction."""
+    served.foreign = first_plan(served.store, served.key, served.settings.mode, served.space)
+    if served.foreign is None:
+        return served.space.predicted
+    words = f"serving {served.foreign.plan.key}, foreign until it is measured here: {served.foreign.describe()}"
+    served.report.info("plan_foreign", words, profile=served.foreign.profile.key.id)
+    return served.foreign.plan
 
 
 def use_profile(served: ServedModel, profile: Profile) -> Plan:

@@ -83,6 +83,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "measured_since_start": profile is not None and profile is served.measured_here,
         "profile_holds": str(drift) if drift else None,
         "standing": _profile_status(served, profile),
+        "foreign_plan": served.foreign.describe() if served.foreign and profile is None else None,
         "engine_restarts": served.host.restarts,
         "engine_hangs": served.upstream.hangs if served.upstream else 0,
     }

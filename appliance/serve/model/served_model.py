@@ -22,6 +22,7 @@ from appliance.probe import Hardware
 from appliance.probe.load.meter import EnergyUse, Meter
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.losses import Loss
+from appliance.profile.starting import Foreign
 from appliance.serve.model.demand import PATIENCE_S, EngineDemand
 from appliance.serve.model.engine_host import EngineHost
 from appliance.serve.model.engine_log import EngineLogs
@@ -97,6 +98,7 @@ class ServedModel:
         self.quantizing = QuantizingState()
         self.modes = ModeState(start.settings)
         self.profile: Profile | None = None  # the plan is from it
+        self.foreign: Foreign | None = None  # the plan is from it, unless there is a profile
         self.measured_here: Profile | None = None  # the last one that this process measured
         self.session: TuningSession | None = None  # the last one
         self.ready: ReadyEngine | None = None  # the engine that became ready last

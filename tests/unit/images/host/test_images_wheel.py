@@ -19,6 +19,7 @@ from images.rows import PROJECT
 
 # Rooms of appliance/ in the wheel, each with the files that it may have there; None: all that are imported.
 ROOMS = {
+    "abilities": {"__init__.py", "answer.py", "judge.py", "record.py", "rows.py", "suite.py"},
     "host": None,
     "console": {"__init__.py", "shown.py", "terminal.py"},
     "system": {"__init__.py", "disk.py"},
@@ -29,7 +30,7 @@ LEAVES = {
 }  # fmt: skip
 DATA: dict[str, object] = {"choices": [], "images": [], "recipes": []}
 # Of the distributions in DEPENDENCIES and EXTRAS; requests is docker's own, and `bench --plot` asks for matplotlib.
-PACKAGES = {"docker", "requests", "rich", "msgspec", "aiohttp", "yaml", "matplotlib"}
+PACKAGES = {"docker", "requests", "rich", "msgspec", "aiohttp", "yaml", "matplotlib", "psutil"}
 
 
 def test_it_has_what_the_command_imports_and_no_engine_gateway_or_planner() -> None:
