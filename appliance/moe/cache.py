@@ -199,6 +199,17 @@ class LayerCache:
     def in_flight(self) -> tuple[Upload, ...]:
         return tuple(self._in_flight.values())
 
+    def begin(self, tokens: int, counts: Sequence[int]) -> tuple[int, ...]:
+        """Start from the uses of an earlier run, before the first `decide`. Returns the experts that the caller copies
+        into slot 0, 1 and so on before it reads them: those with the most uses."""
+        self._history.begin(tokens, counts)
+        used = [expert for expert, count in enumerate(self._history.counted()) if count]
+        ranked = sorted((-value, expert) for value, expert in self._history.valued(used))[: self.slots]
+        self._slot_of = {expert: slot for slot, (_, expert) in enumerate(ranked)}
+        del self._free[self.slots - len(ranked) :]
+        self._rank()
+        return tuple(self._slot_of)
+
     def decide(self, used: Sequence[int], *, is_prompt: bool = False) -> Decision:
         """Return what to do with a token's experts, given by falling router weight. O(top_k + slots) look-ups.
         `is_prompt`: True for a prompt's token, whose copies take no decoding time.

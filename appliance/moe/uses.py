@@ -25,6 +25,7 @@ _SAMPLED = 8  # experts sampled per token
 _SOLVED = 64  # samples between fits of the weights, at first
 _LEARNED = 1024  # after so many tokens, samples are taken at long intervals
 _FORGOTTEN = 1 << 17  # after so many samples, older ones count half
+_KEPT = 512  # tokens that the uses of an earlier run count for at most
 
 Sample = tuple[int, int, tuple[float, ...]]  # expert, its uses so far, its four figures
 _Use = tuple[int, Sequence[int]]  # token number, counted from one, and the token's experts
@@ -96,6 +97,21 @@ class History:
         self._due = 1  # token at which to learn or sample next
         self._waiting: deque[tuple[int, list[Sample]]] = deque()
         self._factor()
+
+    def begin(self, tokens: int, counts: Sequence[int]) -> None:
+        """Start from the uses of `tokens` tokens of an earlier run. Fewer than 256 tokens say too little and are left
+        out; more than 512 count as 512, so that a new subject soon outweighs them."""
+        kept = min(tokens, _KEPT) // _REBASED * _REBASED
+        if not kept:
+            return
+        self.tokens = kept
+        self._due = kept + 1
+        self._counts = [count * kept // tokens for count in counts]
+        self._factor()
+
+    def counted(self) -> list[int]:
+        """Return the uses of each expert so far."""
+        return list(self._counts)
 
     def add(self, used: Sequence[int]) -> None:
         """Add the experts of one more token, by falling router weight. Learns from old samples."""
