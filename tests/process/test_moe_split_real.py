@@ -144,7 +144,7 @@ def test_hits_are_those_of_the_reference(make: Make) -> None:
     """Token by token and with copies in order, the engine's slots are the simulator's on the routes it recorded."""
     runs = make("qwen3moe", "F16")
     trace = runs.folder / "trace.csv"
-    runs.divergence("-ub", "1", *runs.slots(8, "--no-moe-overlap", "--moe-trace", str(trace)))
+    runs.divergence("-b", "64", "-ub", "1", *runs.slots(8, "--no-moe-overlap", "--moe-trace", str(trace)))
     check_hits(trace.read_text().splitlines(keepends=True), slots=8)
 
 
