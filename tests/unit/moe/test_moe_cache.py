@@ -225,3 +225,17 @@ def test_ours_comes_back_when_it_is_ahead_again() -> None:
         land(one, one.decide(used))
     assert told[0].before == "cpu"
     assert one.shared.rule == told[-1].after == "priced"
+
+
+def test_uses_of_an_earlier_run_fill_the_slots() -> None:
+    one = cache(slots=4)
+    counts = [0, 900, 0, 300, 0, 600, 100, *[0] * 9]
+    assert one.begin(1000, counts) == (1, 5, 3, 6)
+    assert one.decide((1, 5, 3)).gpu == (1, 5, 3)
+
+
+def test_too_few_uses_of_an_earlier_run_are_left_out() -> None:
+    one = cache(slots=4)
+    assert one.begin(255, [100] * 16) == ()
+    land(one, one.decide((1, 5, 3)))
+    assert one.residents == {1, 5, 3}
