@@ -1,7 +1,8 @@
 """Experts on CPU and GPU in the real engine, without a GPU: ggml's Vulkan backend on lavapipe computes the slots.
 
-Needs a build of the patched source with -DGGML_VULKAN=ON, which no image has: APPLIANCE_VULKAN_DIR is the folder of its
-programs, APPLIANCE_VULKAN_RUN a command that runs them elsewhere, such as `docker exec NAME` with /tmp mounted.
+Needs a build of the patched source with -DGGML_VULKAN=ON, which no image has: APPLIANCE_TEST_VULKAN_DIR is the folder
+of its programs, APPLIANCE_TEST_VULKAN_RUN a command that runs them elsewhere, such as `docker exec NAME` with /tmp
+mounted (and DOCKER_HOST before it, which tests unset).
 Results are compared with a run on the CPU alone. `--no-op-offload` everywhere: with it off, large batches of experts
 run on the GPU in all placements, and nothing is compared.
 """
@@ -41,9 +42,9 @@ PLACED = ("-ngl", "99", "-ncmoe", "99", "--no-op-offload")
 
 
 def programs() -> str:
-    folder = os.environ.get("APPLIANCE_VULKAN_DIR")
+    folder = os.environ.get("APPLIANCE_TEST_VULKAN_DIR")
     if not folder:
-        pytest.skip("needs an engine with Vulkan: set APPLIANCE_VULKAN_DIR")
+        pytest.skip("needs an engine with Vulkan: set APPLIANCE_TEST_VULKAN_DIR")
     return folder
 
 
@@ -73,7 +74,11 @@ class Runs:
     def start(self, *arguments: str, fault: bool = False) -> subprocess.CompletedProcess[str]:
         around = ["env", "GGML_VK_VISIBLE_DEVICES=0", *(["LLAMA_MOE_FAULT=1"] if fault else [])]
         asked = ("-f", str(self.folder / "text"), "-c", "64", "--chunks", "4", "-fa", "off", "-t", "2")
-        command = [*shlex.split(os.environ.get("APPLIANCE_VULKAN_RUN", "")), *around, f"{programs()}/llama-perplexity"]
+        command = [
+            *shlex.split(os.environ.get("APPLIANCE_TEST_VULKAN_RUN", "")),
+            *around,
+            f"{programs()}/llama-perplexity",
+        ]
         return subprocess.run(
             [*command, "-m", str(self.model), *asked, *arguments],
             stdout=subprocess.PIPE,
@@ -168,18 +173,16 @@ def check_hits(lines: Sequence[str], *, slots: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--moe-slots", "3"), "a token uses 4 experts of layer 0, give at least 4"),
-        (("--moe-slots", "0"), "the number of slots must be 1 or more: 0"),
-        (("--moe-slots", "8", "-ncmoe", "0"), "4 have them on a GPU (--n-cpu-moe keeps them in host memory)"),
-        (("--moe-slots", "8", "-ngl", "0"), "4 are not computed on a GPU (--gpu-layers)"),
-        (("--moe-slots", "8", "-sm", "row"), "does not work with --split-mode row or tensor"),
-        (("--moe-slots", "8", "--moe-policy", "best"), "the policy is none of split, cpu, lru: best"),
+        ((*PLACED, "--moe-slots", "3"), "a token uses 4 experts of layer 0, give at least 4"),
+        ((*PLACED, "--moe-slots", "0"), "the number of slots must be 1 or more: 0"),
+        (("-ngl", "99", "--moe-slots", "8"), "4 have them on a GPU (--n-cpu-moe keeps them in host memory)"),
+        (("-ngl", "0", "--moe-slots", "8"), "4 are not computed on a GPU (--gpu-layers)"),
+        ((*PLACED, "--moe-slots", "8", "--moe-policy", "best"), "the policy is none of split, cpu, lru: best"),
     ],
 )
 def test_what_cannot_have_slots_is_refused(make: Make, arguments: tuple[str, ...], words: str) -> None:
     runs = make("qwen3moe", "F16")
-    rates = ("--moe-rates", str(runs.folder / "rates.json"))
-    done = runs.start(*PLACED, *rates, *arguments)
+    done = runs.start("-lv", "5", "--moe-rates", str(runs.folder / "rates.json"), *arguments)
     assert done.returncode != 0
     assert words in done.stdout
 
@@ -196,7 +199,7 @@ def test_unusable_rates_are_refused(make: Make, written: dict[str, object], word
     runs = make("qwen3moe", "F16")
     rates = runs.folder / "bad.json"
     rates.write_text(json.dumps({**asdict(RATES), **written}))
-    done = runs.start(*PLACED, "--moe-slots", "8", "--moe-rates", str(rates))
+    done = runs.start(*PLACED, "-lv", "5", "--moe-slots", "8", "--moe-rates", str(rates))
     assert done.returncode != 0
     assert words in done.stdout
 
