@@ -7,7 +7,6 @@ weights are a least-squares fit to the uses that followed, shared by all layers.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import mul
@@ -85,7 +84,6 @@ class History:
         self._uses = uses
         self._is_valued = is_valued
         self._stagger = stagger
-        self._learns = True
         self.tokens = 0
         self.used_now = 0.0  # value that an expert gains if the next token uses it
         self._last: list[_Use | None] = [None] * experts
@@ -125,7 +123,7 @@ class History:
             counts[expert] += 1
             short[expert] += a
             long[expert] += b
-        if token >= self._due and self._learns:
+        if token >= self._due:
             self._learn(token)
         if token % _REBASED == 0:
             a, b = (growth * scale for growth, scale in zip(_SCALES[1], _SCALES[-1], strict=True))
@@ -166,14 +164,6 @@ class History:
             for e in (at % size for at in range(begin, begin + min(_SAMPLED, size)))
             if (use := last[e])
         ]
-
-    def fork(self) -> History:
-        """Return a copy with the same past that learns nothing, since the original learns."""
-        twin = copy.copy(self)
-        twin._learns = False
-        for name in ("_last", "_counts", "_short", "_long"):
-            setattr(twin, name, copy.copy(getattr(self, name)))
-        return twin
 
     def valued(self, experts: Iterable[int], more: float = 0.0) -> list[tuple[float, int]]:
         """Return (expected uses in the `tokens_ahead` tokens after the next one, expert) in the order of `experts`.

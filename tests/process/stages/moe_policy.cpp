@@ -1,7 +1,7 @@
 // Reads events from standard input, line by line, and prints what the engine's policy decides.
 //   init RULE GUARDED SLOTS EXPERTS LAYERS TOP_K EXPERT_MB RATES*7
-//   d LAYER EXPERTS*TOP_K   decide: prints gpu, fetch, cpu, uploads and the predicted time
-//   o LAYER | l LAYER EXPERT | f LAYER EXPERT   observe, landed, failed
+//   d LAYER IS_PROMPT EXPERTS*TOP_K   decide: prints gpu, fetch, cpu, uploads and the predicted time
+//   o LAYER | l LAYER EXPERT   observe, landed
 //   b LAYER TOKENS COUNTS*EXPERTS   begin: prints the experts of the slots
 //   time LAYERS TOKENS   prints microseconds of this thread for a decide, its copies' ends and observe
 #include "llama-moe-policy.h"
@@ -42,7 +42,7 @@ int main() {
                 *each = strtod(word.c_str(), nullptr);
             }
             for (int each = 0; each <= LLAMA_MOE_RULE_OFFLOAD; each++) {
-                if (rule == llama_moe_rule_name((llama_moe_rule) each)) {
+                if (rule == LLAMA_MOE_RULE_NAMES[each]) {
                     setup.rule = (llama_moe_rule) each;
                 }
             }
@@ -61,10 +61,12 @@ int main() {
         in >> layer;
         if (word == "d") {
             std::vector<int32_t> used(setup.layers[layer].top_k);
+            bool is_prompt;
+            in >> is_prompt;
             for (auto & each : used) {
                 in >> each;
             }
-            const llama_moe_decision & found = policy.decide(self, layer, used.data());
+            const llama_moe_decision & found = policy.decide(self, layer, used.data(), is_prompt);
             print(found.gpu);
             print(found.fetch);
             print(found.cpu);
@@ -99,7 +101,7 @@ int main() {
                     }
                     timespec start, end;
                     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &start);
-                    const auto & found = policy.decide(self, each, used.data());
+                    const auto & found = policy.decide(self, each, used.data(), false);
                     for (const auto & upload : std::vector<llama_moe_upload>(found.uploads)) {
                         policy.landed(self, each, upload.expert);
                     }
@@ -112,7 +114,7 @@ int main() {
         } else {
             int expert;
             in >> expert;
-            (word == "l" ? policy.landed : policy.failed)(self, layer, expert);
+            policy.landed(self, layer, expert);
         }
     }
     if (self) {
