@@ -19,7 +19,7 @@ from tests.unit.moe.routing import DESKTOP, tokens
 ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "images/patches/llama-moe-split.patch"
 MAIN = ROOT / "tests/process/stages/moe_policy.cpp"
-FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
 FAST_LINK = Rates(
     cpu_gb_s=15, pcie_gb_s=52, dram_gb_s=120, other_ms=0.08, cpu_fixed_ms=0.03, gpu_expert_ms=0.008, gpu_fixed_ms=0.01
 )

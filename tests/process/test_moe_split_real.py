@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -30,6 +30,7 @@ EXPERTS, TOP_K, WIDTH, LAYERS = 16, 4, 256, 4
 MORE = {"expert_count": EXPERTS, "expert_used_count": TOP_K}
 SHAPES: dict[str, Shape] = {
     "qwen3moe": SMALL["moe"].changed(**MORE),
+    "qwen2moe": replace(SMALL["moe"].changed(expert_shared_feed_forward_length=256, **MORE), architecture="qwen2moe"),
     "deepseek2": SMALL["mla"].changed(**MORE),
     "qwen35moe": SMALL["delta-net-moe"].changed(block_count=8, nextn_predict_layers=None, **MORE),
     "gpt-oss": SMALL["sliding-sinks"].changed(**MORE),
@@ -154,14 +155,16 @@ def test_hits_are_those_of_the_reference(make: Make) -> None:
 
 
 def check_hits(lines: Sequence[str], *, slots: int) -> None:
-    assert parse_trace(lines).decoded > 100
-    cost = Cost(RATES, 3 * WIDTH * WIDTH * 2 / 1e6)
+    trace = parse_trace(lines)
+    assert trace.decoded > 100
+    assert trace.expert_mb == 3 * WIDTH * WIDTH * 2 / 1e6
+    cost = Cost(RATES, trace.expert_mb)
     caches = layer_caches([cost] * LAYERS, slots=slots, experts=EXPERTS, top_k=[TOP_K] * LAYERS)
-    rows = [[int(cell) for cell in (*line.split(",")[:6], line.split(",")[7])] for line in lines[3:]]
+    rows = [[int(cell) for cell in (*line.split(",")[:6], line.split(",")[7])] for line in lines[3 + LAYERS :]]
     for (_, layer), group in groupby(rows, key=lambda row: (row[2], row[3])):
         token = list(group)
         used = [row[5] for row in token]
-        decision = caches[layer].decide(used)
+        decision = caches[layer].decide(used, is_prompt=token[0][1] == 0)
         for upload in decision.uploads:
             caches[layer].landed(upload)
         caches[layer].observe()
@@ -193,6 +196,7 @@ def test_what_cannot_have_slots_is_refused(make: Make, arguments: tuple[str, ...
         ({"pcie_gb_s": 0}, "a rate must be positive and finite: pcie_gb_s"),
         ({"other_ms": -1}, "a time must be finite and not below zero: other_ms"),
         ({"dram_gb_s": "fast"}, "is no JSON object with a number dram_gb_s"),
+        ({"cpu_gb_s": float("nan")}, "is no JSON object with a number cpu_gb_s"),
     ],
 )
 def test_unusable_rates_are_refused(make: Make, written: dict[str, object], words: str) -> None:
