@@ -53,8 +53,8 @@ int main() {
             }
             std::string error;
             self = policy.init(setup, error);
-            if (!self) {
-                printf("error: %s\n", error.c_str());
+            if (!error.empty()) {
+                printf("%s: %s\n", self ? "warning" : "error", error.c_str());
             }
             continue;
         }
