@@ -207,6 +207,7 @@ def test_a_rule_that_is_behind_gives_way_and_says_so() -> None:
     assert told
     assert told[0].before == "priced"
     assert told[0].token == GUARD_TOKENS
+    assert told[0].after_ms is not None
     assert told[0].after_ms < told[0].before_ms
     assert "takes over from priced at token 256" in told[0].in_words()
 
