@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,9 @@ SHAPES: dict[str, Shape] = {
     "qwen35moe": SMALL["delta-net-moe"].changed(block_count=8, nextn_predict_layers=None, **MORE),
     "gpt-oss": SMALL["sliding-sinks"].changed(**MORE),
 }
+DELTA = dict(SHAPES["qwen35moe"].metadata)
+del DELTA["rope.dimension_sections"]
+SHAPES["qwen3next"] = replace(SHAPES["qwen35moe"], architecture="qwen3next", metadata=DELTA)
 RATES = Rates(
     cpu_gb_s=52, pcie_gb_s=24, dram_gb_s=62, other_ms=0.08, cpu_fixed_ms=0.003, gpu_expert_ms=0.001, gpu_fixed_ms=0.0
 )
@@ -129,8 +132,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return one
 
 
-@pytest.mark.parametrize("quantization", ["F16", "Q8_0"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "quantization"),
+    [*product(SHAPES, ("F16", "Q8_0")), ("qwen3moe", "Q4_K_M"), ("qwen3moe", "MXFP4"), ("gpt-oss", "MXFP4")],
+)
 def test_slots_change_no_result(make: Make, shape: str, quantization: str) -> None:
     """With as many slots as a token uses, twice as many, and all; the floor is the last digit that is printed."""
     runs = make(shape, quantization)
