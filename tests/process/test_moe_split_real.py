@@ -29,9 +29,12 @@ from tests.shapes import SMALL, Shape, write_gguf
 
 EXPERTS, TOP_K, WIDTH, LAYERS = 16, 4, 256, 4
 MORE = {"expert_count": EXPERTS, "expert_used_count": TOP_K}
+# its heads are together as wide as the model
+NARROW = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 32)
+NARROW["expert_shared_feed_forward_length"] = 256
 SHAPES: dict[str, Shape] = {
     "qwen3moe": SMALL["moe"].changed(**MORE),
-    "qwen2moe": replace(SMALL["moe"].changed(expert_shared_feed_forward_length=256, **MORE), architecture="qwen2moe"),
+    "qwen2moe": replace(SMALL["moe"].changed(**NARROW, **MORE), architecture="qwen2moe"),
     "deepseek2": SMALL["mla"].changed(**MORE),
     "qwen35moe": SMALL["delta-net-moe"].changed(block_count=8, nextn_predict_layers=None, **MORE),
     "gpt-oss": SMALL["sliding-sinks"].changed(**MORE),
