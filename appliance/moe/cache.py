@@ -2,7 +2,7 @@
 a price.
 
 Engine and simulator call the same code: `decide` before a layer's experts run, `observe` while the next layer's
-attention runs, `landed` or `failed` when a copy has ended. Not thread-safe: the caller's loop owns it.
+attention runs, `landed` when a copy has ended. Not thread-safe: the caller's loop owns it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from appliance.moe.uses import History, Uses
 Rule = Literal["priced", "lru", "lru-1", "cpu"]  # lru-1: at most one copy a layer and token
 GUARD_TOKENS = 256
 _GUARD_EVERY = 8  # every so many layers one is watched; the others are assumed to behave like it
+_GUARD_RETRIED = 8  # comparisons after which prices are tried again, since the text may be another one by then
 _GUARD_MARGIN = 0.005  # a smaller difference is chance, and changing the rule has a cost
 # least gain of a hit, as a share of a copy's time: a resident expert outlives the horizon, and no copy needs more than
 # 3.3 hits to pay off
@@ -61,9 +62,11 @@ class Takeover:
     before: Rule
     after: Rule
     before_ms: float
-    after_ms: float
+    after_ms: float | None  # None: prices are tried again, without a prediction
 
     def in_words(self) -> str:
+        if self.after_ms is None:
+            return f"experts: rule {self.after} is tried again instead of {self.before} at token {self.token}"
         saved = 1 - self.after_ms / self.before_ms
         return f"experts: rule {self.after} takes over from {self.before} at token {self.token}: {saved:.1%} less time"
 
@@ -78,6 +81,7 @@ class Shared:
     on_takeover: Callable[[Takeover], None] = lambda _: None
     in_flight_mb: float = 0.0
     decoded: int = 0  # tokens of layer 0, without prompts
+    compared: int = 0  # comparisons since a rule other than prices took over
     # predicted time of each rule since the rules were last compared
     predicted_ms: dict[Rule, float] = field(default_factory=dict)
 
@@ -85,14 +89,21 @@ class Shared:
         self.predicted_ms[rule] = self.predicted_ms.get(rule, 0.0) + ms
 
     def compare(self, token: int) -> None:
-        """Change to the rule with the least predicted time if the current rule is behind by more than the margin."""
+        """Change to the rule with the least predicted time if the current rule is behind by more than the margin.
+        Prices are tried again some time after another rule has taken over."""
         ms, before = self.predicted_ms, self.rule
-        after = min(ms, key=lambda rule: (ms[rule], rule))
-        if ms[after] < ms[before] * (1 - _GUARD_MARGIN):
-            self.rule = after
-            takeover = Takeover(token=token, before=before, after=after, before_ms=ms[before], after_ms=ms[after])
-            self.on_takeover(takeover)
+        after, after_ms = min(ms.items(), key=lambda pair: (pair[1], pair[0]))
+        self.compared += before != "priced"
+        if self.compared == _GUARD_RETRIED:
+            self._change("priced", token, None)
+        elif after_ms < ms[before] * (1 - _GUARD_MARGIN):
+            self._change(after, token, after_ms)
         self.predicted_ms = {}
+
+    def _change(self, after: Rule, token: int, after_ms: float | None) -> None:
+        before, self.rule, self.compared = self.rule, after, 0
+        before_ms = self.predicted_ms[before]
+        self.on_takeover(Takeover(token=token, before=before, after=after, before_ms=before_ms, after_ms=after_ms))
 
 
 def layer_caches(
@@ -198,6 +209,17 @@ class LayerCache:
     @property
     def in_flight(self) -> tuple[Upload, ...]:
         return tuple(self._in_flight.values())
+
+    def begin(self, tokens: int, counts: Sequence[int]) -> tuple[int, ...]:
+        """Start from the uses of an earlier run, before the first `decide`. Returns the experts that the caller copies
+        into slot 0, 1 and so on before it reads them: those with the most uses."""
+        self._history.begin(tokens, counts)
+        used = [expert for expert, count in enumerate(self._history.counted()) if count]
+        ranked = sorted((-value, expert) for value, expert in self._history.valued(used))[: self.slots]
+        self._slot_of = {expert: slot for slot, (_, expert) in enumerate(ranked)}
+        del self._free[self.slots - len(ranked) :]
+        self._rank()
+        return tuple(self._slot_of)
 
     def decide(self, used: Sequence[int], *, is_prompt: bool = False) -> Decision:
         """Return what to do with a token's experts, given by falling router weight. O(top_k + slots) look-ups.
@@ -359,37 +381,13 @@ class LayerCache:
     def landed(self, upload: Upload) -> None:
         """Note that a copy has ended: from now on the expert may be read and evicted. Raises KeyError if it was not in
         flight."""
-        self._end(upload)
-        self._slot_of[upload.expert] = upload.slot
-        if self._decided is None:
-            self._rank()
-
-    def failed(self, upload: Upload) -> None:
-        """Note that a copy has failed: its slot is free again. Raises KeyError if it was not in flight."""
-        self._end(upload)
-        self._free.append(upload.slot)
-
-    def as_priced(self) -> LayerCache:
-        """Return a cache with the same content and knowledge that learns nothing and always decides by prices."""
-        shared = Shared(uses=self.shared.uses, in_flight_max_mb=self.shared.in_flight_max_mb)
-        twin = LayerCache(
-            cost=self.cost,
-            slots=self.slots,
-            experts=self._experts,
-            top_k=self.top_k,
-            shared=shared,
-            pinned=tuple(self._pinned),
-        )
-        twin._history = self._history.fork()
-        twin._slot_of = dict(zip(self._slot_of, range(self.slots), strict=False))
-        twin._free = list(range(len(twin._slot_of), self.slots))
-        return twin
-
-    def _end(self, upload: Upload) -> None:
         if self._in_flight.get(upload.expert) != upload:
             raise KeyError(upload)
         del self._in_flight[upload.expert]
         self.shared.in_flight_mb -= self._expert_mb
+        self._slot_of[upload.expert] = upload.slot
+        if self._decided is None:
+            self._rank()
 
 
 class _LruShadow:
@@ -420,7 +418,8 @@ class _LruShadow:
 
 
 class _Guard:
-    """Predicted times of the rules that do not decide now, in one layer."""
+    """Predicted times of the rules that do not decide now, in one layer. Prices are not predicted while another rule
+    decides: what would be in their slots is unknown."""
 
     def __init__(self, cache: LayerCache) -> None:
         self._cache = cache
@@ -428,32 +427,15 @@ class _Guard:
             "lru": _LruShadow(cache.slots, cache.top_k),
             "lru-1": _LruShadow(cache.slots, 1),
         }
-        self._priced: LayerCache | None = None  # exists while another rule decides
 
     def see(self, used: Sequence[int], decision: Decision, *, is_prompt: bool) -> None:
         """Add the predicted times of a decoded token; a prompt only changes what the rules have in their slots."""
         cache, shared = self._cache, self._cache.shared
-        now = shared.rule
-        found = {now: decision.ms}
+        found = {shared.rule: decision.ms}
         for rule, shadow in self._lru.items():
             hits, copied = shadow.use(used)
             found.setdefault(rule, cache.split_ms(hits, copied))
         found.setdefault("cpu", cache.all_cpu_ms)
-        if now == "priced":
-            self._priced = None
-        else:
-            found["priced"] = self._priced_ms(used, is_prompt=is_prompt)
         if not is_prompt:
             for rule, ms in found.items():
                 shared.add(rule, ms)
-
-    def _priced_ms(self, used: Sequence[int], *, is_prompt: bool) -> float:
-        """Return the predicted time of deciding by prices, beginning with the layer's current content and all learned
-        uses."""
-        if self._priced is None:
-            self._priced = self._cache.as_priced()
-        decision = self._priced.decide(used, is_prompt=is_prompt)
-        for upload in decision.uploads:
-            self._priced.landed(upload)
-        self._priced.observe()
-        return decision.ms

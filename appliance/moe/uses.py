@@ -7,7 +7,6 @@ weights are a least-squares fit to the uses that followed, shared by all layers.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import mul
@@ -25,6 +24,7 @@ _SAMPLED = 8  # experts sampled per token
 _SOLVED = 64  # samples between fits of the weights, at first
 _LEARNED = 1024  # after so many tokens, samples are taken at long intervals
 _FORGOTTEN = 1 << 17  # after so many samples, older ones count half
+_KEPT = 512  # tokens that the uses of an earlier run count for at most
 
 Sample = tuple[int, int, tuple[float, ...]]  # expert, its uses so far, its four figures
 _Use = tuple[int, Sequence[int]]  # token number, counted from one, and the token's experts
@@ -84,7 +84,6 @@ class History:
         self._uses = uses
         self._is_valued = is_valued
         self._stagger = stagger
-        self._learns = True
         self.tokens = 0
         self.used_now = 0.0  # value that an expert gains if the next token uses it
         self._last: list[_Use | None] = [None] * experts
@@ -96,6 +95,21 @@ class History:
         self._due = 1  # token at which to learn or sample next
         self._waiting: deque[tuple[int, list[Sample]]] = deque()
         self._factor()
+
+    def begin(self, tokens: int, counts: Sequence[int]) -> None:
+        """Start from the uses of `tokens` tokens of an earlier run. Fewer than 256 tokens say too little and are left
+        out; more than 512 count as 512, so that a new subject soon outweighs them."""
+        kept = min(tokens, _KEPT) // _REBASED * _REBASED
+        if not kept:
+            return
+        self.tokens = kept
+        self._due = kept + 1
+        self._counts = [count * kept // tokens for count in counts]
+        self._factor()
+
+    def counted(self) -> list[int]:
+        """Return the uses of each expert so far."""
+        return list(self._counts)
 
     def add(self, used: Sequence[int]) -> None:
         """Add the experts of one more token, by falling router weight. Learns from old samples."""
@@ -109,7 +123,7 @@ class History:
             counts[expert] += 1
             short[expert] += a
             long[expert] += b
-        if token >= self._due and self._learns:
+        if token >= self._due:
             self._learn(token)
         if token % _REBASED == 0:
             a, b = (growth * scale for growth, scale in zip(_SCALES[1], _SCALES[-1], strict=True))
@@ -150,14 +164,6 @@ class History:
             for e in (at % size for at in range(begin, begin + min(_SAMPLED, size)))
             if (use := last[e])
         ]
-
-    def fork(self) -> History:
-        """Return a copy with the same past that learns nothing, since the original learns."""
-        twin = copy.copy(self)
-        twin._learns = False
-        for name in ("_last", "_counts", "_short", "_long"):
-            setattr(twin, name, copy.copy(getattr(self, name)))
-        return twin
 
     def valued(self, experts: Iterable[int], more: float = 0.0) -> list[tuple[float, int]]:
         """Return (expected uses in the `tokens_ahead` tokens after the next one, expert) in the order of `experts`.

@@ -35,11 +35,18 @@ _SCALES = {
 
 
 def write_gguf(
-    path: Path, shape: Shape, *, quantization: str = "Q4_K_M", with_data: bool = False, seed: int = 0
+    path: Path,
+    shape: Shape,
+    *,
+    quantization: str = "Q4_K_M",
+    with_data: bool = False,
+    seed: int = 0,
+    is_varied: bool = False,
 ) -> Path:
     """Write a model of this shape. Without data the file has its full length but is a hole behind the header.
 
     With data it has a tokenizer of bytes, so that the engine answers; without, only the size of its vocabulary.
+    `is_varied` True: no weights are repeated, so that one expert taken for another changes the answer.
     """
     entries = [(name, size, Type[tensor_type(name, size, shape, quantization).name]) for name, size in tensors(shape)]
     writer = gguf.GGUFWriter(path, shape.architecture)
@@ -53,12 +60,16 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    _write_data(path, entries, np.random.default_rng(seed) if with_data else None)
+    _write_data(path, entries, np.random.default_rng(seed) if with_data else None, is_varied=is_varied)
     return path
 
 
 def _write_data(
-    path: Path, entries: Sequence[tuple[str, tuple[int, ...], Type]], random: np.random.Generator | None
+    path: Path,
+    entries: Sequence[tuple[str, tuple[int, ...], Type]],
+    random: np.random.Generator | None,
+    *,
+    is_varied: bool,
 ) -> None:
     with path.open("r+b") as file:
         end = _padded(file.seek(0, os.SEEK_END))
@@ -73,6 +84,7 @@ def _write_data(
                     piece = pieces.setdefault(kind, _blocks(kind, random))
                     for begin in range(0, length, len(piece)):
                         file.write(piece[: min(len(piece), length - begin)])
+                        piece = _blocks(kind, random) if is_varied else piece
             end += _padded(length)
         file.truncate(end)
 

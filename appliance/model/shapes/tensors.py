@@ -193,7 +193,10 @@ def _qwen2(shape: Shape, layer: int) -> Tensors:
     yield from _norms(shape, "attn_norm", "ffn_norm")
     found = _attention(shape, layer, has_bias=True)
     yield from (entry for entry in found if entry[0] != "attn_output.bias")
-    yield from _dense(shape, layer)
+    if shape.get("expert_count"):
+        yield from _experts(shape, shared=shape.get("expert_shared_feed_forward_length"), has_gate=True)
+    else:
+        yield from _dense(shape, layer)
 
 
 def _phi3(shape: Shape, layer: int) -> Tensors:
@@ -408,6 +411,7 @@ BLOCKS: dict[str, Callable[[Shape, int], Tensors]] = {
     "minimax-01": _minimax,
     "nemotron_h": _nemotron,
     "phi3": _phi3,
+    "qwen2moe": _qwen2,
     "qwen2vl": _qwen2,
     "qwen3": _plain,
     "qwen35": _qwen35,
