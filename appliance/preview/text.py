@@ -74,7 +74,6 @@ def plan_text(
         f"{head(found, argv).describe()}\n",
         *(f"warning: {words}" for words in found.warnings),
         *_subject(found, machine),
-        *_expert_cache(found),
         *_origin(found),
         *(found.abilities.lines() if found.abilities else ()),
         f"\nreasons, in the order of decision\n{_indented(explain(found.plan, is_verbose=is_verbose))}\n",
@@ -95,11 +94,6 @@ def _subject(found: Preview, machine: DescribedMachine | None) -> Iterator[str]:
         candidate = found.fetches.candidate
         size = in_column(candidate.missing_bytes)
         yield f"not on the volume: a start fetches {candidate.name} first, {size}"
-
-
-def _expert_cache(found: Preview) -> Iterator[str]:
-    if modelled := found.space.modelled(found.plan):
-        yield f"expert cache, not served by this engine: {modelled}"
 
 
 def _origin(found: Preview) -> Iterator[str]:

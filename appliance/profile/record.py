@@ -31,9 +31,9 @@ from appliance.values import dataclass
 SCHEMA = 7
 # Settings that change the speed, and so the key.
 SETTINGS_THAT_MATTER = (
-    "ctx_size", "devices", "draft_model", "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora",
-    "n_cpu_moe", "parallel", "pooling", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch", "users",
-    "workload",
+    "ctx_size", "devices", "draft_model", "engine_arg", "experts_used", "fill_minutes", "gpu_layers", "kv_type",
+    "load_mode", "lora", "moe_slots", "n_cpu_moe", "parallel", "pooling", "reserve_mib", "rope_scaling", "speculation",
+    "threads", "ubatch", "users", "workload",
 )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ IMAGES_LEAVES = ("errors", "own_python", "rows", "docker", "console")
 IMAGES_ORDER = ("matrix", "choice", "recipes", "pins", "layers", "build", "proof", "ci", "host", "verbs")
 # Programs that run inside an image or its build, beside the files that copy them there.
 COPIED = {"builder", "router"}
-OWN_DATA = {"appliance/engines/llama/planning/replays.py", "appliance/engines/vllm/planning/model/chips.py"}
+OWN_DATA = {"appliance/engines/llama/planning/experts/replays.py", "appliance/engines/vllm/planning/model/chips.py"}
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
     "fastapi": ("appliance/gateway/",),

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.console.progress import Phase, Progress
-from appliance.engines.llama.api.routes import parse_prompt_disk
+from appliance.engines.llama.api.routes import parse_counts
 from appliance.engines.metric_aliases import METRIC_ALIASES
 from appliance.gateway.clients.connections import Counts
 from appliance.gateway.clients.request_log import FinishedRequest
@@ -99,7 +99,7 @@ def scraped(*rows: FinishedRequest) -> dict[str, dict[tuple[str, ...], float]]:
         loads=lambda: [Load(model="small", waiting=1, running=2, kv_use=0.5)],
         aliases=METRIC_ALIASES,
         insights=lambda: {"small": Known()},
-        prompt_disk=lambda: {"small": parse_prompt_disk(TOLD), "other": {"saves_total": 4.0}},
+        engine_counts=lambda: {"small": parse_counts(TOLD), "other": {"prompt_disk_saves_total": 4.0}},
         fleet=Several(),
     )
     metrics.answered("/v1/messages", "POST", "200", 2.0)
@@ -140,7 +140,7 @@ def test_an_engines_counts_of_prompts_on_disk_are_shown_as_far_as_it_tells_them(
     assert found["appliance_prompt_disk_saves_total"] == {("small",): 3.0, ("other",): 4.0}
     assert found["appliance_prompt_disk_saved_bytes_total"] == {("small",): 1.5e9}
     assert found["appliance_prompt_disk_bytes"] == {("small",): 2.5e9}
-    assert parse_prompt_disk(b"llamacpp:prompt_disk_files nan\n{}") == {}
+    assert parse_counts(b"llamacpp:prompt_disk_files nan\n{}") == {}
 
 
 def test_losses_of_one_kind_are_one_series() -> None:
