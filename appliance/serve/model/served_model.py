@@ -25,6 +25,7 @@ from appliance.profile.losses import Loss
 from appliance.serve.model.demand import PATIENCE_S, EngineDemand
 from appliance.serve.model.engine_host import EngineHost
 from appliance.serve.model.engine_log import EngineLogs
+from appliance.serve.model.experts import expert_files
 from appliance.serve.model.memory_kills import MemoryKills
 from appliance.serve.model.mode_state import ModeState
 from appliance.serve.model.prompts import prompt_folder
@@ -111,6 +112,7 @@ class ServedModel:
         self.meter = Meter(self.hardware, environment, gpus)
         self.energy_use = EnergyUse()
         self.prompts = prompt_folder(self.start, report)
+        self.experts = expert_files(self.start, report)
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     def report_death(self, crash: Crash) -> FatalError:
@@ -212,6 +214,8 @@ class ServedModel:
         command = engine.command(plan, install, socket_path)
         if self.prompts is not None:
             command = engine.keep_prompts(command, install, self.prompts)
+        if self.experts is not None:
+            command = engine.keep_experts(command, install, self.experts)
         return replace(command, demand=EngineDemand(self, plan, socket_path))
 
 

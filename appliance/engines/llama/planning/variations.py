@@ -153,8 +153,9 @@ class Variations:
     def with_slots(self, placed: Placed, slots: ExpertSlots) -> Plan:
         """Return the prediction with its experts in host memory and slots for them, which `placed` has room for."""
         plan = with_launch(self.at(placed, self._context_plan, ubatch=launch_of(self.best).ubatch), slots=slots)
-        words = _reworded(plan, moe_slots=(str(slots.count), _why_beside(asked=self._inputs.settings.is_set(NAME))))
-        return self.loaded(words, launch_of(words).load_mode)
+        if not self._inputs.settings.is_set(NAME):
+            plan = _reworded(plan, moe_slots=(str(slots.count), _why_beside(asked=False)))
+        return self.loaded(plan, launch_of(plan).load_mode)
 
     def around(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with each load mode, NUMA mode and number of threads that is worth measuring."""
@@ -217,6 +218,8 @@ class Variations:
         if not plan.speed:
             return plan
         speed = predicted_speed(plan.placement, plan.speed, self._costs_of(plan), inputs.settings, inputs.model)
+        if launch_of(plan).slots:  # nothing was published of such plans
+            speed = replace(speed, decode_interval=None, prefill_interval=None)
         where = reasons.placement(plan.placement, speed, inputs.resources, inputs.settings)
         told = {each.name: each for each in (where, reasons.speed(speed, plan.placement, inputs.resources))}
         choices = tuple(told.get(choice.name, choice) for choice in plan.choices)

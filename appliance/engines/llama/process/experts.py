@@ -1,5 +1,5 @@
-"""Files about experts beside llama-server (images/patches/llama-moe-split.patch): the rates that it decides by, the uses
-that it learned, and the routes that it records."""
+"""Files about experts beside llama-server (images/patches/llama-moe-split.patch): rates that it decides by, uses that
+it learned, and routes that it records."""
 
 from __future__ import annotations
 

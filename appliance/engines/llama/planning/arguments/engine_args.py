@@ -98,6 +98,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 NOT_COUNTED = frozenset({
     "-cb", "-kvo", "-nkvo", "-nocb", "-nr", "-ot", "--cpu-ffn", "--kv-offload", "--n-cpu-ffn", "-ncffn", "--no-host",
     "--no-kv-offload", "--no-op-offload", "--no-repack", "--op-offload", "--override-kv", "--override-tensor",
+    "--moe-policy", "--moe-overlap", "--no-moe-overlap",
     "--repack", "--control-vector", "--control-vector-scaled", "-lzm", "--lazy-mode", "--rpc",
 })  # fmt: skip
 OWNED: Mapping[str, str] = MappingProxyType({flag: name for name, flags in _SETTINGS.items() for flag in flags})

@@ -18,7 +18,7 @@ from appliance.engines.llama.planning.memory.memory import MIB, layers_of, padde
 from appliance.engines.llama.planning.placement.context import ContextPlan
 from appliance.engines.llama.planning.placement.placement import Placed, place
 from appliance.engines.llama.planning.placement.tensor_mode import TENSOR
-from appliance.errors import ModelDoesNotFitError
+from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.model import Model
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Outlook, Replay, cached, static_layers
@@ -50,7 +50,7 @@ _NOTHING = SlotsOffer()
 def offer_slots(inputs: PlanInputs, found: ContextPlan) -> SlotsOffer:
     """Return the slots that are measured beside the prediction, or served if `--moe-slots N` asks for them.
 
-    Raises ModelDoesNotFitError if the number that was asked for does not fit.
+    Raises ModelDoesNotFitError if the number that was asked for does not fit, ConfigError if rates cannot be used.
     """
     asked, placement = inputs.settings.moe_slots, found.placed.placement
     is_number, source = isinstance(asked, int), inputs.settings.sources[NAME]
@@ -106,7 +106,7 @@ def _measured(inputs: PlanInputs, found: ContextPlan) -> SlotsOffer:
         return _no(f"room for {max(count, 0)} a layer, fewer than the {inputs.model.experts_used} experts of a token")
     device = next(each for each in inputs.resources.devices if each.id == placed.placement.shares[0].gpu.id)
     try:
-        rates = rates_of(inputs, device)
+        rates, how = rates_of(inputs, device)
     except ValueError as error:
         return _no(f"the rates of this machine cannot be used: {error}")
     cost, fixed_ms = Cost(rates, _expert_mb(inputs.model)), inputs.model.output_bytes / (device.bandwidth_gb_s * 1e6)
@@ -117,7 +117,7 @@ def _measured(inputs: PlanInputs, found: ContextPlan) -> SlotsOffer:
     if with_slots is None:
         return _no(f"no replay has as few as {count} a layer")
     gain = with_slots.tokens_per_s / static.tokens_per_s
-    figures = _in_words(count, with_slots, static, of_layers, replay, inputs.model)
+    figures = f"{_in_words(count, with_slots, static, of_layers, replay, inputs.model)}; {how}"
     if gain < WORTH:
         return _no(f"modelled {gain:.2f} times as fast, and {WORTH:g} is asked before it is measured", figures)
     slots = ExpertSlots(
@@ -150,15 +150,22 @@ def _asked(inputs: PlanInputs, found: ContextPlan, count: int) -> SlotsOffer:
     if most < max(count, least):
         message = f"setting {NAME} does not fit: {where}, and there is room for {max(most, 0)} a layer"
         raise ModelDoesNotFitError(message, hint="use --moe-slots off, fewer slots or a smaller --ctx-size")
-    shares = placed.placement.shares
+    first = placed.placement.shares[0].gpu.id
+    try:
+        rates, how = rates_of(inputs, next(each for each in inputs.resources.devices if each.id == first))
+    except ValueError as error:
+        message = f"setting {NAME} needs rates of this machine: {where}: {error}"
+        raise ConfigError(
+            message, hint="measure again with `appliance probe --measure`, or use --moe-slots off"
+        ) from error
     slots = ExpertSlots(
         count=count,
         mib=_mib(model, placed, count),
-        rates=rates_of(inputs, next(each for each in inputs.resources.devices if each.id == shares[0].gpu.id)),
+        rates=rates,
         speedup=1.0,
     )
     why = "asked for, and served although nothing was measured; speeds here are those without slots"
-    choice = Choice(name=NAME, value=str(count), reason=why, source=source)
+    choice = Choice(name=NAME, value=str(count), reason=why, source=source, detail=how)
     return SlotsOffer(placed=grown(placed, slots), slots=slots, choice=choice, is_served=True)
 
 
@@ -233,15 +240,15 @@ def _replay_of(model: Model) -> Replay | None:
     return next(same, None)
 
 
-def rates_of(inputs: PlanInputs, device: Device) -> Rates:
-    """Return the rates that the model and the engine decide by, from this machine's bandwidths: measured in idle time,
-    else assumed. CPU and PCIe share the bandwidth of DRAM; CPU kernels reach `DRAM_SHARE` of it.
+def rates_of(inputs: PlanInputs, device: Device) -> tuple[Rates, str]:
+    """Return the rates that the model and the engine decide by, and how they are known, in words.
 
-    Raises ValueError for a rate that is not positive and finite.
+    PCIe and DRAM as measured while both worked at once, else from their bandwidths. CPU kernels reach `DRAM_SHARE` of
+    DRAM. Raises ValueError for a rate that is not positive and finite.
     """
     model, dram_gb_s = inputs.model, inputs.resources.dram_gb_s
     dense = sum(layer.dense_bytes for layer in layers_of(model)) / len(layers_of(model)) / 1e6
-    return Rates(
+    rates = Rates(
         cpu_gb_s=dram_gb_s,
         pcie_gb_s=device.pinned_gb_s,
         dram_gb_s=dram_gb_s / assumptions.DRAM_SHARE.value,
@@ -249,6 +256,15 @@ def rates_of(inputs: PlanInputs, device: Device) -> Rates:
         cpu_fixed_ms=assumptions.EXPERTS_HOP_US.value / 1000,
         gpu_expert_ms=_expert_mb(model) / device.bandwidth_gb_s + GPU_EXPERT_MS,
     )
+    speeds = inputs.hardware.speeds.gpus if inputs.hardware.speeds else ()
+    measured = next((each for each in speeds if each.uuid == device.id), None)
+    pcie, cpu = (measured.overlapped_pinned_gb_s, measured.overlapped_dram_gb_s) if measured else (None, None)
+    if pcie is None or cpu is None:
+        return rates, "rates of CPU and PCIe are those of each alone"
+    try:
+        return replace(rates, pcie_gb_s=pcie, dram_gb_s=pcie + cpu), "rates measured with CPU and PCIe at work at once"
+    except ValueError as error:
+        return rates, f"the measured rates are ignored: {error}"
 
 
 def _in_words(count: int, found: Outlook, static: Outlook, of_layers: int, replay: Replay, model: Model) -> str:
