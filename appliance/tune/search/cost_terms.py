@@ -102,7 +102,7 @@ class Effects:
         return found
 
     def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
-        absent = self._by_knob[name].absent
+        absent = self._by_knob[name].absent if name in self._by_knob else None
         value, anchor = candidate.by_knob.get(name, absent), self._anchor.by_knob.get(name, absent)
         # If one of them lacks the knob (a split without a GPU) there is no step: the costs contain the effect.
         if value is None or anchor is None or value == anchor:

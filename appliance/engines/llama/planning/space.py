@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning.arguments.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.llama.planning.decide import aim_of, context_for, predicted, wanted_context, with_split
-from appliance.engines.llama.planning.experts.slots import SlotsOffer, grown, offer_slots, with_slots
+from appliance.engines.llama.planning.expert_slots import SlotsOffer, grown, offer_slots, with_slots
 from appliance.engines.llama.planning.hardware.observed_limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.inputs import (
     PlanInputs,

@@ -10,7 +10,7 @@ from functools import cached_property
 from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.arguments.launch import ExpertSlots, launch_of
 from appliance.engines.llama.planning.arguments.numa import Numa, numa_modes
-from appliance.engines.llama.planning.experts.slots import NAME
+from appliance.engines.llama.planning.expert_slots import NAME
 from appliance.engines.llama.planning.host_memory import host_memory
 from appliance.engines.llama.planning.inputs import (
     PlanInputs,
