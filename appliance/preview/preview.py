@@ -12,6 +12,7 @@ from appliance.abilities.kept import KeptAbilities
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError, ModelAwayError
 from appliance.model import Model
+from appliance.model.files.quantized import Loss
 from appliance.model.shapes.published import PublishedShape, find_shape, shape_called
 from appliance.plan import LargerContext, Plan
 from appliance.plan.memory_kill import why_smaller
@@ -19,6 +20,7 @@ from appliance.preview.cell_facts import Stand, contents_of_cell, has_image, unk
 from appliance.preview.outlook import larger_contexts, to_measure
 from appliance.probe import Hardware, probe
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
+from appliance.profile.expert_loss import KeptExpertLoss
 from appliance.selection.candidates import (
     Chosen,
     Option,
@@ -49,6 +51,7 @@ class Preview:
     profile: Profile | None = None
     status: ProfileStatus | None = None
     abilities: Abilities | None = None  # that were checked on this machine
+    experts_loss: Loss | None = None  # by fewer experts a token, measured on this machine
     fetches: Option | None = None  # the candidate that a start would fetch first
     shape: PublishedShape | None = None  # planned instead of a file
     stand: Stand | None = None  # stands for an image that is not here
@@ -191,12 +194,16 @@ def preview_of(start: StartInputs) -> Preview:
     kv_checks = profile.kv_checks if profile else ()
     kept = KeptAbilities(start.settings.profiles_dir, start.key.id, lambda _: None).load(start.abilities_digest)
     abilities = kept if kept.rows else None
+    is_fewer = start.settings.experts_used is not None
+    loss = KeptExpertLoss(start.settings.profiles_dir, start.key, lambda _: None).load() if is_fewer else None
     space = start.space(kv_checks)
     picked = pick(profile, start.settings.mode, space) if profile else None
     if profile is not None and isinstance(picked, Picked):
         status = store.status(profile)
-        return Preview(plan=picked.plan, start=start, space=space, profile=profile, status=status, abilities=abilities)
-    return Preview(plan=space.predicted, start=start, space=space, abilities=abilities)
+        found = Preview(plan=picked.plan, start=start, space=space, profile=profile, status=status)
+    else:
+        found = Preview(plan=space.predicted, start=start, space=space)
+    return replace(found, abilities=abilities, experts_loss=loss)
 
 
 def _preview_away(contents: ImageContents, offered: Option, machine: UsableMachine) -> Preview:

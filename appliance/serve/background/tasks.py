@@ -64,6 +64,7 @@ class BackgroundTasks:
                 continue
             await self._unless_switched(self._know_machine(backend))
             await self._unless_hurried(abilities.run(backend.traffic))
+            await self._unless_hurried(self._measure_expert_loss(backend))
             await self._unless_hurried(self._look_at_machine(backend))
             if served.settings.tune != "idle" or not needs_measuring(served):
                 served.tuning.wanted_now.clear()
@@ -88,6 +89,13 @@ class BackgroundTasks:
         from appliance.serve.background.quantize_idle import QuantizeIdle  # here: few models need it
 
         await QuantizeIdle(self._served, backend.traffic).run()
+
+    async def _measure_expert_loss(self, backend: Backend) -> None:
+        from appliance.serve.background.experts_idle import is_wanted, measure_expert_loss  # here: few starts need it
+
+        if is_wanted(self._served) and not self._served.is_loss_measured:
+            await measure_expert_loss(self._served, backend.traffic)
+            self._served.is_loss_measured = True
 
     async def _know_machine(self, backend: Backend, *, waits: bool = False) -> None:
         """Measure the machine's bandwidths once, for the next start; tuning that a client waits for goes first.

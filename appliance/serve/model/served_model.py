@@ -107,6 +107,7 @@ class ServedModel:
         self.slow_beside: str | None = None  # what slows that engine down; None: nothing does
         self.gpus_at_first = usable_gpus(self.inputs.image, self.hardware)
         self.abilities: Abilities | None = None  # as far as they are checked; None: not looked at yet
+        self.is_loss_measured = False  # True if the loss by fewer experts was measured, or could not be, in this start
         self.losses: tuple[Loss, ...] = ()  # that were seen while it serves
         gpus = () if self.settings.devices == "none" else self.gpus_at_first
         self.meter = Meter(self.hardware, environment, gpus)

@@ -66,10 +66,10 @@ def overrides_of(model: Model, settings: Settings) -> tuple[str, ...]:
     return () if asked is None else (f"{model.architecture}.expert_used_count=int:{asked}",)
 
 
-def used_choice(settings: Settings, loss: str = "") -> tuple[Choice, ...]:
-    """Return the choice of fewer experts; empty without the setting. `loss` is what was measured, in words."""
+def used_choice(settings: Settings) -> tuple[Choice, ...]:
+    """Return the choice of fewer experts; empty without the setting."""
     asked = settings.experts_used
     if asked is None:
         return ()
-    why = f"asked for: answers change, as the model was trained with more; {loss or 'the loss is measured while idle'}"
+    why = "asked for: answers change, as the model was trained with more"
     return (Choice(name="experts_used", value=str(asked), reason=why, source=settings.sources["experts_used"]),)
