@@ -27,6 +27,8 @@ def expert_files(start: StartInputs, report: Report) -> ExpertFiles | None:
         return None
     trace = folder / f"{model.path.stem}-{digest[:16]}.csv" if settings.trace_experts else None
     if trace:
+        layers = sum(layer.expert_bytes > 0 for layer in model.stack or ()) or model.layers
+        size = f"{model.expert_bytes / layers / model.experts / 1e6:.3g}"
         words = f"recording the experts of each token, no text, up to 64 MiB: {trace}; each start begins anew"
-        report.info("trace_experts", words)
+        report.info("trace_experts", f"{words}; an expert has {size} MB", expert_mb=size)
     return ExpertFiles(uses=folder / f"{digest[:16]}.uses", trace=trace)

@@ -77,7 +77,7 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
     "ubatch": KnobEffect(prior=0.15, phases=("prefill",)),
     "kv_type": KnobEffect(),
     "load_mode": KnobEffect(),
-    "moe_slots": KnobEffect(prior=0.3, phases=("decode",), absent=0),  # modelled, never seen on a GPU
+    "moe_slots": KnobEffect(prior=0.7, phases=("decode",), absent=0),  # modelled from one prompt, never seen on a GPU
     "numa": KnobEffect(parts=("cpu",)),
     "cpu_variant": KnobEffect(prior=0.3, parts=("cpu",)),  # more instructions may not mean more speed
     "split": KnobEffect(prior=0.3),  # the time of exchanges depends on links and drivers, which are not measured
