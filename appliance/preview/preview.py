@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 
 from appliance.abilities import Abilities
+from appliance.abilities.expert_loss import KeptExpertLoss
 from appliance.abilities.kept import KeptAbilities
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError, ModelAwayError
@@ -20,7 +21,6 @@ from appliance.preview.cell_facts import Stand, contents_of_cell, has_image, unk
 from appliance.preview.outlook import larger_contexts, to_measure
 from appliance.probe import Hardware, probe
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
-from appliance.profile.expert_loss import KeptExpertLoss
 from appliance.selection.candidates import (
     Chosen,
     Option,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 from appliance.errors import ConfigError
 from appliance.plan import MemoryKill, MemoryPeak, Plan
 from appliance.probe import Gpu
-from appliance.profile.expert_loss import SUFFIX as EXPERT_LOSS
 from appliance.profile.files import ProfileFiles, refusing
 from appliance.profile.kills import MemoryKills
 from appliance.profile.marks import Marks, ProfileStatus
@@ -138,7 +137,7 @@ class ProfileStore:
         Needs no free space. The pin is removed first: if the process ends in between, an unpinned profile is left. A
         pin without a profile would pass to a later profile of the same key.
         """
-        beside = {suffix: self._files.ids(suffix) for suffix in (".peak", ".kills", ".abilities", EXPERT_LOSS)}
+        beside = {suffix: self._files.ids(suffix) for suffix in (".peak", ".kills", ".abilities", ".experts")}
         there = {*self._files.ids(), *chain.from_iterable(beside.values())}
         name = _only_one([each for each in there if each.startswith(id_)], id_)
         path = self._files.path(name)
@@ -152,7 +151,7 @@ class ProfileStore:
             self._peaks.forget(name)
             self._kills.forget(name)
             self._files.remove(self._files.path(name, ".abilities"))
-            self._files.remove(self._files.path(name, EXPERT_LOSS))
+            self._files.remove(self._files.path(name, ".experts"))
             self._files.remove(path)
             self._files.sync()
         return Removed(id=name, alias=profile.plan.alias if profile else None, was_pinned=was_pinned)

@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "engines": {"probe", "model", "settings", "plan", "run"},
     "tune": {"probe", "settings", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
-    "abilities": {"engines", "profile"},
+    "abilities": {"model", "engines", "profile"},
     "supervisor": set(),
     "fleet": set(),
     "gateway": set(),

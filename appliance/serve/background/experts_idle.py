@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from appliance.abilities.expert_loss import KeptExpertLoss
 from appliance.errors import FatalError
-from appliance.profile.expert_loss import KeptExpertLoss
 from appliance.quantize.loss import measure_loss
 from appliance.serve.background.idle_text import IdleText
 from appliance.serve.model.served_model import ServedModel
