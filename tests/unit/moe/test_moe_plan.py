@@ -178,6 +178,18 @@ def test_more_slots_than_fit_and_fewer_than_a_token_uses_are_refused() -> None:
     assert count_of(space(*LAPTOP, moe_slots="6", experts_used="6").best) == 6
 
 
+def test_a_replay_is_stretched_to_the_models_layers() -> None:
+    layer, used = layer_of(dense_mib=20, expert_mib=800), 8
+    shape = replace(stacked([layer] * 60, 40960, experts=128), architecture="qwen3moe", experts_used=used)
+    held_mib = (shape.weights_bytes - shape.expert_bytes * 0.7) / 2**20
+    hardware = replace(machine(total_mib=131072, logical=16, physical=8), speeds=Speeds(dram_gb_s=60.0))
+    choice = told(space(with_gpus(hardware, [gpu(0, free_mib=int(held_mib) + 4000)]), shape).best)
+    assert choice is not None
+    of_layers = int(choice.detail.split("--n-cpu-moe ")[1].split()[0])
+    assert of_layers > 36, "of 60 layers, where the replayed model has 48"
+    assert float(choice.reason.split("modelled ")[1].split()[0]) < 3
+
+
 def test_rates_that_were_measured_together_decide_and_bad_ones_are_ignored() -> None:
     hardware = MACHINES["laptop-5060"]
     uuid = hardware.gpus.gpus[0].uuid or ""
@@ -265,6 +277,12 @@ def test_the_engine_gets_the_slots_and_a_whole_file_of_rates(tmp_path: Path) -> 
     assert slots is not None
     assert Rates(**json.loads(path.read_text())) == slots.rates
     assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing is left beside it"
+    written = path.stat().st_ino
+    started.upkeep.begin()
+    assert path.stat().st_ino == written, "a restart writes nothing"
+    path.write_text("{}")
+    started.upkeep.begin()
+    assert json.loads(path.read_text())["pcie_gb_s"] == slots.rates.pcie_gb_s
     bare = space(*LAPTOP).best
     assert rates_upkeep(bare, tmp_path) is None
     assert "--moe-slots" not in command(bare, install, tmp_path / "e.sock").argv

@@ -146,8 +146,8 @@ def _asked(inputs: PlanInputs, found: ContextPlan, count: int) -> SlotsOffer:
     if placed is None:
         message = f"setting {NAME} needs the experts in host memory, and they do not fit there: {where}"
         raise ModelDoesNotFitError(message, hint="use --moe-slots off, a smaller quantization or a smaller --ctx-size")
-    most, least = _most(model, placed), model.experts_used
-    if most < max(count, least):
+    most = _most(model, placed)
+    if most < min(count, model.experts):  # check_experts has refused fewer than a token's
         message = f"setting {NAME} does not fit: {where}, and there is room for {max(most, 0)} a layer"
         raise ModelDoesNotFitError(message, hint="use --moe-slots off, fewer slots or a smaller --ctx-size")
     first = placed.placement.shares[0].gpu.id
@@ -236,8 +236,10 @@ def _expert_mb(model: Model) -> float:
 
 
 def _replay_of(model: Model) -> Replay | None:
+    """Return the replay of a model of this architecture, stretched to this one's layers; None if there is none."""
     same = (r for r in load_replays() if (r.architecture, r.experts) == (model.architecture, model.experts))
-    return next(same, None)
+    found = next(same, None)
+    return found and replace(found, layers=len(_with_experts(model, len(layers_of(model)))))
 
 
 def rates_of(inputs: PlanInputs, device: Device) -> tuple[Rates, str]:

@@ -18,7 +18,7 @@ from appliance.errors import VolumeError
 from appliance.image_facts import EngineFacts
 from appliance.moe.cost import Rates
 from appliance.plan import Plan
-from appliance.system.disk import Disk, put_file
+from appliance.system.disk import Disk, put_file, read_file
 from appliance.values import dataclass
 
 METRICS_FLAG = "--metrics"
@@ -37,11 +37,19 @@ class RatesFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             data = json.dumps(asdict(self.rates)).encode()
+            if self._has(data):
+                return  # a restart must not fail because the volume became full
             put_file(Disk(), self.path, data, temporary=temporary, modified_ns=time.time_ns())
         except OSError as error:
             message = f"rates of this machine cannot be written: {self.path}: {error.strerror or error}"
             hint = "make room on the volume, or use --moe-slots off"
             raise VolumeError(message, hint=hint) from error
+
+    def _has(self, data: bytes) -> bool:
+        try:
+            return read_file(self.path, len(data) + 1) == data
+        except FileNotFoundError:
+            return False
 
     def ready(self) -> None: ...
 
