@@ -65,6 +65,21 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _number_or(*words: str, most: int) -> Callable[[str], str | int]:
+    """Return a parser of one of `words`, or of a number from 1 to `most`."""
+
+    def parse(value: str) -> str | int:
+        if value in words:
+            return value
+        try:
+            return _integer(1, most)(value)
+        except ValueError as error:
+            message = f"is none of {', '.join(words)}, and {error}"
+            raise ValueError(message) from None
+
+    return parse
+
+
 def _seconds(low: float, high: float) -> Callable[[str], float]:
     def parse(value: str) -> float:
         try:
@@ -277,9 +292,9 @@ POOLINGS = ("none", "mean", "cls", "last", "rank")
 # Settings that an engine may support or ignore; each engine lists those that it supports.
 ENGINE_SETTINGS = frozenset({
     "allow_disk", "cache_disk_mib", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model",
-    "draft_tokens", "engine_arg", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe",
-    "numa", "parallel", "pooling", "quantize", "reasoning_format", "reserve_mib", "rope_scaling", "speculation",
-    "thinking", "threads", "ubatch",
+    "draft_tokens", "engine_arg", "experts_used", "fill_minutes", "gpu_layers", "kv_type", "load_mode", "lora",
+    "mmproj", "moe_slots", "n_cpu_moe", "numa", "parallel", "pooling", "quantize", "reasoning_format", "reserve_mib",
+    "rope_scaling", "speculation", "thinking", "threads", "trace_experts", "ubatch",
 })  # fmt: skip
 
 
@@ -309,9 +324,9 @@ OF_PROCESS = frozenset({
 })  # fmt: skip
 # Settings that are about one model: as a flag or variable they are those of the first model only.
 OF_ONE_MODEL = (
-    "alias", "chat_template_file", "ctx_size", "draft_model", "draft_tokens", "engine_arg", "gpu_layers", "lora",
-    "mmproj", "model", "n_cpu_moe", "pooling", "quantize", "reasoning_format", "rope_scaling", "speculation",
-    "thinking",
+    "alias", "chat_template_file", "ctx_size", "draft_model", "draft_tokens", "engine_arg", "experts_used",
+    "gpu_layers", "lora", "mmproj", "model", "moe_slots", "n_cpu_moe", "pooling", "quantize", "reasoning_format",
+    "rope_scaling", "speculation", "thinking", "trace_experts",
 )  # fmt: skip
 
 
@@ -399,6 +414,28 @@ class Settings:
     )
     n_cpu_moe: int | None = _setting(
         _integer(0, 1024), None, "first layers whose experts stay in host memory (default: the fastest that fits)", "N"
+    )
+    moe_slots: str | int = _setting(
+        _number_or("auto", "off", most=4096),
+        "auto",
+        "slots a layer on the GPU for experts that lie in host memory. auto: measured if predicted to be clearly "
+        "faster; off; or a number, served at once",
+        "auto|off|N",
+        is_rare=True,
+    )
+    experts_used: int | None = _setting(
+        _integer(1, 4096),
+        None,
+        "fewer experts for each token than the model was trained with: faster, and answers change",
+        "N",
+        is_rare=True,
+    )
+    trace_experts: bool = _setting(
+        _switch,
+        False,
+        "record which experts each token uses, no text, in a file of at most 64 MiB on the volume; slows decoding",
+        "on|off",
+        is_rare=True,
     )
     reserve_mib: int = _setting(
         _integer(0, 2**20), 0, "memory to leave free on each GPU for other programs, MiB", "MIB"
@@ -728,6 +765,11 @@ class Settings:
     def prompts_dir(self) -> Path:
         """Folder of the prompts that engines keep on disk."""
         return self.data_dir / "cache" / "prompts"
+
+    @property
+    def experts_dir(self) -> Path:
+        """Folder of what engines learn and record of a mixture's experts."""
+        return self.data_dir / "cache" / "experts"
 
     @property
     def prompts_secret_path(self) -> Path:

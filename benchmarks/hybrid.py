@@ -9,6 +9,7 @@ optimistic. Kept apart: the rule was chosen on gemma.csv and synthetic traces wi
     python benchmarks/hybrid.py --judge                           figures of the aims, on more machines and traces
     python benchmarks/hybrid.py --trace FILE --rates FILE         any other; each may be given more than once
     python benchmarks/hybrid.py --trace FILE --rates FILE --slots 12 --only-ours   a long one, our rule alone
+    python benchmarks/hybrid.py --trace FILE --expert-mb 2.9      a trace that the engine recorded, which has no sizes
     python benchmarks/hybrid.py --write-table                     replays the traces for `appliance plan --explain`
 
 Rates of a machine are JSON: {"name": "…", "cpu_gb_s": 52, "pcie_gb_s": 24, "dram_gb_s": 62, "expert_mb": 2.9,
@@ -78,7 +79,8 @@ class Machine:
     @property
     def cost(self) -> Cost:
         if self.expert_mb is None:
-            message = f"{self.name}: neither the rates nor the trace name expert_mb: add it to --rates FILE"
+            hint = "give --expert-mb, or add it to --rates FILE"
+            message = f"{self.name}: neither the rates nor the trace name expert_mb: {hint}"
             raise ValueError(message)
         return Cost(self.rates, self.expert_mb)
 
@@ -419,7 +421,7 @@ def main() -> int:
     began = time.monotonic()
     if options.judge:
         return _judge(options)
-    machines = tuple(replace(card, expert_mb=None) for card in CARDS) if options.trace else MACHINES
+    machines = tuple(replace(card, expert_mb=options.expert_mb) for card in CARDS) if options.trace else MACHINES
     paths = options.trace or SHIPPED
     try:
         machines = tuple(read_machine(path) for path in options.rates) or machines
@@ -466,6 +468,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--rates", "--machine", type=Path, action="append", default=[], metavar="FILE", help="machines, instead of ours"
     )
+    parser.add_argument("--expert-mb", type=float, metavar="MB", help="size of an expert, if the trace does not say it")
     parser.add_argument("--judge", action="store_true", help="print the figures of the aims; several minutes")
     parser.add_argument("--slots", type=int, action="append", metavar="N", help="in each layer [6, 12, 24, 48]")
     parser.add_argument("--workers", type=int, default=2, help="processes [2]")
@@ -479,6 +482,8 @@ def _parse() -> argparse.Namespace:
     options.slots = options.slots or list(SLOTS)
     if options.workers < 1 or min(options.slots) < 1:
         parser.error("--workers and --slots must be at least 1")
+    if options.expert_mb is not None and not options.expert_mb > 0:
+        parser.error("--expert-mb must be above 0")
     return options
 
 

@@ -1,4 +1,4 @@
-"""Replays traces for `appliance plan --explain`, and writes `replays.json` of appliance/engines/llama/planning.
+"""Replays traces for `appliance plan --explain`, and writes `replays.json` of appliance/engines/llama/planning/experts.
 
 For each trace, number of slots and kind of machine: how many layer-tokens had so many hits and copies. Times of another
 machine follow from these without a replay: what a policy did there it could do here.
@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from appliance.engines.llama.planning.replays import PATH
+from appliance.engines.llama.planning.experts.replays import PATH
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.trace import Trace
 from benchmarks.hybrid_simulate import replay

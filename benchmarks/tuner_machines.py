@@ -82,7 +82,7 @@ class Case:
     @cached_property
     def space(self) -> Space:
         image, engine = facts_for(self.hardware)
-        return Space(resolve_settings({"mode": MODE}, {}), image, engine, self.hardware, self.of)
+        return Space(resolve_settings({"mode": MODE, "moe_slots": "off"}, {}), image, engine, self.hardware, self.of)
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:

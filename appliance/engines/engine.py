@@ -95,6 +95,14 @@ class PromptFolder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertFiles:
+    """Files on the volume about one mixture's experts. Their folder is there."""
+
+    uses: Path  # how often each expert was used: the next start fills its slots by them
+    trace: Path | None  # the experts of each token; None: not recorded
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Everything that plans are made from. Made once; `kernels` changes when a CPU variant is ruled out, and `hosts`
     when the other hosts have joined."""
@@ -257,10 +265,6 @@ class Space(Protocol):
     def kinds_to_check(self) -> tuple[str, ...]:
         """Return KV cache types that would allow a much longer context, if a check of quality passes them."""
         return ()
-
-    def modelled(self, plan: Plan) -> str | None:
-        """Return a line for `--explain` about an ability that is only modelled so far, or None."""
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,13 +457,13 @@ class Engine(Protocol):
         raise ValueError(_NOT_OFFERED)
 
     @property
-    def prompt_disk_path(self) -> str | None:
-        """Path on the engine's server that counts the prompts that it keeps on disk; None if there is none."""
+    def counts_path(self) -> str | None:
+        """Path on the engine's server that counts prompts on disk and uses of experts; None if there is none."""
         return None
 
-    def parse_prompt_disk(self, answer: bytes) -> Mapping[str, float]:
-        """Return the counts from the answer at `prompt_disk_path`, by the names of the appliance's metrics without
-        `appliance_prompt_disk_`."""
+    def parse_counts(self, answer: bytes) -> Mapping[str, float]:
+        """Return the counts from the answer at `counts_path`, by the names of the appliance's metrics without
+        `appliance_`. Raises ValueError if the answer cannot be read."""
         raise ValueError(_NOT_OFFERED)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
@@ -547,6 +551,11 @@ class Engine(Protocol):
 
     def keep_prompts(self, command: Command, install: Install, folder: PromptFolder) -> Command:
         """Return the command of an engine that keeps its prompts in a folder; unchanged if the engine cannot."""
+        return command
+
+    def keep_experts(self, command: Command, install: Install, files: ExpertFiles) -> Command:
+        """Return the command of an engine that keeps and records the uses of experts in these files; unchanged if the
+        engine or the plan has nothing to keep."""
         return command
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:

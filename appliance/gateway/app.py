@@ -103,7 +103,7 @@ def create_app(
         loads=lambda: (load for backend in roster if (load := backend.load())),
         aliases=(alias for backend in roster for alias in backend.aliases),
         insights=lambda: {backend.name: backend.insight for backend in roster if backend.insight},
-        prompt_disk=partial(_prompt_disk, roster),
+        engine_counts=partial(_engine_counts, roster),
         fleet=fleet,
     )
     requests.listen(metrics.finished)
@@ -161,9 +161,9 @@ def _engine_restarts(roster: Roster) -> Callable[[], int] | None:
     return lambda: sum(backend.engine_restarts() for backend in roster if backend.engine_restarts is not None)
 
 
-def _prompt_disk(roster: Roster) -> dict[str, Mapping[str, float]]:
-    """Return what the engines that serve count of prompts on disk, by model."""
-    told = ((backend, backend.prompt_disk.value) for backend in roster if backend.prompt_disk)
+def _engine_counts(roster: Roster) -> dict[str, Mapping[str, float]]:
+    """Return what the engines that serve count of prompts on disk and of experts, by model."""
+    told = ((backend, backend.counts.value) for backend in roster if backend.counts)
     return {backend.name: counts for backend, counts in told if counts and backend.progress().is_ready}
 
 

@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 
 from appliance.abilities import Abilities
+from appliance.abilities.expert_loss import KeptExpertLoss
 from appliance.abilities.kept import KeptAbilities
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError, ModelAwayError
 from appliance.model import Model
+from appliance.model.files.quantized import Loss
 from appliance.model.shapes.published import PublishedShape, find_shape, shape_called
 from appliance.plan import LargerContext, Plan
 from appliance.plan.memory_kill import why_smaller
@@ -51,6 +53,7 @@ class Preview:
     status: ProfileStatus | None = None
     foreign: Foreign | None = None  # the plan is from it
     abilities: Abilities | None = None  # that were checked on this machine
+    experts_loss: Loss | None = None  # by fewer experts a token, measured on this machine
     fetches: Option | None = None  # the candidate that a start would fetch first
     shape: PublishedShape | None = None  # planned instead of a file
     stand: Stand | None = None  # stands for an image that is not here
@@ -193,14 +196,17 @@ def preview_of(start: StartInputs) -> Preview:
     kv_checks = profile.kv_checks if profile else ()
     kept = KeptAbilities(start.settings.profiles_dir, start.key.id, lambda _: None).load(start.abilities_digest)
     abilities = kept if kept.rows else None
+    is_fewer = start.settings.experts_used is not None
+    loss = KeptExpertLoss(start.settings.profiles_dir, start.key, lambda _: None).load() if is_fewer else None
     space = start.space(kv_checks)
     picked = pick(profile, start.settings.mode, space) if profile else None
     if profile is not None and isinstance(picked, Picked):
         status = store.status(profile)
-        return Preview(plan=picked.plan, start=start, space=space, profile=profile, status=status, abilities=abilities)
-    foreign = first_plan(store, start.key, start.settings.mode, space) if profile is None else None
-    plan = foreign.plan if foreign else space.predicted
-    return Preview(plan=plan, start=start, space=space, foreign=foreign, abilities=abilities)
+        found = Preview(plan=picked.plan, start=start, space=space, profile=profile, status=status)
+    else:
+        foreign = first_plan(store, start.key, start.settings.mode, space) if profile is None else None
+        found = Preview(plan=foreign.plan if foreign else space.predicted, start=start, space=space, foreign=foreign)
+    return replace(found, abilities=abilities, experts_loss=loss)
 
 
 def _preview_away(contents: ImageContents, offered: Option, machine: UsableMachine) -> Preview:

@@ -59,6 +59,9 @@ def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequen
             "file": str(file.path) if file else "",
             "loss": file.loss_in_words if file else "",
         }
+    if count := found.start.settings.experts_used:
+        loss = found.experts_loss
+        document["experts_used"] = {"count": count, "loss": asdict(loss) if loss else None, "words": _loss(found)}
     if stand := found.stand:
         document["cell"] = {"name": stand.cell, "facts_of": stand.facts_of, "is_picked": stand.is_picked}
     if found.shape:
@@ -78,7 +81,6 @@ def plan_text(
         f"{head(found, argv).describe()}\n",
         *(f"warning: {words}" for words in found.warnings),
         *_subject(found, machine),
-        *_expert_cache(found),
         *_origin(found),
         *(found.abilities.lines() if found.abilities else ()),
         *(found.profile.checks.lines() if found.profile else ()),
@@ -96,15 +98,19 @@ def _subject(found: Preview, machine: DescribedMachine | None) -> Iterator[str]:
         yield f"no file: the shape of {found.shape.name}, in the usual mixture of types ({found.shape.shape.source})"
     if found.start.quantization:
         yield found.start.quantization.describe()
+    if found.start.settings.experts_used:
+        yield _loss(found)
     if found.fetches:
         candidate = found.fetches.candidate
         size = in_column(candidate.missing_bytes)
         yield f"not on the volume: a start fetches {candidate.name} first, {size}"
 
 
-def _expert_cache(found: Preview) -> Iterator[str]:
-    if modelled := found.space.modelled(found.plan):
-        yield f"expert cache, not served by this engine: {modelled}"
+def _loss(found: Preview) -> str:
+    """Return what fewer experts a token cost, in words."""
+    asked, usual = found.start.settings.experts_used, found.start.inputs.model.experts_used
+    loss = found.experts_loss.describe() if found.experts_loss else "loss unknown: it is measured while idle"
+    return f"{asked} experts a token instead of {usual}, so answers change: {loss}"
 
 
 def _origin(found: Preview) -> Iterator[str]:

@@ -32,9 +32,9 @@ from appliance.values import dataclass
 SCHEMA = 8
 # Settings that change the speed, and so the key.
 SETTINGS_THAT_MATTER = (
-    "ctx_size", "devices", "draft_model", "draft_tokens", "engine_arg", "fill_minutes", "gpu_layers", "kv_type",
-    "load_mode", "lora", "n_cpu_moe", "parallel", "pooling", "reserve_mib", "rope_scaling", "speculation", "threads",
-    "ubatch", "users", "workload",
+    "ctx_size", "devices", "draft_model", "draft_tokens", "engine_arg", "experts_used", "fill_minutes", "gpu_layers",
+    "kv_type", "load_mode", "lora", "moe_slots", "n_cpu_moe", "parallel", "pooling", "reserve_mib", "rope_scaling",
+    "speculation", "threads", "ubatch", "users", "workload",
 )  # fmt: skip
 
 

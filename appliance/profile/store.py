@@ -140,13 +140,13 @@ class ProfileStore:
         return not (profile.disturbance and old is not None and old.disturbance is None)
 
     def forget(self, id_: str) -> Removed:
-        """Remove the profile with its pin, marks, partial results, memory peaks, memory kills and abilities.
+        """Remove the profile with its pin, marks, partial results and all that is kept beside it under its key.
 
         Works for a damaged profile, for one of another schema and, if there is one of the others, without a profile.
         Needs no free space. The pin is removed first: if the process ends in between, an unpinned profile is left. A
         pin without a profile would pass to a later profile of the same key.
         """
-        beside = {suffix: self._files.ids(suffix) for suffix in (".peak", ".kills", ".abilities")}
+        beside = {suffix: self._files.ids(suffix) for suffix in (".peak", ".kills", ".abilities", ".experts")}
         there = {*self._files.ids(), *chain.from_iterable(beside.values())}
         name = _only_one([each for each in there if each.startswith(id_)], id_)
         path = self._files.path(name)
@@ -160,6 +160,7 @@ class ProfileStore:
             self._peaks.forget(name)
             self._kills.forget(name)
             self._files.remove(self._files.path(name, ".abilities"))
+            self._files.remove(self._files.path(name, ".experts"))
             self._files.remove(path)
             self._files.sync()
         return Removed(id=name, alias=profile.plan.alias if profile else None, was_pinned=was_pinned)

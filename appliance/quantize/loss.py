@@ -18,20 +18,27 @@ from appliance.model.files.quantized import Loss
 from appliance.quantize.pauses import Pauses, run_to_end
 from appliance.supervisor import Supervisor
 from appliance.tune.trials.kv_quality import SILENT_TRIES, SPARE, TEXT
+from appliance.values import dataclass
 
 CHUNKS = ChunkSpec(chunk_tokens=256, chunks=16)  # 4,096 tokens; 16 means tell their own scatter
 WORK_S = 1800.0  # of one run, pauses not counted
 
-Start = Callable[[Path, ChunkSpec, Path], TextReader]
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run over a text. `name` is that of the model's file; `start` makes the program's command and reads its log."""
+
+    name: str
+    start: Callable[[ChunkSpec, Path], TextReader]
 
 
-async def measure_loss(origin: Path, quantized: Path, start: Start, pauses: Pauses | None) -> Loss:
-    """Measure the loss. `start` makes the run over a model and a text.
+async def measure_loss(origin: Run, other: Run, pauses: Pauses | None) -> Loss:
+    """Measure what `other` loses against `origin`.
 
     Raises EngineNotReadyError (43) or the program's own error if there is no figure.
     """
-    exact = await _read(origin, start, pauses)
-    return compare(exact, await _read(quantized, start, pauses))
+    exact = await _read(origin, pauses)
+    return compare(exact, await _read(other, pauses))
 
 
 def compare(exact: Sequence[float], other: Sequence[float]) -> Loss:
@@ -50,12 +57,12 @@ def compare(exact: Sequence[float], other: Sequence[float]) -> Loss:
     )
 
 
-async def _read(model: Path, start: Start, pauses: Pauses | None) -> tuple[float, ...]:
+async def _read(run: Run, pauses: Pauses | None) -> tuple[float, ...]:
     """Read the text and return the mean nats of each chunk."""
     log: tuple[str, ...] = ()
     for _ in range(SILENT_TRIES):
         # One chunk more: the program may lose its last rows at its end.
-        reader = start(model, ChunkSpec(chunk_tokens=CHUNKS.chunk_tokens, chunks=CHUNKS.chunks + SPARE), TEXT)
+        reader = run.start(ChunkSpec(chunk_tokens=CHUNKS.chunk_tokens, chunks=CHUNKS.chunks + SPARE), TEXT)
         is_enough = asyncio.Event()
 
         def on_line(line: str, reader: TextReader = reader, is_enough: asyncio.Event = is_enough) -> None:
@@ -68,10 +75,10 @@ async def _read(model: Path, start: Start, pauses: Pauses | None) -> tuple[float
         if reader.rows >= CHUNKS.chunks:
             return reader.nll[: CHUNKS.chunks]
         if crash is None:
-            message = f"{reader.name} read {reader.rows} of {CHUNKS.chunks} chunks of {model.name} in {WORK_S:,.0f} s"
+            message = f"{reader.name} read {reader.rows} of {CHUNKS.chunks} chunks of {run.name} in {WORK_S:,.0f} s"
             raise EngineNotReadyError(message)
         if crash.exit_code != 0 and crash.first_error:
             raise reader.as_error(crash)
         log = crash.log
-    message = f"{reader.name} read {reader.rows} of {CHUNKS.chunks} chunks of {model.name} and ended without an error"
+    message = f"{reader.name} read {reader.rows} of {CHUNKS.chunks} chunks of {run.name} and ended without an error"
     raise EngineNotReadyError(message, log=log)

@@ -154,6 +154,62 @@ class PromptDisk:
         return "".join(f"llamacpp:prompt_disk_{name} {value}\n" for name, value in values.items())
 
 
+RATES = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s", "other_ms", "cpu_fixed_ms", "gpu_expert_ms", "gpu_fixed_ms")
+
+
+class Experts:
+    """Slots of experts and recorded routes, with the checks and files of llama-moe-split.patch."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Raises ValueError in the engine's words."""
+        self.options = options
+        self.tokens = 0
+        if options.moe_slots:
+            self.check()
+        if options.moe_trace:
+            head = "# route_trace v1\n# model=fake arch=qwen3moe n_layer=1 n_expert=16 n_expert_used=2\n"
+            options.moe_trace.write_text(head + "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes\n")
+
+    def check(self) -> None:
+        if why := self.why_refused():
+            raise ValueError(why)
+
+    def why_refused(self) -> str:
+        options, top_k = self.options, self.options.moe_top_k
+        rates = json.loads(options.moe_rates.read_text()) if options.moe_rates else dict.fromkeys(RATES, 0.0)
+        missing = [name for name in RATES if not isinstance(rates.get(name), int | float)]
+        if missing:
+            return f"{options.moe_rates} is no JSON object with a number {missing[0]}"
+        if not options.n_cpu_moe:
+            return "--moe-slots: no layer can have slots: of 4 layers with experts, 4 have them on a GPU"
+        if options.moe_slots < top_k:
+            return f"--moe-slots {options.moe_slots}: a token uses {top_k} experts of layer 0, give at least {top_k}"
+        for name in RATES[:3]:
+            if not 0 < rates[name] < float("inf"):
+                return f"--moe-slots, --moe-rates: a rate must be positive and finite: {name} {rates[name]:f}"
+        return ""
+
+    def decode(self, tokens: int) -> None:
+        """Note the tokens that were made, each with experts 0 and 1 of the only layer."""
+        if self.options.moe_trace:
+            with self.options.moe_trace.open("a") as file:
+                for step in range(self.tokens, self.tokens + tokens):
+                    file.writelines(f"0,1,{step},0,{slot},{slot},0.5,0,0\n" for slot in range(2))
+        self.tokens += tokens
+
+    def metrics(self) -> str:
+        if not self.options.moe_slots:
+            return ""
+        counts = {"layer_tokens_total": self.tokens, "hits_total": 6 * self.tokens, "cpu_total": 2 * self.tokens}
+        counts |= dict.fromkeys(("fetched_total", "uploads_total", "copied_bytes_total"), 0) | {"rule": 3}
+        seconds = {"predicted_seconds_total": 0.0001 * self.tokens, "measured_seconds_total": 0.0002 * self.tokens}
+        return "".join(f"llamacpp:moe_{name} {value}\n" for name, value in (counts | seconds).items())
+
+    def end(self) -> None:
+        if self.options.moe_slots and self.options.moe_uses:
+            self.options.moe_uses.write_text("moe-uses-1 0000000000000000\nsum 0000000000000000\n")
+
+
 class Engine(ThreadingMixIn, UnixStreamServer):
     daemon_threads = True
     request_queue_size = 512
@@ -166,6 +222,7 @@ class Engine(ThreadingMixIn, UnixStreamServer):
         self.worked = 0
         self.slot: list[int] = []  # the tokens that the cache of the only slot holds
         self.prompt_disk = PromptDisk(options)
+        self.experts = Experts(options)
         super().__init__(options.host, Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -227,7 +284,7 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/props":
             return self.reply(200, {"model_path": "/data/models/fake.gguf", "total_slots": 1})
         if path == "/metrics" and self.server.options.metrics:
-            return self.reply(200, self.server.prompt_disk.metrics())
+            return self.reply(200, self.server.prompt_disk.metrics() + self.server.experts.metrics())
         return self.fail(404, "not_found_error", "File Not Found")
 
     def slots(self) -> list[dict[str, Any]]:
@@ -305,6 +362,7 @@ class Handler(BaseHTTPRequestHandler):
             "usage": {"prompt_tokens": words, "completion_tokens": words, "total_tokens": 2 * words},
             "timings": self.token_timings(request) if is_of_tokens else self.text_timings(request, words),
         }
+        self.server.experts.decode(words)
         if request.get("return_tokens"):
             made = reply["timings"]["predicted_n"]
             reply["tokens"] = [0] * made if self.server.options.loop else self.tokens(request.get("prompt"), made)
@@ -382,6 +440,7 @@ class Handler(BaseHTTPRequestHandler):
         for index, word in enumerate(words if options.until else itertools.islice(words, options.chunks)):
             if options.until and options.until.exists():
                 break
+            self.server.experts.decode(1)
             if options.die_on_request is not None and index >= options.die_on_request:
                 self.die_as_asked()
             if self.client_left(options.chunk_interval if index else 0.0):
@@ -532,6 +591,12 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--cache-disk-mib", type=int, default=8192)
     add("--cache-disk-key", default="0")
     add("--cache-disk-stop-ms", type=int, default=1200)
+    add("--n-cpu-moe", type=int, default=0)
+    add("--moe-slots", type=int, default=0)
+    add("--moe-rates", type=Path)
+    add("--moe-uses", type=Path)
+    add("--moe-trace", type=Path)
+    add("--moe-top-k", type=int, default=8, help="experts of a token")
     add("--metrics", action="store_true", help="answers /metrics")
     add("--threads", type=int, default=1)
     add("--ubatch-size", type=int, default=512)
@@ -627,6 +692,7 @@ def terminate(engine: Engine) -> None:
     log("I", "srv  operator(): cleaning up before exit...")
     while engine.options.hold_streams and engine.ledger.snapshot()["open_streams"]:
         time.sleep(0.01)
+    engine.experts.end()
     die(0)
 
 
@@ -642,6 +708,10 @@ def main(arguments: list[str]) -> int:
         if options.port_taken:
             raise OSError(98, "Address already in use")
         engine = Engine(options)
+    except ValueError as error:
+        log("E", f"llama_init_from_model: failed to initialize the context: {error}")
+        log("E", "srv  llama_server: exiting due to model loading error")
+        return 1
     except OSError as error:
         log("E", f"srv  start: couldn't bind HTTP server socket, hostname: {options.host}: {error.strerror}")
         log("I", "srv  operator(): cleaning up before exit...")

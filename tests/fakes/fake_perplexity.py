@@ -22,6 +22,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, required=True)
     parser.add_argument("--ctx-size", type=int, required=True)
     parser.add_argument("--shift", type=float, default=0.0)
+    parser.add_argument("--override-kv", default="")
+    parser.add_argument("--by-fewer", type=float, default=0.0, help="nats that fewer experts cost")
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--text-has", type=int, default=10**6, help="pieces; announced are no more")
     parser.add_argument("--stop-after", type=int, help="pieces, then exit with 0, as after a failed decode")
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
     chunks = min(knobs.chunks, knobs.text_has)
     head = f"0.00.161.771 I perplexity: calculating perplexity over {chunks} chunks, n_ctx={knobs.ctx_size}"
     print(f"{head}, batch_size={knobs.ctx_size}, n_seq=1", file=sys.stderr, flush=True)
-    total = 0.0
+    total, shift = 0.0, knobs.shift + (knobs.by_fewer if ".expert_used_count=" in knobs.override_kv else 0.0)
     for at in range(chunks):
         if at == knobs.stop_after:
             return 0
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
             time.sleep(600)
         if at == knobs.kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
-        total += 3.0 + math.sin(at) + knobs.shift + (knobs.noise if at % 2 else -knobs.noise)
+        total += 3.0 + math.sin(at) + shift + (knobs.noise if at % 2 else -knobs.noise)
         if knobs.lose_last_row and at == chunks - 1:
             return 0
         mean = math.nan if knobs.nan else total / (at + 1)

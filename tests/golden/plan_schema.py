@@ -15,6 +15,7 @@ import msgspec
 from appliance.abilities import Ability, Result
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from appliance.engines.vllm.planning.arguments.launch import VllmLaunch
+from appliance.model.files.quantized import Loss
 from appliance.plan import Head, LargerContext, Plan
 from appliance.preview.text import SCHEMA
 
@@ -24,7 +25,7 @@ _NULL = {"type": "null"}
 
 
 def schema() -> dict[str, Any]:
-    _, parts = msgspec.json.schema_components((Plan, LargerContext, *LAUNCHES), ref_template="#/$defs/{name}")
+    _, parts = msgspec.json.schema_components((Plan, LargerContext, Loss, *LAUNCHES), ref_template="#/$defs/{name}")
     for part in parts.values():
         # All fields are printed, defaults too; and a reader must not fall over one that a later version adds.
         part["required"] = list(part.get("properties", {}))
@@ -76,6 +77,12 @@ def _root() -> dict[str, Any]:
             comes_first={"type": "boolean"},
             file=_text("path of the quantized file; empty if it is not made"),
             loss=_text("the loss of quality against the original, or why it is unknown; empty without a file"),
+        ),
+        "experts_used": _object(
+            "only with fewer experts a token than the model was trained with",
+            count={"type": "integer"},
+            loss={"anyOf": [{"$ref": "#/$defs/Loss"}, _NULL], "description": "of quality; null: not measured yet"},
+            words=_text("the number with its loss"),
         ),
         "shape": _object("the published shape that stands for a file", name=_text(), source=_text()),
         "cell": _object(

@@ -37,7 +37,7 @@ LEAVES = {
     "values",
 }
 MAY_IMPORT = {
-    "console": {"values"},
+    "console": {"errors", "values"},
     "system": {"errors"},
     "address": set(),
     "errors": set(),
@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "engines": {"probe", "model", "settings", "plan", "run"},
     "tune": {"probe", "settings", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
-    "abilities": {"profile"},
+    "abilities": {"model", "engines", "profile"},
     "supervisor": set(),
     "fleet": set(),
     "gateway": set(),
@@ -122,7 +122,7 @@ WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every
 
 STRICT_LEAVES = {
     "supervisor": {"errors", "command", "race", "system", "values"},
-    "console": {"values"},
+    "console": {"errors", "values"},
     "system": {"errors"},
     "address": set(),
     "errors": set(),
@@ -195,7 +195,7 @@ IMAGES_LEAVES = ("errors", "own_python", "rows", "docker", "console")
 IMAGES_ORDER = ("matrix", "choice", "recipes", "pins", "layers", "build", "proof", "ci", "host", "verbs")
 # Programs that run inside an image or its build, beside the files that copy them there.
 COPIED = {"builder", "router"}
-OWN_DATA = {"appliance/engines/llama/planning/replays.py", "appliance/engines/vllm/planning/model/chips.py"}
+OWN_DATA = {"appliance/engines/llama/planning/experts/replays.py", "appliance/engines/vllm/planning/model/chips.py"}
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
     "fastapi": ("appliance/gateway/",),

@@ -16,6 +16,7 @@ from appliance.engines.engine import (
     Devices,
     Ending,
     Engine,
+    ExpertFiles,
     Guard,
     Inputs,
     Install,
@@ -30,8 +31,8 @@ from appliance.engines.llama.api.routes import (
     METRICS_PATH,
     ROUTES,
     SLOTS_PATH,
+    parse_counts,
     parse_kv_use,
-    parse_prompt_disk,
 )
 from appliance.engines.llama.kernels.kernel_record import KernelStore
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
@@ -39,7 +40,7 @@ from appliance.engines.llama.planning.arguments.loader_check import refine
 from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.hardware.observed_limits import Limits
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.process import endings, prompt_disk, quantize, server
+from appliance.engines.llama.process import endings, experts, prompt_disk, quantize, server
 from appliance.engines.llama.process.devices import query_devices, query_devices_once
 from appliance.engines.llama.process.facts import BINARY, facts_in_cell, query_facts
 from appliance.engines.metric_aliases import METRIC_ALIASES
@@ -64,13 +65,13 @@ class Llama(Engine):
     dropped_headers = DROPPED_HEADERS
     metric_aliases = METRIC_ALIASES
     kv_use_path = SLOTS_PATH
-    prompt_disk_path = METRICS_PATH
+    counts_path = METRICS_PATH
 
     def parse_kv_use(self, answer: bytes, plan: Plan) -> float:
         return parse_kv_use(answer, plan.context)
 
-    def parse_prompt_disk(self, answer: bytes) -> Mapping[str, float]:
-        return parse_prompt_disk(answer)
+    def parse_counts(self, answer: bytes) -> Mapping[str, float]:
+        return parse_counts(answer)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return query_facts(binary, server.variant_environment(cpu_variant))
@@ -133,6 +134,9 @@ class Llama(Engine):
 
     def keep_prompts(self, command: Command, install: Install, folder: PromptFolder) -> Command:
         return prompt_disk.keep_prompts(command, install.facts, folder)
+
+    def keep_experts(self, command: Command, install: Install, files: ExpertFiles) -> Command:
+        return experts.keep_experts(command, install.facts, files)
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
         from appliance.engines.llama.api.client import LlamaClient  # here: no start needs an HTTP library

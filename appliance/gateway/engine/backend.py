@@ -12,7 +12,7 @@ from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors
 from appliance.gateway.engine.gate import Gate
 from appliance.gateway.engine.insight import Insight
-from appliance.gateway.engine.load import EngineFigure, Load, ParseKvUse, ParsePromptDisk
+from appliance.gateway.engine.load import EngineFigure, Load, ParseCounts, ParseKvUse
 from appliance.gateway.engine.upstream_pool import UpstreamPool
 from appliance.values import dataclass
 
@@ -57,8 +57,8 @@ class Backend:
     `documents` are served as /appliance/v1/<name>; `actions` answer a POST there. `listed` returns the model's entry in
     the list; without it the entry has only name and phase. `dropped_headers`, in lower case, are not sent to the
     engine. `slots` returns how many requests the engine works on in parallel; 0 while none serves. `kv_use` is the
-    engine's path that reports its KV cache, with the parser of that answer, and `prompt_disk` the one that reports the
-    prompts that it keeps on disk. `errors` replace the engine's own messages.
+    engine's path that reports its KV cache, with the parser of that answer, and `counts` the one that counts prompts
+    on disk and uses of experts. `errors` replace the engine's own messages.
     `aliases` are second names of metrics. If the engine `checks_model_name`, it is sent the name that it knows.
     `elsewhere`, if set, refuses every request and tells the client in words which host answers. `gate` brings the model
     up for a request; without one the model is always on.
@@ -82,7 +82,7 @@ class Backend:
         dropped_headers: frozenset[bytes] = frozenset(),
         slots: Callable[[], int] | None = None,
         kv_use: tuple[str, ParseKvUse] | None = None,
-        prompt_disk: tuple[str, ParsePromptDisk] | None = None,
+        counts: tuple[str, ParseCounts] | None = None,
         aliases: Iterable[MetricAlias] = (),
         elsewhere: str | None = None,
         insight: Insight | None = None,
@@ -105,7 +105,7 @@ class Backend:
         self._slots = slots
         self.aliases = tuple(aliases)
         self.kv_use = EngineFigure(self.upstream, *kv_use) if kv_use else None
-        self.prompt_disk = EngineFigure(self.upstream, *prompt_disk) if prompt_disk else None
+        self.counts = EngineFigure(self.upstream, *counts) if counts else None
 
     def engines_name(self) -> str | None:
         """Return the engine's name of the model if the engine refuses every other name, else None."""

@@ -25,7 +25,7 @@ GIVE_UP_S = 60.0
 
 T = TypeVar("T")
 ParseKvUse = Callable[[bytes], float | None]
-ParsePromptDisk = Callable[[bytes], Mapping[str, float]]
+ParseCounts = Callable[[bytes], Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,8 +162,10 @@ class Feed:
         self._wake()
 
     async def _look_at_load(self) -> None:
-        if self._backend.kv_use and self._backend.progress().is_ready:
-            await self._backend.kv_use.refresh()
+        if self._backend.progress().is_ready:
+            for figure in (self._backend.kv_use, self._backend.counts):
+                if figure:
+                    await figure.refresh()
         if self._backend.insight:
             await self._backend.insight.refresh()
 
@@ -188,6 +190,7 @@ class Feed:
             "ttft_p95_s": self._requests.ttft_s(0.95, model),
             "engine_restarts": backend.engine_restarts() if backend.engine_restarts else None,
             "engine_hangs": backend.upstream.hangs,
+            "experts": experts_of((backend.counts.value if backend.counts else None) or {}),
             "watts": backend.insight.watts() if backend.insight else None,
         }
 
@@ -210,6 +213,17 @@ class Feed:
     def _wake(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
+
+
+def experts_of(counts: Mapping[str, float]) -> dict[str, float] | None:
+    """Return the share of a token's experts that were found in slots on the GPU, and the milliseconds of a layer, since
+    the engine's start; None without slots or tokens."""
+    hits, layers = counts.get("moe_hits_total"), counts.get("moe_layer_tokens_total")
+    if hits is None or not layers:
+        return None
+    used = hits + counts.get("moe_fetched_total", 0.0) + counts.get("moe_cpu_total", 0.0)
+    layer_ms = 1000 * counts.get("moe_measured_seconds_total", 0.0) / layers
+    return {"hits": round(hits / used, 3) if used else 0.0, "layer_ms": round(layer_ms, 3)}
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

@@ -73,7 +73,7 @@ def _fleet(fleet: FleetDoor) -> Endpoint:
 def _scrape(metrics: Metrics, backends: Roster) -> Endpoint:
     async def answer(_scope: Scope, _receive: Receive, send: Send) -> None:
         ready = [backend for backend in backends if backend.progress().is_ready]
-        told = (figure for backend in ready for figure in (backend.kv_use, backend.prompt_disk) if figure)
+        told = (figure for backend in ready for figure in (backend.kv_use, backend.counts) if figure)
         insights = (backend.insight for backend in backends if backend.insight)
         await asyncio.gather(*(each.refresh() for each in told), *(each.refresh() for each in insights))
         body = metrics.text()

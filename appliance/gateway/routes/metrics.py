@@ -96,11 +96,11 @@ class Metrics:
         loads: Callable[[], Iterable[Load]] = tuple,
         aliases: Iterable[MetricAlias] = (),
         insights: Callable[[], Mapping[str, Insight]] = dict,
-        prompt_disk: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
+        engine_counts: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
         fleet: FleetDoor | None = None,
     ) -> None:
         """`running` returns the number of running requests, `events_per_s` the events per second of their streams.
-        `prompt_disk` returns what each model's engine counts of the prompts that it keeps on disk."""
+        `engine_counts` returns what each model's engine counts of prompts on disk and of experts."""
         self._connections = connections
         self._running = running
         self._events_per_s = events_per_s
@@ -110,7 +110,7 @@ class Metrics:
         self._loads = loads
         self._aliases = tuple(dict.fromkeys(aliases))
         self._insights = insights
-        self._prompt_disk = prompt_disk
+        self._engine_counts = engine_counts
         self._fleet = fleet
         self._models: dict[str, TokenCounts] = {}
         self._requests: Counter[tuple[str, str, str]] = Counter()
@@ -190,7 +190,7 @@ class Metrics:
         yield CounterMetricFamily("appliance_engine_hangs", words, value=hangs)
         yield from self._of_models()
         yield from self._of_insights()
-        yield from self._of_prompt_disk()
+        yield from self._of_engines()
         if self._fleet is not None:
             yield from _of_fleet(self._fleet.document())
         loads = tuple(self._loads())
@@ -222,15 +222,15 @@ class Metrics:
         yield joules
         yield losses
 
-    def _of_prompt_disk(self) -> Iterable[Metric]:
-        """Yield the engines' counts of prompts on disk, by model. An engine that keeps none has no series."""
+    def _of_engines(self) -> Iterable[Metric]:
+        """Yield the engines' own counts, by model. An engine that does not count something has no series of it."""
         # imported here, with the first scrape and not at the start
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        told = self._prompt_disk()
-        for key, words in _PROMPT_DISK:
+        told = self._engine_counts()
+        for key, words in _ENGINE_COUNTS:
             kind = CounterMetricFamily if key.endswith("_total") else GaugeMetricFamily
-            family = kind(f"appliance_prompt_disk_{key.removesuffix('_total')}", words, labels=["model_name"])
+            family = kind(f"appliance_{key.removesuffix('_total')}", words, labels=["model_name"])
             for model, counts in told.items():
                 if key in counts:
                     family.add_metric([model], counts[key])
@@ -295,15 +295,24 @@ _TOKENS = (
     ("_computed", "prompt", "Tokens of prompts that were read, without those from the cache"),
     ("", "generated", "Tokens of answers"),
 )
-_PROMPT_DISK = (
-    ("saves_total", "Prompts that the engine saved on disk"),
-    ("saved_bytes_total", "Bytes of the prompts that the engine saved on disk"),
-    ("loads_total", "Prompts that the engine loaded from disk"),
-    ("loaded_tokens_total", "Tokens of the prompts that the engine loaded from disk"),
-    ("loaded_bytes_total", "Bytes of the prompts that the engine loaded from disk"),
-    ("passed_over_total", "Files of saved prompts that the engine could not use"),
-    ("files", "Saved prompts of all models now"),
-    ("bytes", "Bytes of the saved prompts of all models now"),
+_ENGINE_COUNTS = (
+    ("prompt_disk_saves_total", "Prompts that the engine saved on disk"),
+    ("prompt_disk_saved_bytes_total", "Bytes of the prompts that the engine saved on disk"),
+    ("prompt_disk_loads_total", "Prompts that the engine loaded from disk"),
+    ("prompt_disk_loaded_tokens_total", "Tokens of the prompts that the engine loaded from disk"),
+    ("prompt_disk_loaded_bytes_total", "Bytes of the prompts that the engine loaded from disk"),
+    ("prompt_disk_passed_over_total", "Files of saved prompts that the engine could not use"),
+    ("prompt_disk_files", "Saved prompts of all models now"),
+    ("prompt_disk_bytes", "Bytes of the saved prompts of all models now"),
+    ("moe_layer_tokens_total", "Layers times tokens whose experts were placed one by one"),
+    ("moe_hits_total", "Experts computed from a slot on the GPU"),
+    ("moe_fetched_total", "Experts copied to the GPU for the token that used them"),
+    ("moe_cpu_total", "Experts computed on the CPU"),
+    ("moe_uploads_total", "Experts copied to the GPU for later tokens"),
+    ("moe_copied_bytes_total", "Bytes of experts copied to the GPU"),
+    ("moe_predicted_seconds_total", "Predicted time of layers of single tokens"),
+    ("moe_measured_seconds_total", "Measured time of the same layers"),
+    ("moe_rule", "Rule that decides: 0 cpu, 1 lru, 2 lru-1, 3 priced, 4 offload"),
 )
 _TIMES = (
     ("time_to_first_token", "From an inference request's arrival to its first token"),

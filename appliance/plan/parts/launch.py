@@ -59,6 +59,7 @@ class KnobEffect:
     phases: tuple[Phase, ...] = ("decode", "prefill")
     parts: tuple[str, ...] = ()  # prefixes of the `Costs` fields it scales ("cpu": cpu_ms, cpu_depth_us, ...); (): all
     is_of_doubling: bool = False  # True if a step is a doubling of the value
+    absent: Value | None = None  # the value of plans without the knob; None: the costs contain the difference
 
 
 PREDICTED = KnobEffect(phases=())  # for a knob whose whole effect is in the costs

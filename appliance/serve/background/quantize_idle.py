@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.engines.engine import ChunkSpec, TextReader
 from appliance.errors import FatalError, VolumeError
 from appliance.model import Model, read_model
 from appliance.model.files.quantized import Quantization, QuantizedFile
-from appliance.plan import Plan
 from appliance.probe import probe
-from appliance.quantize.loss import CHUNKS, measure_loss
+from appliance.quantize.loss import measure_loss
 from appliance.quantize.make import change_note, make, refuse
-from appliance.quantize.pauses import Pauses
-from appliance.race import first_of
-from appliance.serve.background.idle_policy import SETTLE_S
+from appliance.serve.background.idle_text import IdleText
 from appliance.serve.model.served_model import ServedModel
 from appliance.weights.cache.size import as_size
 from appliance.weights.download.meter import FetchProgress
@@ -37,8 +31,7 @@ class QuantizeIdle:
 
     def __init__(self, served: ServedModel, traffic: Traffic) -> None:
         self._served = served
-        self._traffic = traffic
-        self._pauses = Pauses(self._until_busy, self._until_quiet)
+        self._text = IdleText(served, traffic)
 
     async def run(self) -> None:
         """Make what is missing and measure its loss; returns when nothing is left. A failure is a warning.
@@ -49,7 +42,7 @@ class QuantizeIdle:
         if found is None or found.kind is None or state.is_over:
             return
         try:
-            await self._until_quiet()
+            await self._text.until_quiet()
             file = found.file or await self._made(found)
             if file is not None and file.note.loss is None and file.note.why_no_loss is None:
                 file = await self._measure(found.origin, file)
@@ -57,17 +50,6 @@ class QuantizeIdle:
         except FatalError as error:
             state.set_over(None, why=error.message)
             self._served.report.warning("not_quantized", f"{error.message}; {error.hint or 'the original serves on'}")
-
-    async def _until_busy(self) -> None:
-        await first_of(self._traffic.until_arrival(), self._served.sharing.is_shared.wait())
-
-    async def _until_quiet(self) -> None:
-        while True:
-            await self._served.sharing.is_alone.wait()
-            left = SETTLE_S - self._traffic.idle_s  # which is 0 while a request for work runs
-            if left <= 0:
-                return
-            await asyncio.sleep(max(0.1, left))
 
     async def _made(self, wanted: Quantization) -> QuantizedFile | None:
         served, report = self._served, self._served.report
@@ -81,7 +63,7 @@ class QuantizeIdle:
         build = served.inputs.image.build_id
         models_dir = served.settings.models_dir
         made = await make(
-            wanted, models_dir, served.start.quantizer, self._on_progress, build=build, pauses=self._pauses
+            wanted, models_dir, served.start.quantizer, self._on_progress, build=build, pauses=self._text.pauses
         )
         words = f"made {made.path.name}: {as_size(made.note.bytes)}; it serves from the next load on"
         report.info("quantized", words, type=made.note.kind)
@@ -102,14 +84,8 @@ class QuantizeIdle:
         report = self._served.report
         try:
             quantized = await asyncio.to_thread(read_model, file.path)
-            models = {origin.path: origin, file.path: quantized}
-            plans = {path: await asyncio.to_thread(self._plan, model) for path, model in models.items()}
-            start, install = self._served.start.engine.text_reader, self._served.start.install
-
-            def reader(path: Path, chunk_spec: ChunkSpec, text: Path) -> TextReader:
-                return start(plans[path], install, chunk_spec, text)
-
-            loss = await measure_loss(origin.path, file.path, reader, self._pauses)
+            runs = [await self._text.run_of(model) for model in (origin, quantized)]
+            loss = await measure_loss(runs[0], runs[1], self._text.pauses)
         except VolumeError:
             raise
         except FatalError as error:
@@ -126,24 +102,3 @@ class QuantizeIdle:
             "quantized_refused", f"{file.path.name} is removed: {why}; the original serves from the next load on"
         )
         return refused
-
-    def _plan(self, model: Model) -> Plan:
-        """Return the plan of a run over a text, on the CPU. Raises ModelDoesNotFitError (31)."""
-        served = self._served
-        hardware = served.beside(probe(served.settings.data_dir, served.environment))
-        settings = replace(
-            served.settings,
-            devices="none",
-            ctx_size=2 * CHUNKS.chunk_tokens,
-            kv_type="f16",
-            speculation="off",
-            draft_model=None,
-            draft_tokens=None,
-            gpu_layers=None,
-            n_cpu_moe=None,
-            parallel=1,
-            cache_ram_mib=0,
-            load_mode="mmap",
-        )
-        inputs = replace(served.inputs, settings=settings, model=model, hardware=hardware, draft=None)
-        return replace(served.start.engine.space(inputs).predicted, context=CHUNKS.chunk_tokens)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
     from appliance.profile.drift import Drift, DriftState
     from appliance.serve.background.bandwidths import Bandwidths
+    from appliance.serve.background.checks.speculation_check import SpeculationComparison
     from appliance.serve.background.idle_tuner import IdleTuner
-    from appliance.serve.background.speculation_check import SpeculationComparison
     from appliance.tune.session import TuningSession
 
 
@@ -47,9 +47,12 @@ class BackgroundTasks:
                 ended.result()  # neither ends but by an error
 
     async def _run(self, backend: Backend) -> None:
-        from appliance.serve.background.ability_check import AbilityCheck, is_wanted  # here, all: no start needs them
-        from appliance.serve.background.context_check import ContextCheck
-        from appliance.serve.background.speculation_check import SpeculationComparison
+        from appliance.serve.background.checks.ability_check import (  # here, all: no start needs them
+            AbilityCheck,
+            is_wanted,
+        )
+        from appliance.serve.background.checks.context_check import ContextCheck
+        from appliance.serve.background.checks.speculation_check import SpeculationComparison
 
         served = self._served
         abilities = AbilityCheck(served, alone=self._alone)
@@ -70,6 +73,7 @@ class BackgroundTasks:
                 continue
             await self._unless_switched(self._know_machine(backend))
             await self._unless_hurried(abilities.run(backend.traffic))
+            await self._unless_hurried(self._measure_expert_loss(backend))
             await self._unless_hurried(context.find_needles(backend.traffic))
             if comparison.is_due and not served.sharing.is_shared.is_set():
                 await self._serve_checked(backend, comparison)
@@ -106,6 +110,13 @@ class BackgroundTasks:
         from appliance.serve.background.quantize_idle import QuantizeIdle  # here: few models need it
 
         await QuantizeIdle(self._served, backend.traffic).run()
+
+    async def _measure_expert_loss(self, backend: Backend) -> None:
+        from appliance.serve.background.experts_idle import is_wanted, measure_expert_loss  # here: few starts need it
+
+        if is_wanted(self._served) and not self._served.is_loss_measured:
+            await measure_expert_loss(self._served, backend.traffic)
+            self._served.is_loss_measured = True
 
     async def _know_machine(self, backend: Backend, *, waits: bool = False) -> None:
         """Measure the machine's bandwidths once, for the next start; tuning that a client waits for goes first.

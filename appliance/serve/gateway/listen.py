@@ -124,7 +124,7 @@ def backend_of(slot: ModelSlot, part: HostPart | None = None, fleet: Fleet | Non
     from appliance.gateway.engine.backend import Backend  # here: at the top it would delay the engine's start
 
     engine = slot.contents.engine
-    path, disk = engine.kv_use_path, engine.prompt_disk_path
+    path, counts = engine.kv_use_path, engine.counts_path
     return Backend(
         name=slot.name,
         socket_path=slot.socket_path,
@@ -145,7 +145,7 @@ def backend_of(slot: ModelSlot, part: HostPart | None = None, fleet: Fleet | Non
         aliases=engine.metric_aliases,
         slots=lambda: slot.plan.parallel if slot.plan else 0,
         kv_use=(path, partial(_kv_use, slot)) if path else None,
-        prompt_disk=(disk, engine.parse_prompt_disk) if disk and slot.settings.cache_disk_mib else None,
+        counts=(counts, engine.parse_counts) if counts else None,
         insight=SlotInsight(slot),
         gate=fleet.gate(slot) if fleet else None,
     )

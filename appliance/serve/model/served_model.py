@@ -26,6 +26,7 @@ from appliance.profile.starting import Foreign
 from appliance.serve.model.demand import PATIENCE_S, EngineDemand
 from appliance.serve.model.engine_host import EngineHost
 from appliance.serve.model.engine_log import EngineLogs
+from appliance.serve.model.experts import expert_files
 from appliance.serve.model.memory_kills import MemoryKills
 from appliance.serve.model.mode_state import ModeState
 from appliance.serve.model.prompts import prompt_folder
@@ -108,11 +109,13 @@ class ServedModel:
         self.slow_beside: str | None = None  # what slows that engine down; None: nothing does
         self.gpus_at_first = usable_gpus(self.inputs.image, self.hardware)
         self.abilities: Abilities | None = None  # as far as they are checked; None: not looked at yet
+        self.is_loss_measured = False  # True if the loss by fewer experts was measured, or could not be, in this start
         self.losses: tuple[Loss, ...] = ()  # that were seen while it serves
         gpus = () if self.settings.devices == "none" else self.gpus_at_first
         self.meter = Meter(self.hardware, environment, gpus)
         self.energy_use = EnergyUse()
         self.prompts = prompt_folder(self.start, report)
+        self.experts = expert_files(self.start, report)
         self._is_loss_of_checks_told = False  # True once the log said that the volume cannot take checks
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
@@ -230,6 +233,8 @@ class ServedModel:
         command = engine.command(plan, install, socket_path)
         if self.prompts is not None:
             command = engine.keep_prompts(command, install, self.prompts)
+        if self.experts is not None:
+            command = engine.keep_experts(command, install, self.experts)
         return replace(command, demand=EngineDemand(self, plan, socket_path))
 
 

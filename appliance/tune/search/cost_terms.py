@@ -68,8 +68,11 @@ class Effects:
         for candidate in candidates:
             for name, value in candidate.knobs:
                 values.setdefault(name, set()).add(value)
-        self._anchor = anchor.by_knob
+        self._anchor = anchor
         self._by_knob = {name: by_knob.get(name, KnobEffect()) for name in values} | {"context": PREDICTED}
+        for name, effect in self._by_knob.items():
+            if effect.absent is not None and any(name not in candidate.by_knob for candidate in candidates):
+                values[name].add(effect.absent)
         self._ordered = {
             name: sorted(v for v in found if isinstance(v, int))
             for name, found in values.items()
@@ -99,7 +102,8 @@ class Effects:
         return found
 
     def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
-        value, anchor = candidate.by_knob.get(name), self._anchor.get(name)
+        absent = self._by_knob[name].absent if name in self._by_knob else None
+        value, anchor = candidate.by_knob.get(name, absent), self._anchor.by_knob.get(name, absent)
         # If one of them lacks the knob (a split without a GPU) there is no step: the costs contain the effect.
         if value is None or anchor is None or value == anchor:
             return ()

@@ -110,6 +110,7 @@ class Search:
         self.candidates = tuple(candidates)
         self.mix = mix
         self.effort = effort or Effort()
+        self.optional = frozenset(name for name, effect in knob_effects.items() if effect.absent is not None)
         self._by_key = {candidate.key: candidate for candidate in self.candidates}
         # Steps of knobs are counted from the anchor, which has no corrections for them. The candidate with the best
         # prediction will probably be measured first, so the first trials fit rates instead of steps.
@@ -197,6 +198,7 @@ class State:
         self._limits = _limits(search, trials)
         self._held = _held(search, trials)
         self._failed = {trial.key for trial in trials if not trial.points}
+        self._deadly = _deadly(search, trials)
         self._starts = Starts(search.start_of(trial) for trial in trials)
 
     @cached_property
@@ -344,7 +346,7 @@ class State:
     def chance(self, candidate: Candidate) -> float:
         """Return the probability that a candidate fits: 1 below a need that was seen to fit, 0 from a need that
         failed."""
-        if candidate.key in self._failed:
+        if candidate.key in self._failed or not self._deadly.isdisjoint(candidate.by_knob):
             return 0.0
         chance = 1.0
         for need in candidate.needs:
@@ -357,6 +359,18 @@ class State:
             if need.need_mib > self._held.get(need.device, 0.0):
                 chance *= normal_cdf((need.room_mib - need.need_mib) / (NEED_STD * max(1.0, need.need_mib)))
         return chance
+
+
+def _deadly(search: Search, trials: Sequence[Trial]) -> set[str]:
+    """Return the knobs that plans may do without, and whose every plan has died so far, though not for lack of memory.
+
+    The budget must not be spent on the others that have the same knob.
+    """
+    found: dict[bool, set[str]] = {True: set(), False: set()}  # by whether the plan lived
+    for trial in trials:
+        if trial.points or trial.lacking is None:
+            found[bool(trial.points)] |= search.optional.intersection(search.candidate(trial.key).by_knob)
+    return found[False] - found[True]
 
 
 def _limits(search: Search, trials: Sequence[Trial]) -> dict[str, list[tuple[float, int]]]:

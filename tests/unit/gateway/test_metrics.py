@@ -11,12 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.console.progress import Phase, Progress
-from appliance.engines.llama.api.routes import parse_prompt_disk
+from appliance.engines.llama.api.routes import parse_counts
 from appliance.engines.metric_aliases import METRIC_ALIASES
 from appliance.gateway.clients.connections import Counts
 from appliance.gateway.clients.request_log import FinishedRequest
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.load import Load
+from appliance.gateway.face.feed import experts_of
 from appliance.gateway.routes.metrics import Metrics
 
 ROOT = Path(__file__).parents[3]
@@ -32,6 +33,15 @@ llamacpp:prompt_disk_loaded_tokens_total 8190
 llamacpp:prompt_disk_loaded_bytes_total 1000000
 llamacpp:prompt_disk_passed_over_total 1
 llamacpp:prompt_seconds_total 0.5
+llamacpp:moe_layer_tokens_total 406
+llamacpp:moe_hits_total 943
+llamacpp:moe_fetched_total 211
+llamacpp:moe_cpu_total 470
+llamacpp:moe_uploads_total 31
+llamacpp:moe_copied_bytes_total 9.51583e+07
+llamacpp:moe_predicted_seconds_total 2.35259e-05
+llamacpp:moe_measured_seconds_total 22.6637
+llamacpp:moe_rule 3
 llamacpp:prompt_disk_files 5
 llamacpp:prompt_disk_bytes 2.5e+09
 """
@@ -99,7 +109,7 @@ def scraped(*rows: FinishedRequest) -> dict[str, dict[tuple[str, ...], float]]:
         loads=lambda: [Load(model="small", waiting=1, running=2, kv_use=0.5)],
         aliases=METRIC_ALIASES,
         insights=lambda: {"small": Known()},
-        prompt_disk=lambda: {"small": parse_prompt_disk(TOLD), "other": {"saves_total": 4.0}},
+        engine_counts=lambda: {"small": parse_counts(TOLD), "other": {"prompt_disk_saves_total": 4.0}},
         fleet=Several(),
     )
     metrics.answered("/v1/messages", "POST", "200", 2.0)
@@ -140,7 +150,7 @@ def test_an_engines_counts_of_prompts_on_disk_are_shown_as_far_as_it_tells_them(
     assert found["appliance_prompt_disk_saves_total"] == {("small",): 3.0, ("other",): 4.0}
     assert found["appliance_prompt_disk_saved_bytes_total"] == {("small",): 1.5e9}
     assert found["appliance_prompt_disk_bytes"] == {("small",): 2.5e9}
-    assert parse_prompt_disk(b"llamacpp:prompt_disk_files nan\n{}") == {}
+    assert parse_counts(b"llamacpp:prompt_disk_files nan\n{}") == {}
 
 
 def test_losses_of_one_kind_are_one_series() -> None:
@@ -180,6 +190,16 @@ def test_endings_have_the_words_of_the_other_server() -> None:
     rows = (row(), row(ending="tool_calls"), row(ending="client_left"), row(ending="stopped"), row(ending="length"))
     found = scraped(*rows)["vllm:request_success_total"]
     assert found == {("stop", "small"): 2.0, ("abort", "small"): 1.0, ("error", "small"): 1.0, ("length", "small"): 1.0}
+
+
+def test_an_engines_counts_of_experts_are_shown_and_absent_without_slots() -> None:
+    found = scraped()
+    assert found["appliance_moe_hits_total"] == {("small",): 943.0}, "the other model's engine has no slots"
+    assert found["appliance_moe_copied_bytes_total"] == {("small",): 9.51583e7}
+    assert found["appliance_moe_predicted_seconds_total"] == {("small",): 2.35259e-5}
+    assert experts_of(parse_counts(TOLD)) == {"hits": 0.581, "layer_ms": 55.822}
+    assert experts_of({}) is None
+    assert experts_of({"moe_hits_total": 0.0, "moe_layer_tokens_total": 0.0}) is None
 
 
 def test_the_board_shows_only_metrics_that_exist() -> None:

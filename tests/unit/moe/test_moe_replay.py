@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.replays import load_replays
+from appliance.engines.llama.planning.experts.replays import load_replays
 from appliance.moe.cache import Decision, LayerCache, Shared, SlotsTooFewError
 from appliance.moe.calibrate import Measured, calibrate
 from appliance.moe.cost import Cost, Rates

@@ -14,7 +14,7 @@ SLOTS_PATH = "/slots"
 """Used by the gateway only; clients have no route to it."""
 
 METRICS_PATH = "/metrics"  # of llama-server, not of the gateway
-_PROMPT_DISK = re.compile(rb"^llamacpp:prompt_disk_(\w+) ([0-9.e+]+)$", re.MULTILINE)
+_COUNTS = re.compile(rb"^llamacpp:((?:prompt_disk|moe)_\w+) ([0-9.e+-]+)$", re.MULTILINE)
 
 CROWDED = b"Context size has been exceeded."
 """Text of the status 500 that ends all running requests when the context that slots share is full (server-context.cpp,
@@ -62,9 +62,12 @@ def parse_kv_use(answer: bytes, context: int) -> float:
     return min(float(tokens) / context, 1.0)
 
 
-def parse_prompt_disk(answer: bytes) -> dict[str, float]:
-    """Return the counts of prompts on disk from the metrics, by name; empty if the engine keeps none."""
-    return {name.decode(): float(value) for name, value in _PROMPT_DISK.findall(answer)}
+def parse_counts(answer: bytes) -> dict[str, float]:
+    """Return the counts of prompts on disk and of slots of experts, by name; empty if the engine has neither.
+
+    Raises ValueError if it is malformed.
+    """
+    return {name.decode(): float(value) for name, value in _COUNTS.findall(answer)}
 
 
 def parse_work(answer: bytes) -> tuple[object, ...]:

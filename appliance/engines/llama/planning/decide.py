@@ -13,6 +13,7 @@ from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.alternatives import alternatives
 from appliance.engines.llama.planning.arguments.launch import LlamaLaunch
 from appliance.engines.llama.planning.arguments.passthrough_options import extra_choices, extras_of
+from appliance.engines.llama.planning.experts.asked import overrides_of, used_choice
 from appliance.engines.llama.planning.hardware.devices import unknown_links
 from appliance.engines.llama.planning.host_memory import caches, host_memory, load_mode_of, spare_beside, unified_mib
 from appliance.engines.llama.planning.inputs import MIN_CONTEXT, PlanInputs, is_read_whole, least_cache, offered_kinds
@@ -177,6 +178,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan, 
             checkpoints=kept.checkpoints,
             extras=extras,
             rope=rope_for(settings, model, context),
+            overrides=overrides_of(model, settings),
             idle_slots_stay=idle_slots_stay(settings, kept.memory.cache, kept.longest_mib),
         ),
         cpu_variant=inputs.kernels.variant,
@@ -193,6 +195,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan, 
             kept.by_cache,
             *kept.by_checkpoints,
             *slot_choices(settings, model, context, cache_mib=kept.memory.cache, needed_mib=kept.longest_mib),
+            *used_choice(settings),
             *reasons.fixed(inputs.no_flash),
             *extra_choices(settings, model, extras, inputs.left_away, inputs.resources.devices),
             *alternatives(inputs, wanted_context(inputs, aim_of(settings)), context_plan),

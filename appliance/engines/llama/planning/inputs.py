@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from appliance.engines.llama.planning.arguments.engine_args import check_engine_args
 from appliance.engines.llama.planning.arguments.numa import check_numa, usable_nodes
+from appliance.engines.llama.planning.experts.asked import check_experts, with_experts_used
 from appliance.engines.llama.planning.hardware import assumptions
 from appliance.engines.llama.planning.hardware.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.hardware.devices import usable_devices
@@ -133,6 +134,7 @@ def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     check_numa(settings, engine)
     check_context(settings, model)
     check_engine_args(settings, engine)
+    check_experts(settings, engine, model)
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of a supported architecture")
@@ -163,7 +165,7 @@ def plan_inputs(
 
     `kernels` is the CPU variant chosen with the record of failed variants; None: it is chosen here without the record.
     """
-    model = with_adapters(model)
+    model = with_experts_used(with_adapters(model), settings)
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits, reserve_mib=settings.reserve_mib)
     devices = tuple(_beside_pages(device, settings, model) for device in _chosen(settings, found))

@@ -3,14 +3,14 @@ the memory that is free now. Pure. Plans are computed on first use: a start from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning.arguments.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.llama.planning.decide import aim_of, context_for, predicted, wanted_context, with_split
-from appliance.engines.llama.planning.expert_cache import modelled
+from appliance.engines.llama.planning.expert_slots import SlotsOffer, grown, offer_slots, with_slots
 from appliance.engines.llama.planning.hardware.observed_limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.inputs import (
     PlanInputs,
@@ -46,6 +46,7 @@ from appliance.plan import (
     Plan,
     Shortage,
     Speculation,
+    with_choice,
     with_launch,
 )
 from appliance.probe import Hardware
@@ -108,14 +109,36 @@ class Space:
 
     @cached_property
     def best(self) -> Plan:
-        """The predicted plan, without speculative decoding."""
-        found = predicted(self._inputs, self._image, *with_split(self._inputs, self.context_plan))
-        has_runner_up = self._given.kernels.candidate is not None and not found.placement.is_whole
-        return replace(found, has_runner_up=has_runner_up)
+        """The predicted plan, without speculative decoding. It has slots for experts only if the user asked for them.
+
+        Raises ModelDoesNotFitError if these do not fit.
+        """
+        found = self._with_slots if self._slots.is_served else None
+        return found or self._beside.best
+
+    @cached_property
+    def _slots(self) -> SlotsOffer:
+        return offer_slots(self._inputs, self._split[0])
+
+    @cached_property
+    def _split(self) -> tuple[ContextPlan, Choice | None]:
+        return with_split(self._inputs, self.context_plan)
+
+    @cached_property
+    def _with_slots(self) -> Plan | None:
+        """The prediction with slots on the GPU for experts in host memory; None if they are not worth measuring."""
+        offer = self._slots
+        if offer.placed is None or offer.slots is None:
+            return None
+        return self._beside.with_slots(offer.placed, offer.slots)
 
     @cached_property
     def _beside(self) -> Variations:
-        return Variations(self._inputs, self.best, self.context_plan, self._costs_of)
+        """The plans beside the prediction without slots."""
+        found = with_choice(predicted(self._inputs, self._image, *self._split), self._slots.choice)
+        has_runner_up = self._given.kernels.candidate is not None and not found.placement.is_whole
+        best = replace(found, has_runner_up=has_runner_up)
+        return Variations(self._inputs, best, self.context_plan, self._costs_of)
 
     @cached_property
     def _runner_up(self) -> Space | None:
@@ -189,7 +212,11 @@ class Space:
         best = self.best
         room = float("inf") if self._inputs.settings.allow_disk else max(best.usable_mib, best.memory.total)
         found: dict[str, Plan] = {}
-        for plan in (best, *self._beside.all(), *self._variants()):
+        others: Iterable[Plan] = (*self._beside.all(), *self._variants())
+        if self._with_slots:  # a number that was asked for is kept, so nothing else is measured then
+            slotted = self._beside.around(self._with_slots)
+            others = slotted if self._slots.is_served else (*others, *slotted)
+        for plan in (best, *others):
             if plan.memory.total <= room:
                 found.setdefault(plan.key, plan)
         return list(found.values())
@@ -217,9 +244,12 @@ class Space:
             placed = place_same(job, self._inputs.resources, plan.placement, self._inputs.engine.split_modes)
         else:
             placed = place(job, self._inputs.resources)
+        if placed and launch.slots:
+            placed = grown(placed, launch.slots)
         if placed is None:
             return None
-        found = self._beside.loaded(self._beside.at(placed, context_plan, ubatch=launch.ubatch), launch.load_mode)
+        found = with_launch(self._beside.at(placed, context_plan, ubatch=launch.ubatch), slots=launch.slots)
+        found = self._beside.loaded(found, launch.load_mode)
         return with_launch(with_thread_count(found, launch.threads), numa=launch.numa, cpus=launch.cpus)
 
     def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
@@ -251,19 +281,16 @@ class Space:
         """Return the plan's costs with as many threads as compute most; each is computed once."""
         launch, inputs = launch_of(plan), self._given
         is_pinned = launch.load_mode in PINNED
-        key = (*where(plan), plan.kv_type, launch.ubatch, is_pinned)
+        key = (*where(plan), plan.kv_type, launch.ubatch, is_pinned, launch.slots)
         if key not in self._costs:
             job = replace(inputs.job, context=padded(plan.context), kv_type=plan.kv_type, ubatch=launch.ubatch)
-            self._costs[key] = placement_costs(job, inputs.resources, plan.placement, is_pinned=is_pinned)
+            costs = placement_costs(job, inputs.resources, plan.placement, is_pinned=is_pinned)
+            self._costs[key] = with_slots(costs, launch.slots)
         return self._costs[key]
 
     @property
     def knob_effects(self) -> Mapping[str, KnobEffect]:
         return KNOB_EFFECTS
-
-    def modelled(self, plan: Plan) -> str | None:
-        """Return a line for people on what an expert cache would do for this plan; None if nothing is known."""
-        return modelled(self._given.model, self._given.resources, plan.placement)
 
     def kv_tokens(self, plan: Plan) -> int | None:
         """Return None: llama.cpp's log names the size of the KV cache in MiB, not in tokens."""

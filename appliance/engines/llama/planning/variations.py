@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from appliance.engines.llama.planning import reasons
-from appliance.engines.llama.planning.arguments.launch import launch_of
+from appliance.engines.llama.planning.arguments.launch import ExpertSlots, launch_of
 from appliance.engines.llama.planning.arguments.numa import Numa, numa_modes
+from appliance.engines.llama.planning.expert_slots import NAME
 from appliance.engines.llama.planning.host_memory import host_memory
 from appliance.engines.llama.planning.inputs import (
     PlanInputs,
@@ -48,7 +49,7 @@ class Variations:
         self, inputs: PlanInputs, best: Plan, context_plan: ContextPlan, costs_of: Callable[[Plan], Costs]
     ) -> None:
         self._inputs = inputs
-        self._best = best
+        self.best = best
         self._context_plan = context_plan
         self._costs_of = costs_of
 
@@ -80,7 +81,7 @@ class Variations:
 
         The team of the prediction's size is the prediction's own.
         """
-        devices, best = self._inputs.resources.devices, self._best.placement
+        devices, best = self._inputs.resources.devices, self.best.placement
         own = cards_of(best, devices) if best.split_mode == TENSOR else ()
         return tuple(own if len(own) == len(team) else team for team in teams(devices))
 
@@ -100,9 +101,9 @@ class Variations:
         if settings.ubatch or model.reads_whole:  # a model that reads whole takes shorter texts with a smaller one
             return (usual_ubatch(settings, model),)
         sizes = (256, *UBATCHES_GPU) if self._inputs.resources.devices else UBATCHES
-        if self._best.placement.copies_weights or launch_of(self._best).ubatch > UBATCH:
+        if self.best.placement.copies_weights or launch_of(self.best).ubatch > UBATCH:
             # A smaller ubatch is slower with long prompts only, and measuring uses short ones: it would look as good.
-            return tuple(size for size in sizes if size >= launch_of(self._best).ubatch)
+            return tuple(size for size in sizes if size >= launch_of(self.best).ubatch)
         return tuple(dict.fromkeys((UBATCH, *sizes)))
 
     def _more_experts(self, context_plan: ContextPlan, ubatch: int, placed: Placed | None) -> Iterator[Placed | None]:
@@ -117,7 +118,7 @@ class Variations:
         They are the largest that fits, the one the mode pays for, the largest with everything on GPUs, the predicted
         one, and powers of two below. Without a GPU only the largest: there a smaller one is no faster near empty.
         """
-        settings, best = self._inputs.settings, self._best
+        settings, best = self._inputs.settings, self.best
         if settings.ctx_size:
             return (best.context,)
         carried, knee = (of.get(kv_type, 0) for of in (self._context_plan.carried, self._context_plan.knees))
@@ -138,7 +139,7 @@ class Variations:
     @property
     def _least(self) -> int:
         """The smallest context length that any mode serves."""
-        return min(self._inputs.native, SMALLEST_CONTEXT, self._best.context)
+        return min(self._inputs.native, SMALLEST_CONTEXT, self.best.context)
 
     def _widest(self, kv_type: str, carried: int) -> int:
         """Return the largest context that can be placed at all, at any speed. Found by halving."""
@@ -148,6 +149,13 @@ class Variations:
             context_plan = replace(self._context_plan, kv_type=kv_type, context=middle * CONTEXT_STEP)
             low, high = (middle, high) if _again(self._inputs, context_plan, ubatch=UBATCH) else (low, middle - 1)
         return low * CONTEXT_STEP
+
+    def with_slots(self, placed: Placed, slots: ExpertSlots) -> Plan:
+        """Return the prediction with its experts in host memory and slots for them, which `placed` has room for."""
+        plan = with_launch(self.at(placed, self._context_plan, ubatch=launch_of(self.best).ubatch), slots=slots)
+        if not self._inputs.settings.is_set(NAME):
+            plan = _reworded(plan, moe_slots=(str(slots.count), _why_beside(asked=False)))
+        return self.loaded(plan, launch_of(plan).load_mode)
 
     def around(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with each load mode, NUMA mode and number of threads that is worth measuring."""
@@ -175,9 +183,9 @@ class Variations:
 
     def at(self, placed: Placed, context_plan: ContextPlan, *, ubatch: int) -> Plan:
         """Return the prediction with another placement, context and ubatch, and with caches of the size that fits."""
-        plan = _with(self._inputs, self._best, placed, ubatch=ubatch)
+        plan = _with(self._inputs, self.best, placed, ubatch=ubatch)
         plan = self.loaded(plan, self._usual_mode(plan))
-        is_as_before = where(plan) == where(self._best)
+        is_as_before = where(plan) == where(self.best)
         if is_as_before and (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
             return with_caches(self._inputs, plan) or plan
         words = {
@@ -193,7 +201,7 @@ class Variations:
 
         Mode none pins weights, which only makes copies faster.
         """
-        mode = launch_of(self._best).load_mode
+        mode = launch_of(self.best).load_mode
         is_pinned = self._inputs.settings.load_mode == "auto" and mode == "none"
         return "mmap" if is_pinned and not plan.placement.copies_weights else mode
 
@@ -210,6 +218,8 @@ class Variations:
         if not plan.speed:
             return plan
         speed = predicted_speed(plan.placement, plan.speed, self._costs_of(plan), inputs.settings, inputs.model)
+        if launch_of(plan).slots:  # nothing was published of such plans
+            speed = replace(speed, decode_interval=None, prefill_interval=None)
         where = reasons.placement(plan.placement, speed, inputs.resources, inputs.settings)
         told = {each.name: each for each in (where, reasons.speed(speed, plan.placement, inputs.resources))}
         choices = tuple(told.get(choice.name, choice) for choice in plan.choices)

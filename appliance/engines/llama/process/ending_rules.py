@@ -45,6 +45,20 @@ RULES: tuple[Rule, ...] = (
         source="common/arg.cpp parse_device_list; a backend that does not load says nothing (ggml-backend-reg.cpp)",
     ),
     rule(
+        "slots without room",
+        EngineGpuMemoryError,
+        "use --moe-slots off, fewer slots, or a smaller --ctx-size",
+        r"--moe-slots \d+: \S+ has no memory left",
+        source="images/patches/llama-moe-split.patch llama_moe_split::allocate",
+    ),
+    rule(
+        "refused slots",
+        EngineArgumentsError,
+        "use --moe-slots off, and see `appliance plan --explain`",
+        r"--moe-(?:slots|rates|trace)[^:]*: ",
+        source="images/patches/llama-moe-split.patch llama_moe_split, find_layers",
+    ),
+    rule(
         "refused arguments",
         EngineArgumentsError,
         _SEE_PLAN,

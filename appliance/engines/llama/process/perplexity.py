@@ -14,7 +14,7 @@ from pathlib import Path
 from appliance.engines.engine import ChunkSpec, Ending, Install
 from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.process.endings import as_error
-from appliance.engines.llama.process.server import command_of_job, placement_arguments, rope_arguments
+from appliance.engines.llama.process.server import command_of_job, metadata_arguments, placement_arguments
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan, k_and_v
@@ -45,7 +45,7 @@ def arguments(plan: Plan, facts: EngineFacts, text: Path, chunk_spec: ChunkSpec)
     flags = [str(word) for flag, value in words.items() for word in (flag, value)]
     return (
         *flags,
-        *rope_arguments(plan, facts),
+        *metadata_arguments(plan, facts),
         *placement_arguments(plan, facts),
         "--no-warmup",
         "--offline",

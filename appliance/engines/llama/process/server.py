@@ -15,6 +15,7 @@ from appliance.engines.llama.api.routes import SLOTS_PATH, parse_work
 from appliance.engines.llama.planning.arguments.launch import NUMA_MODES, launch_of
 from appliance.engines.llama.planning.arguments.numa import BATCH_MASK_FLAG, FLAG, MASK_FLAG, cpu_mask
 from appliance.engines.llama.planning.arguments.passthrough_options import Extras
+from appliance.engines.llama.process.experts import rates_path, rates_upkeep
 from appliance.engines.llama.process.facts import BINARY
 from appliance.engines.llama.process.log import is_error
 from appliance.errors import EngineArgumentsError
@@ -86,7 +87,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     if launch.cpus:
         flags.need(MASK_FLAG, cpu_mask(launch.cpus))
         flags.use(BATCH_MASK_FLAG, cpu_mask(launch.cpus))
-    flags.argv += rope_arguments(plan, facts)
+    flags.argv += metadata_arguments(plan, facts)
     flags.argv += placement_arguments(plan, facts)
     flags.argv += speculation_arguments(plan, facts)
     flags.use("--load-mode", launch.load_mode)
@@ -101,13 +102,14 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     return tuple(flags.argv)
 
 
-def rope_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
-    """Return the arguments of RoPE scaling; empty up to the model's native length."""
-    flags, rope = _Flags(facts), launch_of(plan).rope
-    if rope is None:
-        return ()
-    flags.need("--override-kv", f"{rope.architecture}.context_length=int:{rope.context}")
-    if rope.factor is not None:
+def metadata_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
+    """Return the arguments that override what the file says of the model: RoPE scaling, and fewer experts."""
+    flags, launch = _Flags(facts), launch_of(plan)
+    rope = launch.rope
+    longer = (f"{rope.architecture}.context_length=int:{rope.context}",) if rope else ()
+    if overrides := (*longer, *launch.overrides):
+        flags.need("--override-kv", ",".join(overrides))  # once: the engine warns of a second one
+    if rope and rope.factor is not None:
         flags.need("--rope-scaling", "yarn")
         flags.need("--rope-scale", f"{rope.factor:.6g}")
         flags.need("--yarn-orig-ctx", rope.original)
@@ -172,6 +174,15 @@ def placement_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
     return tuple(flags.argv)
 
 
+def slot_arguments(plan: Plan, facts: EngineFacts, cache_dir: Path) -> tuple[str, ...]:
+    """Return the arguments for slots of experts. Only the server gets them: other programs measure text and memory."""
+    flags, slots = _Flags(facts), launch_of(plan).slots
+    if slots is not None:
+        flags.need("--moe-slots", slots.count)
+        flags.need("--moe-rates", str(rates_path(plan, cache_dir)))
+    return tuple(flags.argv)
+
+
 def speculation_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
     """Return the arguments of speculative decoding; empty without it. Requests cannot change these settings."""
     flags, speculation = _Flags(facts), plan.speculation
@@ -199,7 +210,8 @@ def has_gpu_backend(facts: EngineFacts) -> bool:
 
 def command(plan: Plan, install: Install, socket_path: Path) -> Command:
     """Return the command that the supervisor starts. The engine does not inherit the appliance's environment."""
-    argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, socket_path))
+    more = slot_arguments(plan, install.facts, install.cache_dir)
+    argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, socket_path), *more)
     job = command_of_job(argv, plan, install)
     is_healthy = _health(socket_path)
     return replace(
@@ -207,6 +219,7 @@ def command(plan: Plan, install: Install, socket_path: Path) -> Command:
         is_ready=is_healthy,
         is_answering=is_healthy,
         work_done=partial(query_work, socket_path),
+        upkeep=rates_upkeep(plan, install.cache_dir),
         socket_path=socket_path,
     )
 
@@ -279,10 +292,13 @@ _AS_IT_SHOULD = (
     r"llama_adapter_lora_init_impl: lora for '\S+' cannot use buft '\S+', fallback to CPU$",
 )
 _SHOWN = re.compile(rf"\S+ (?:E |W (?!(?:{'|'.join(_AS_IT_SHOULD)})))|error")
-_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output|LoRA) buffer size\s*=\s*([0-9.]+) MiB")
+_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output|LoRA|expert) (?:buffer size|slots)\s*=\s*([0-9.]+) MiB")
 _DRAFTING = "adding speculative implementation"
 _OF_PROJECTOR = "reserve_compute_meta"  # the projector's own buffer, which the plan's compute buffer does not include
-_KINDS = {"model": "model", "LoRA": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
+_KINDS = {
+    "model": "model", "LoRA": "model", "expert": "model", "KV": "kv", "RS": "recurrent", "compute": "compute",
+    "output": "output",
+}  # fmt: skip
 _COPIES = ("CPU_REPACK", "AMX")  # layouts of the CPU backend's own
 _GPU = re.compile(r"CUDA\d+")  # not CUDA_Host, which is pinned host memory
 

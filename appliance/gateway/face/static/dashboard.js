@@ -90,6 +90,8 @@ function Now({ state }) {
         detail=${now.ttft_p95_s == null ? "" : t("ttftDetail", seconds(now.ttft_p95_s))} />
       <${Figure} label=${t("waiting")} value=${count(now.requests_waiting)} detail="" />
       <${Figure} label=${t("kvUse")} value=${share(now.kv_use)} detail=${plan?.context ? t("kvOf", count(plan.context)) : ""} />
+      ${now.experts && html`<${Figure} label=${t("experts")} value=${share(now.experts.hits)}
+        detail=${t("expertsDetail", now.experts.layer_ms)} />`}
     </dl>
     ${state.status?.slow_beside && html`<p class="problem">${clean(state.status.slow_beside)}</p>`}
     <${LastProblem} log=${log} now=${now} />

@@ -28,6 +28,8 @@ const WORDS = {
   running: ["{0} running", "{0} 个正在运行"],
   kvUse: ["KV cache in use", "KV 缓存使用率"],
   kvOf: ["of {0} tokens", "共 {0} 个 token"],
+  experts: ["experts found on the GPU", "在 GPU 上命中的专家"],
+  expertsDetail: ["{0} ms a layer and token", "每层每个 token {0} 毫秒"],
   left: ["about {0} left", "剩余约 {0}"],
   since: ["for {0}", "已持续 {0}"],
   lastProblem: ["Last problem", "最近的问题"],

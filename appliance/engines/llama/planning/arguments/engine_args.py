@@ -48,6 +48,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "-hft", "--hf-token", "--models-dir", "--models-preset", "--models-max", "--models-autoload",
         "--no-models-autoload", "-cl", "--cache-list",
     ),
+    "moe_slots": ("--moe-slots", "--moe-rates", "--moe-uses"),
     "numa": ("--numa",),
     "n_cpu_moe": ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
     "parallel": (
@@ -72,6 +73,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "-t", "--threads", "-tb", "--threads-batch", "-C", "--cpu-mask", "-Cr", "--cpu-range", "--cpu-strict",
         "-Cb", "--cpu-mask-batch", "-Crb", "--cpu-range-batch", "--cpu-strict-batch",
     ),
+    "trace_experts": ("--moe-trace",),
     "ubatch": ("-b", "--batch-size", "-ub", "--ubatch-size"),
 })  # fmt: skip
 # Flags that are refused and have no setting, by the reason.
@@ -99,6 +101,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 NOT_COUNTED = frozenset({
     "-cb", "-kvo", "-nkvo", "-nocb", "-nr", "-ot", "--cpu-ffn", "--kv-offload", "--n-cpu-ffn", "-ncffn", "--no-host",
     "--no-kv-offload", "--no-op-offload", "--no-repack", "--op-offload", "--override-kv", "--override-tensor",
+    "--moe-policy", "--moe-overlap", "--no-moe-overlap",
     "--repack", "--control-vector", "--control-vector-scaled", "-lzm", "--lazy-mode", "--rpc",
 })  # fmt: skip
 OWNED: Mapping[str, str] = MappingProxyType({flag: name for name, flags in _SETTINGS.items() for flag in flags})
@@ -135,6 +138,9 @@ def check_engine_args(settings: Settings, engine: EngineFacts) -> None:
         if flag == "--override-kv" and any(".context_length=" in value for value in values):
             message = f"setting engine_arg holds a key that the setting ctx_size stands for: {values[0]} ({source})"
             raise ConfigError(message, hint="use --ctx-size N --rope-scaling yarn")
+        if flag == "--override-kv" and any(".expert_used_count=" in value for value in values):
+            message = f"setting engine_arg holds a key that the setting experts_used stands for: {values[0]} ({source})"
+            raise ConfigError(message, hint="use --experts-used N")
 
 
 def grouped(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -6,12 +6,23 @@ from collections.abc import Mapping
 
 from appliance.engines.llama.planning.arguments.passthrough_options import Extras
 from appliance.engines.llama.planning.memory.rope import Rope
+from appliance.moe.cost import Rates
 from appliance.plan import PREDICTED, KnobEffect, Launch, Plan, launch_as
 from appliance.plan.parts.launch import Value
 from appliance.values import dataclass
 
 NUMA_MODES = ("distribute", "isolate", "numactl")  # values of the engine's flag
 NODE = "node"  # threads bound to the GPU's NUMA node by an affinity mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSlots:
+    """Slots on the GPUs for experts that lie in host memory."""
+
+    count: int  # in each layer
+    mib: tuple[float, ...]  # on each GPU of the plan, which its memory includes
+    rates: Rates  # of this machine for this model: the engine decides by them
+    speedup: float  # modelled decode speed to that without slots in the same placement; 1 if it is not modelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +42,8 @@ class LlamaLaunch(Launch):
     numa: str | None = None  # NODE, one of NUMA_MODES, or "off"; None: the machine has one node
     cpus: tuple[int, ...] = ()  # CPUs that threads are bound to; empty: all
     idle_slots_stay: bool = False  # True if idle slots keep their tokens: the prompt cache is too small for them
+    slots: ExpertSlots | None = None  # None: experts in host memory are computed on the CPU
+    overrides: tuple[str, ...] = ()  # of the file's metadata, as --override-kv takes them
 
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
@@ -39,7 +52,8 @@ class LlamaLaunch(Launch):
             ("ubatch", self.ubatch),
             ("load_mode", self.load_mode),
         )
-        return found if self.numa is None else (*found, ("numa", self.numa))
+        found = found if self.numa is None else (*found, ("numa", self.numa))
+        return found if self.slots is None else (*found, ("moe_slots", self.slots.count))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -63,6 +77,7 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
     "ubatch": KnobEffect(prior=0.15, phases=("prefill",)),
     "kv_type": KnobEffect(),
     "load_mode": KnobEffect(),
+    "moe_slots": KnobEffect(prior=0.7, phases=("decode",), absent=0),  # modelled from one prompt, never seen on a GPU
     "numa": KnobEffect(parts=("cpu",)),
     "cpu_variant": KnobEffect(prior=0.3, parts=("cpu",)),  # more instructions may not mean more speed
     "split": KnobEffect(prior=0.3),  # the time of exchanges depends on links and drivers, which are not measured

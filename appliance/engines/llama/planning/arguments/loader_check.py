@@ -38,6 +38,8 @@ def _corrected(plan: Plan, found: Projection | None) -> Plan:
     corrected = tuple(_share(share, sizes, logits) for share, sizes, logits in rows)
     if launch_of(plan).extras.adapters:  # the loader does not load adapters, so its weights may be too small
         corrected = tuple(_with_weights_of(share, before) for share, before in zip(corrected, shares, strict=True))
+    elif slots := launch_of(plan).slots:  # nor does it know slots of experts
+        corrected = tuple(_with_more(share, mib) for share, mib in zip(corrected, slots.mib, strict=True))
     memory = replace(plan.memory, compute=_compute(plan.memory, found.host[2], 0.0 if shares else logits))
     return replace(plan, memory=memory, placement=replace(plan.placement, shares=corrected))
 
@@ -63,6 +65,10 @@ def _share(share: GpuAllocation, sizes: tuple[float, float, float], logits: floa
 def _with_weights_of(share: GpuAllocation, before: GpuAllocation) -> GpuAllocation:
     weights = max(share.memory.weights, before.memory.weights)
     return replace(share, memory=replace(share.memory, weights=weights))
+
+
+def _with_more(share: GpuAllocation, mib: float) -> GpuAllocation:
+    return replace(share, memory=replace(share.memory, weights=share.memory.weights + mib))
 
 
 def _compute(memory: Memory, projected: float, logits: float) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.memory.rope import Rope
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.process.server import rope_arguments
+from appliance.engines.llama.process.server import metadata_arguments
 from appliance.errors import ConfigError
 from appliance.model import Model, RopeScaling, read_model
 from appliance.plan import Plan
@@ -42,7 +42,7 @@ def test_a_context_above_native_is_refused_with_the_number() -> None:
 def test_yarn_reaches_it_with_all_that_the_engine_needs() -> None:
     plan = best(ctx_size="16384", rope_scaling="yarn")
     assert launch_of(plan).rope == Rope(architecture="llama", factor=2.0, original=8192, context=16384)
-    assert rope_arguments(plan, ENGINE) == (
+    assert metadata_arguments(plan, ENGINE) == (
         *("--override-kv", "llama.context_length=int:16384", "--rope-scaling", "yarn"),
         *("--rope-scale", "2", "--yarn-orig-ctx", "8192"),
     )
@@ -58,7 +58,7 @@ def test_a_factor_beyond_what_was_tried_is_said() -> None:
 
 def test_what_the_file_carries_is_reached_without_another_scaling() -> None:
     plan = best(CARRIED, ctx_size="32768")
-    assert rope_arguments(plan, ENGINE) == ("--override-kv", "llama.context_length=int:32768")
+    assert metadata_arguments(plan, ENGINE) == ("--override-kv", "llama.context_length=int:32768")
     with pytest.raises(ConfigError, match="above the model's native 8,192: 33,024"):
         best(CARRIED, ctx_size="33024")
     assert best(CARRIED).context == 8192

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from appliance.abilities import Result
 from appliance.errors import EngineNotReadyError
 from appliance.plan import SoakCount
-from appliance.serve.background.ability_check import CHAT
-from appliance.serve.background.idle_turns import AFTER_S, IdleTurns
+from appliance.serve.background.checks.ability_check import CHAT
+from appliance.serve.background.checks.idle_turns import AFTER_S, IdleTurns
 
 if TYPE_CHECKING:
     from appliance.abilities.judge import Verdict

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from appliance.errors import EngineError
 from appliance.plan import KINDS, Plan, SpeculationCheck
 from appliance.profile import best_of
-from appliance.serve.background.context_check import is_wanted
+from appliance.serve.background.checks.context_check import is_wanted
 from appliance.serve.model.served_model import ServedModel
 from appliance.tune.trials.engine import Bench, in_time, running, unless_stalled
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from appliance.abilities import Abilities, Ability, Result
 from appliance.abilities.kept import KeptAbilities
 from appliance.errors import EngineNotReadyError, VolumeError
-from appliance.serve.background.idle_turns import AFTER_S, IdleTurns
+from appliance.serve.background.checks.idle_turns import AFTER_S, IdleTurns
 
 if TYPE_CHECKING:
     from pathlib import Path
