@@ -38,6 +38,24 @@ CASES = {
         grid={"n_cpu_moe": (22, 26, 32), "threads": (8, 16), "ubatch": (512, 2048), "kv_type": KV},
         leave_mib=12288,
     ),
+    # The same model with the best static placement, and with slots for experts beside it. Its weights are random, so
+    # tokens use all experts alike: a trained model has more hits.
+    "slots": Case(
+        shape=PUBLISHED["qwen3-30b-a3b"],
+        ctx_size=16384,
+        grid={"moe_slots": ("off", 12, 24), "threads": (4, 8, 16)},
+        leave_mib=12288,
+    ),
+    # llama.cpp's later rule (every miss is copied, nothing runs on the CPU), no copies, and nothing at the same time.
+    "slots-rules": Case(
+        shape=PUBLISHED["qwen3-30b-a3b"],
+        ctx_size=16384,
+        grid={
+            "moe_slots": (12, 24),
+            "engine_arg": ("--moe-policy split", "--moe-policy lru", "--moe-policy cpu", "--no-moe-overlap"),
+        },
+        leave_mib=12288,
+    ),
     "small": Case(
         shape=SYNTHETIC["moe-16x"],
         ctx_size=2048,

@@ -55,7 +55,7 @@ class Bench:
         asked = dict(word.split("=", 1) for word in options.set)
         swept = {name: values for name, values in self._case.grid.items() if name not in asked}
         self._cells = cells(swept, options.cells)
-        self._model = data_dir / "models" / f"{options.shape}.gguf"
+        self._model = data_dir / "models" / f"{self._case.shape.name}.gguf"  # cases share it
         self._base = {
             "model": str(self._model),
             "data_dir": str(data_dir),
