@@ -128,7 +128,8 @@ def main(arguments: list[str]) -> int:
                 f"{name}: {found.windows} windows of {WINDOW} tokens; differing {differing[0]} without and "
                 f"{differing[1]} with, {only[0]} and {only[1]} only there, chance {found.chance:.3g}; drafted "
                 f"{found.drafted}, accepted {found.accepted}; documents valid {sum(found.plain_documents)} without, "
-                f"{sum(found.documents)} with, of {len(found.documents)}; {found.verdict}; {time.monotonic() - began:.0f} s",
+                f"{sum(found.documents)} with, of {len(found.documents)}; {found.verdict}; "
+                f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
     return 0
