@@ -38,7 +38,10 @@ def kill_engine(stage: Stage) -> None:
 
 BESIDE_ENGINE = """
 import os, pathlib
-asking = {str(os.getpid()), str(os.getppid())}  # this program, and the shell that runs it
+asking, pid = set(), str(os.getpid())  # this program, and the shells that run it
+while pid != "0":
+    asking.add(pid)
+    pid = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
 tasks = [path for path in pathlib.Path("/proc").glob("[0-9]*/task/*/comm") if path.parts[2] not in asking]
 engines = [path.parts[2] for path in pathlib.Path("/proc").glob("[0-9]*/comm") if path.read_text() == "llama-server\\n"]
 print(sum(path.parts[2] not in engines for path in tasks))
@@ -76,7 +79,7 @@ def test_an_engine_that_cannot_be_started_for_want_of_processes_is_started_later
     with volume() as name, started(name, env={"APPLIANCE_THREADS": "1"}) as stage:
         stage.wait_ready()
         beside = int(stage.run("python3", "-c", BESIDE_ENGINE))
-        stage.container.exec_run(["sh", "-c", 'sleep 2; exec python3 -c "$0"', KILL], detach=True)
+        stage.container.exec_run(["sh", "-c", 'sleep 6; exec python3 -c "$0"', KILL], detach=True)
         set_most_processes(stage, beside)
         wait_for(lambda: LACK in stage.logs(), 60, stage.logs)
         stage.container.reload()

@@ -22,7 +22,7 @@ from typing import Any
 FOLDER = "/"  # any that is there: nothing in it is read
 
 
-INTROSPECT = "/opt/appliance/lib/appliance/engines/vllm/introspect.py"  # of the image
+INTROSPECT = "/opt/appliance/lib/appliance/engines/vllm/process/introspect.py"  # of the image
 
 
 def main() -> None:
