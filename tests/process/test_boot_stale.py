@@ -274,7 +274,7 @@ def test_beside_a_neighbour_half_the_speed_is_no_reason(tuned: Home, tmp_path: P
 def test_a_request_that_comes_during_a_probe_is_answered_at_once(tuned: Home, tmp_path: Path) -> None:
     home = tuned.copy(tmp_path / "home")
     home.set_engine("--hang-on-completion")  # no probe would ever end
-    with home.serving(tune="first", idle_s="1") as serving:
+    with home.serving(tune="first", idle_s="1", check_profile="off") as serving:
         serving.wait_ready()
         eventually(lambda: serving.engine_requests().get("POST /completion") == 1 or BESIDE in serving.text)
         if BESIDE in serving.text:

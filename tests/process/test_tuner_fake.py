@@ -40,7 +40,9 @@ NO_MEMORY = (
 def space(machine: str, of: Model) -> Space:
     hardware = MACHINES[machine]
     image, engine = facts(has_cuda=bool(hardware.gpus.gpus))
-    return Space(resolve_settings({"fill_minutes": "0"}, {}), image, engine, hardware, of)
+    # without slots for experts, which tests/unit/moe/test_moe_tuned.py tunes
+    settings = resolve_settings({"fill_minutes": "0", "moe_slots": "off"}, {})
+    return Space(settings, image, engine, hardware, of)
 
 
 @cache
