@@ -231,7 +231,7 @@ class ApplianceHandler(_Quiet):
         """Answer in four events, with the times of a small engine."""
         slow = 1.3 if self.server.container.config["Image"].startswith(self.knobs.slow_image) else 1.0
         self._begin_stream()
-        for wait_s in (0.06, 0.04, 0.04, 0.04):
+        for wait_s in (0.12, 0.08, 0.08, 0.08):
             time.sleep(wait_s * slow)
             self._event({"choices": [{"text": "ship", "logprobs": {"content": [{"token": "ship", "logprob": -0.5}]}}]})
         self.chunk(b"data: [DONE]\n\n", b"")

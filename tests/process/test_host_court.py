@@ -13,7 +13,7 @@ from tests.process.stages.daemon import IMAGE, Host, on_host
 
 NEXT = "appliance:next"
 IMAGES = ("--image", IMAGE, "--image", NEXT)
-UPGRADE = ("upgrade", "one", "--image", NEXT, "--court-s", "30")
+UPGRADE = ("upgrade", "one", "--image", NEXT, "--court-s", "90")
 
 
 def images_of(host: Host) -> list[tuple[str, str]]:

@@ -88,7 +88,7 @@ async def test_each_user_gets_a_whole_job_that_no_other_has_read(plan_of: Callab
 
 async def test_with_one_slot_users_wait_for_one_another(plan_of: Callable[..., Plan], folder: Path) -> None:
     # Long answers: what this process takes to read them is little beside what the engine takes to make them.
-    found = await measured(plan_of(parallel="1"), folder, replace(CHAT, tokens_in=200, tokens_out=600), users=3)
+    found = await measured(plan_of(parallel="1"), folder, replace(CHAT, tokens_in=200, tokens_out=1800), users=3)
     ended = sorted(job.seconds for job in found.jobs)
     begun = sorted(job.ttft_s for job in found.jobs)
     # Each begins when the one before it has ended; side by side all would begin at the same time.
