@@ -9,7 +9,7 @@ from pathlib import Path
 
 from appliance.documents import Rules, load, read
 from appliance.model.files.quantized import Loss
-from appliance.profile.files import ProfileFiles, refusing
+from appliance.profile.files import KeptResult, ProfileFiles
 from appliance.profile.record import Key
 from appliance.system.disk import Disk
 
@@ -21,22 +21,13 @@ class KeptExpertLoss:
     """Kept loss of one key. `warn` is called for an unreadable file, which counts as none and is replaced."""
 
     def __init__(self, folder: Path, key: Key, warn: Callable[[str], None], disk: Disk | None = None) -> None:
-        self._files = ProfileFiles(folder, disk)
-        self._id = key.id
-        self._path = self._files.path(key.id, SUFFIX)
+        files, what = ProfileFiles(folder, disk), "loss by fewer experts"
+        self._kept = KeptResult(files, key.id, SUFFIX, what, lambda data: read(Loss, load(data), rules=_RULES))
         self._warn = warn
 
     def load(self) -> Loss | None:
-        try:
-            return read(Loss, load(self._files.read(self._path)), rules=_RULES)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            self._warn(f"loss by fewer experts cannot be read, not used: {self._path}: {error}")
-        return None
+        return self._kept.load(self._warn)
 
     def save(self, loss: Loss) -> None:
         """Replace the kept loss. Raises VolumeError."""
-        with self._files.locked(self._id), refusing(f"loss by fewer experts cannot be kept: {self._path}"):
-            self._files.drop_leftovers(self._id)
-            self._files.put(self._path, json.dumps(asdict(loss), sort_keys=True).encode())
+        self._kept.save(json.dumps(asdict(loss), sort_keys=True).encode())

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from appliance.errors import VolumeError
 from appliance.system.disk import Disk, put_file, sync_folder
 
 MAX_BYTES = 16 * 2**20  # our files have about 100 KB; a larger one is not ours
 _HINT = "check free space, owner and mode of the volume"
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -131,3 +134,32 @@ class ProfileFiles:
         finally:
             with suppress(OSError):  # the lock ends in any case, and the work under it is done
                 self._disk.close(handle)
+
+
+class KeptResult(Generic[T]):
+    """One result in a file `<id><suffix>`, under the key of a profile; it may exist without one. `what` names it in
+    messages. `parse` raises ValueError for what it cannot read."""
+
+    def __init__(self, files: ProfileFiles, id_: str, suffix: str, what: str, parse: Callable[[bytes], T]) -> None:
+        self._files = files
+        self._id = id_
+        self._path = files.path(id_, suffix)
+        self._what = what
+        self._parse = parse
+
+    def load(self, warn: Callable[[str], None]) -> T | None:
+        """Return the result; None if there is none. `warn` is called for an unreadable file, which counts as none and
+        is replaced. Changes nothing."""
+        try:
+            return self._parse(self._files.read(self._path))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            warn(f"{self._what} cannot be read, not used: {self._path}: {error}")
+        return None
+
+    def save(self, data: bytes) -> None:
+        """Replace the result. Raises VolumeError."""
+        with self._files.locked(self._id), refusing(f"{self._what} cannot be kept: {self._path}"):
+            self._files.drop_leftovers(self._id)
+            self._files.put(self._path, data)

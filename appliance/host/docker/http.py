@@ -81,17 +81,9 @@ class Gateway:
 
     def requests(self, *, timeout_s: float = ASK_S) -> list[dict[str, Any]]:
         """Return the latest requests as numbers, from the first event of the pages. Raises NoAnswerError."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
-        try:
-            connection.request("GET", "/appliance/v1/events", headers=dict(self._headers()))
-            response = connection.getresponse()
+        with self._response("GET", "/appliance/v1/events", timeout_s=timeout_s) as response:
             data = (row.removeprefix(b"data:") for row in response if row.startswith(b"data:"))
             rows = _parsed(next(data, b"{}")).get("requests")
-        except (OSError, http.client.HTTPException) as error:
-            message = f"{type(error).__name__}: {error}"
-            raise NoAnswerError(message) from error
-        finally:
-            connection.close()
         return rows if isinstance(rows, list) else []
 
     def _raw(self, method: str, path: str, body: object = None, *, timeout_s: float) -> tuple[int, bytes]:
@@ -105,13 +97,20 @@ class Gateway:
     def stream(self, path: str, body: object) -> Iterator[Iterator[dict[str, Any]]]:
         """Yield the events of an answer. Raises NoAnswerError, and FatalError for a refusal at the start or within the
         stream."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_S)
-        try:
-            connection.request("POST", path, json.dumps(body), self._headers())
-            response = connection.getresponse()
+        with self._response("POST", path, json.dumps(body), timeout_s=ANSWER_S) as response:
             if response.status != 200:
                 raise refusal(Reply(status=response.status, document=_parsed(response.read())))
             yield _events(response)
+
+    @contextmanager
+    def _response(
+        self, method: str, path: str, body: str | None = None, *, timeout_s: float
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield an answer that is read in the block. Raises NoAnswerError, also for what fails there."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path, body, dict(self._headers()))
+            yield connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             message = f"{type(error).__name__}: {error}"
             raise NoAnswerError(message) from error

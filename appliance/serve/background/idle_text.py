@@ -13,6 +13,7 @@ from appliance.probe import probe
 from appliance.quantize.loss import CHUNKS, Run
 from appliance.quantize.pauses import Pauses
 from appliance.race import first_of
+from appliance.serve.background.checks.idle_turns import until_quiet
 from appliance.serve.background.idle_policy import SETTLE_S
 from appliance.serve.model.served_model import ServedModel
 
@@ -32,12 +33,7 @@ class IdleText:
         await first_of(self._traffic.until_arrival(), self._served.sharing.is_shared.wait())
 
     async def until_quiet(self) -> None:
-        while True:
-            await self._served.sharing.is_alone.wait()
-            left = SETTLE_S - self._traffic.idle_s  # which is 0 while a request for work runs
-            if left <= 0:
-                return
-            await asyncio.sleep(max(0.1, left))
+        await until_quiet(self._served, self._traffic, SETTLE_S)
 
     async def run_of(self, model: Model, **changes: object) -> Run:
         """Return a run with the model, and with `changes` of the settings. Raises ModelDoesNotFitError (31)."""

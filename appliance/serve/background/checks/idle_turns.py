@@ -17,8 +17,19 @@ if TYPE_CHECKING:
 AFTER_S = 60.0  # idle time before a turn
 BREAKS_MAX = 2  # times that the engine breaks off, in one start: then the check is left to the next one
 LOOK_EVERY_S = 1.0  # for an engine that is away
+SHORTEST_S = 0.1  # of one wait
 _DIED_WITHIN_S = 2.0  # the supervisor notes the death of an engine within this time
 T = TypeVar("T")
+
+
+async def until_quiet(served: ServedModel, traffic: Traffic, after_s: float) -> None:
+    """Wait until nobody has asked for `after_s` while no other model is wanted."""
+    while True:
+        await served.sharing.is_alone.wait()
+        left_s = after_s - traffic.idle_s  # whose idle_s is 0 while a request for work runs
+        if left_s <= 0:
+            return
+        await asyncio.sleep(max(SHORTEST_S, left_s))
 
 
 class IdleTurns:
@@ -37,13 +48,10 @@ class IdleTurns:
     async def until_idle(self, traffic: Traffic) -> None:
         """Wait for a pause that is long enough while the engine answers and no other model is wanted."""
         while True:
-            await self._served.sharing.is_alone.wait()
-            if (left_s := self._after_s - traffic.idle_s) > 0:
-                await asyncio.sleep(left_s)
-            elif self._served.host.is_ready:
+            await until_quiet(self._served, traffic, self._after_s)
+            if self._served.host.is_ready:
                 return
-            else:
-                await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def take(self, work: Coroutine[Any, Any, T], traffic: Traffic, *, most_s: float | None = None) -> T | None:
         """Do the work. None if a request came, another model is loaded, or the engine was taken away meanwhile; also
