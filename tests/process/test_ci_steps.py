@@ -51,6 +51,7 @@ VALUES = {
     "needs.build.outputs.arm64": "",
     "needs.list.outputs.cells": '[{"cell": "llama-cpu"}]',
     "needs.list.outputs.models": "demo qwen",
+    "vars.LARGE_RUNNER": "",
     "vars.REGISTRY": "registry.example/appliance",
 }
 
@@ -183,6 +184,17 @@ def test_the_cells_of_a_run_are_chosen_by_name(place: Place) -> None:
     place.values["inputs.only || '.*'"] = "no-such"
     done = place.run(job("images/list")["List cells"])
     assert (done.returncode, done.stderr.strip()) == (2, "no cell matches: no-such")
+
+
+@pytest.mark.parametrize("label", ["", "big-disk"])
+def test_a_cell_that_needs_a_larger_runner_is_built_where_one_is_named(place: Place, label: str) -> None:
+    place.values.update({"inputs.only || '.*'": "vllm-.*", "vars.LARGE_RUNNER": label})
+    ran(place, "images/list")
+    cells = {each["cell"]: each for each in json.loads(place.lines("output")[0].removeprefix("cells="))}
+    assert set(cells) == {"vllm-cpu", "vllm-cu130"} if label else {"vllm-cpu"}
+    runners = {name: {each["runner"] for each in cell["platforms"]} for name, cell in cells.items()}
+    assert runners["vllm-cpu"] == {"ubuntu-24.04"}
+    assert runners.get("vllm-cu130") == ({label} if label else None)
 
 
 def test_without_a_choice_the_images_of_all_recipes_are_pushed(place: Place) -> None:

@@ -101,7 +101,9 @@ def test_a_job_that_cannot_fit_is_not_scheduled_and_says_so(cell: Cell) -> None:
     assert [ci.job(each)["free_disk"] for each in sized[:2]] == [False, True]
     made = json.loads(ci.jobs_file([sized[2]]))
     assert made["cells"] == []
+    assert [each["cell"] for each in made["large"]] == [cell.id]
     assert made["left_out"][cell.id].startswith(f"needs {needed[2]} MiB, a runner has {ci.RUNNER_MIB} and ")
+    assert "LARGE_RUNNER" in made["left_out"][cell.id]
 
 
 def test_images_are_tagged_by_cell_day_and_version_and_signed_without_a_key(project: Path) -> None:
