@@ -75,8 +75,12 @@ class Trial:
 def find(distribution: str, wanted: str | None, *, index_url: str | None, ca_bundle: Path | None) -> Release:
     """Asks the index for the newest release with a source distribution, or for `wanted`. Raises BuildError."""
     address = f"{(index_url or INDEX).rstrip('/')}/{canonicalize_name(distribution)}/"
-    files = _get(address, ca_bundle, accept=ANSWER).json().get("files", [])
-    known = {found.version: found for found in _releases(files, distribution, address)}
+    answer = _get(address, ca_bundle, accept=ANSWER).json()
+    try:
+        known = {found.version: found for found in _releases(answer["files"], distribution, address)}
+    except (AttributeError, KeyError, TypeError) as error:
+        message = f"the index's answer is not a project page of PEP 691: {error!r}"
+        raise BuildError(message, hint="is it the right index? --index-url takes its simple API") from error
     if wanted is None and known:
         return known[max(known, key=Version)]
     if wanted is None or wanted not in known:

@@ -60,6 +60,7 @@ class World:
     releases: dict[str, bytes] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
     yanked: set[str] = field(default_factory=set)
+    page: object = None  # instead of the releases
     tags: str = f"{'b' * 40}\trefs/tags/b12000\n{COMMIT}\trefs/tags/b12345\n"
 
     def answer(self, path: str) -> tuple[str, bytes] | None:
@@ -73,6 +74,8 @@ class World:
                 }
                 for name, content in self.releases.items()
             ]
+            if self.page is not None:
+                return engine_pin.ANSWER, json.dumps(self.page).encode()
             page = {"meta": {"api-version": "1.0"}, "name": "llama-cpp-python", "files": rows}
             return engine_pin.ANSWER, json.dumps(page).encode()
         if path.startswith("/files/"):
@@ -176,6 +179,10 @@ def no_commit(world: World) -> None:
     world.releases["llama_cpp_python-9.0.tar.gz"] = packed("9.0", commit="")
 
 
+def other_page(world: World) -> None:
+    world.page = ["not", "a", "page"]
+
+
 @pytest.mark.parametrize(
     ("plant", "code", "said"),
     [
@@ -184,9 +191,10 @@ def no_commit(world: World) -> None:
         (no_archive, 60, "release 9.0 cannot be unpacked"),
         (no_tag, 60, "is of the commit that the release carries: ccccccccc"),
         (no_commit, 60, "release 9.0 does not say which commit of llama.cpp it carries"),
+        (other_page, 60, "the index's answer is not a project page of PEP 691"),
         (lambda _: None, 60, "the index has no source of llama-cpp-python"),
     ],
-    ids=["patch", "bytes", "archive", "tag", "commit", "nothing"],
+    ids=["patch", "bytes", "archive", "tag", "commit", "page", "nothing"],
 )
 def test_what_cannot_be_pinned_is_named_and_nothing_is_written(
     world: World, plant: Callable[[World], None], code: int, said: str
