@@ -6,6 +6,7 @@ from appliance.plan.memory_kill import MemoryKill, held_mib, most_mib, remembere
 from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.observed.allocated import Allocated
 from appliance.plan.observed.checks import (
+    NEEDLE_DEPTHS,
     Checks,
     ComparedPrompt,
     NeedleRow,
@@ -72,6 +73,7 @@ __all__ = [
     "CONTEXT_WORTH",
     "KINDS",
     "LONG_PROMPTS",
+    "NEEDLE_DEPTHS",
     "NOTHING",
     "PREDICTED",
     "QUICK_TOKENS_PER_S",

@@ -39,7 +39,13 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
         if not isinstance(found, str):
             plan = _with_slots(with_measured(found, chosen.why, profile.plans), profile.plan)
             plan = _with_speculation(plan, profile, space)
-            return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
+            lost = min((each.context for each in measured if each not in left), default=None)
+            return Picked(
+                plan=_with_context_that_holds(plan, lost),
+                why=chosen.why if lost is None else f"{chosen.why}; needles were lost in a context of {lost:,}",
+                is_best=not lacking,
+                passed_over=tuple(lacking),
+            )
         lacking.append(f"{chosen.scored.key}: {found}")
         del plans[chosen.scored.key]
     return tuple(lacking)
@@ -72,6 +78,23 @@ def _with_speculation(plan: Plan, profile: Profile, space: Space) -> Plan:
     if check is None or check.verdict != "refused":
         return space.speculating_as(plan, profile.plan)
     return with_choice(plan, Choice(name="speculation", value="off", reason=check.describe(), source="measured"))
+
+
+def _with_context_that_holds(plan: Plan, lost: int | None) -> Plan:
+    """Return the plan with the reason for its context: needles were lost in a context of `lost` tokens."""
+    if lost is None:
+        return plan
+    why = f"chosen since needles were lost in a context of {lost:,}"
+    return with_choice(plan, Choice(name="context", value=f"{plan.context:,}", reason=why, source="measured"))
+
+
+def context_to_measure(profile: Profile) -> int | None:
+    """Return a context in which needles were found if one was lost in every measured context; else None."""
+    contexts = {plan.context for plan in profile.plans}
+    held = profile.checks.holding
+    if held is None or not contexts or not all(profile.checks.has_failed(context) for context in contexts):
+        return None
+    return held
 
 
 def _with_slots(plan: Plan, measured: Plan) -> Plan:

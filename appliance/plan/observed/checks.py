@@ -10,6 +10,9 @@ from typing import Literal
 from appliance.values import dataclass
 
 SIGNIFICANT = 0.01  # one-sided: so many harmless kinds of speculative decoding may be refused
+# Places of the needles. From the end on: prompts share their beginning up to the needle, so the engine reads 2.4 times
+# the context, not 3.
+NEEDLE_DEPTHS = (0.95, 0.50, 0.10)
 NeedleVerdict = Literal["passed", "failed", "not judged"]
 SpeculationVerdict = Literal["open", "harmless", "refused", "asked for"]
 
@@ -145,6 +148,25 @@ class Checks:
         """True if a needle was lost in this context, or in a shorter one."""
         return any(row.verdict == "failed" and row.context <= context for row in self.needles)
 
+    def is_judged(self, context: int) -> bool:
+        """True if every needle in this context has a verdict."""
+        return {row.share for row in self.needles if row.context == context} >= {*NEEDLE_DEPTHS}
+
+    @property
+    def holding(self) -> int | None:
+        """Largest context in which needles were found and none was lost, None without one."""
+        found = (row.context for row in self.needles if row.verdict == "passed" and self.is_judged(row.context))
+        return max((context for context in found if not self.has_failed(context)), default=None)
+
+    def next_for_needles(self, context: int, least: int) -> int | None:
+        """Return the context in which needles are looked for next: `context`, and while one loses a needle the next
+        smaller power of two, down to `least`. None if a context holds, or if none is left."""
+        while self.is_judged(context) and self.has_failed(context):
+            context = 1 << (context - 1).bit_length() - 1
+            if context < least:
+                return None
+        return None if self.is_judged(context) else context
+
     def with_needle(self, row: NeedleRow) -> Checks:
         others = (each for each in self.needles if (each.context, each.share) != (row.context, row.share))
         return replace(self, needles=tuple(sorted((*others, row), key=lambda each: (each.context, each.share))))
@@ -157,7 +179,8 @@ class Checks:
             rows = [row for row in self.needles if row.context == context]
             words = ", ".join(f"{row.verdict} at {row.share:.0%}" for row in rows)
             fails = any(row.verdict == "failed" for row in rows)
-            then = "; this context does not hold: use a smaller --ctx-size" if fails else ""
+            holds = f"{self.holding:,} tokens do" if self.holding else "use a smaller --ctx-size"
+            then = f"; this context does not hold: {holds}" if fails else ""
             yield f"needles in {context:,} tokens: {words}{then}"
         if self.soak:
             yield f"soak with tools: {self.soak.describe()}"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.space import Space
-from appliance.plan import Checks, NeedleRow, Plan, SpeculationCheck
-from appliance.profile import Picked, Profile, pick, wants_more
+from appliance.plan import NEEDLE_DEPTHS, Checks, NeedleRow, Plan, SpeculationCheck
+from appliance.profile import Picked, Profile, context_to_measure, pick, wants_more
 from appliance.tune.figures.curve import Point
 from appliance.tune.figures.measurement import Measurement
 from tests.builders import examples, profile
@@ -136,6 +136,11 @@ def test_a_mode_prefers_a_context_whose_needles_are_found() -> None:
         return found.plan.key
 
     assert picked() == large.key
+    assert context_to_measure(of((large,), seen, checks=Checks(needles=(lost(large.context),)))) is None  # none holds
+    found = tuple(replace(lost(8192), share=share, verdict="passed") for share in NEEDLE_DEPTHS)
+    checks = Checks(needles=(*found, lost(middle.context)))
+    assert context_to_measure(of((middle, large), seen, checks=checks)) == 8192
+    assert context_to_measure(of((small, large), seen, checks=checks)) is None  # the small one is measured
     assert picked(lost(large.context)) == middle.key
     assert picked(lost(large.context), lost(middle.context)) == small.key
     assert picked(*(lost(plan.context) for plan in (small, middle, large))) == large.key  # none holds

@@ -5,11 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from appliance.engines.engine import Completion
-from appliance.plan import Checks, ComparedPrompt, NeedleRow, SoakCount, SpeculationCheck, sign_test
+from appliance.plan import (
+    NEEDLE_DEPTHS,
+    Checks,
+    ComparedPrompt,
+    NeedleRow,
+    NeedleVerdict,
+    SoakCount,
+    SpeculationCheck,
+    sign_test,
+)
 from appliance.plan.observed.checks import SIGNIFICANT
 from appliance.tune.harmless import ANSWER, WINDOW, answer_plainly, continue_windows
 
@@ -165,6 +177,26 @@ def test_a_document_that_breaks_only_with_it_is_a_reason() -> None:
     assert whole.judged(is_asked_for=False).verdict == "harmless"
     broken = replace(whole, documents=(False, False))
     assert broken.judged(is_asked_for=False).verdict == "refused"
+
+
+@given(served=st.integers(512, 300_000), holds=st.integers(0, 300_000), least=st.sampled_from([4096, 8192]))
+def test_needles_are_looked_for_in_smaller_contexts_until_one_holds(served: int, holds: int, least: int) -> None:
+    checks, asked = Checks(), list[int]()
+    while (context := checks.next_for_needles(served, least)) is not None:
+        assert not checks.is_judged(context)
+        asked.append(context)
+        verdict: NeedleVerdict = "passed" if context <= holds else "failed"
+        for share in NEEDLE_DEPTHS:
+            checks = checks.with_needle(NeedleRow(context=context, share=share, verdict=verdict, words=""))
+    assert asked[0] == served
+    assert all(context & (context - 1) == 0 and least <= context < before for before, context in pairwise(asked))
+    assert len(asked) <= 8
+    if asked[-1] <= holds:
+        assert checks.holding == asked[-1]
+        assert checks.has_failed(served) is (served > holds)
+    else:
+        assert checks.holding is None
+        assert asked[-1] < 2 * max(least, 1) or asked[-1] == served < least
 
 
 def test_words() -> None:
