@@ -14,7 +14,7 @@ SIGNIFICANT = 0.01  # one-sided: so many harmless kinds of speculative decoding 
 # the context, not 3.
 NEEDLE_DEPTHS = (0.95, 0.50, 0.10)
 NeedleVerdict = Literal["passed", "failed", "not judged"]
-SpeculationVerdict = Literal["open", "harmless", "refused", "asked for"]
+SpeculationVerdict = Literal["open", "harmless", "refused", "asked for", "not checked"]
 
 
 def sign_test(more: int, fewer: int) -> float:
@@ -90,7 +90,12 @@ class SpeculationCheck:
         return sum(plain and not each for plain, each in zip(self.plain_documents, self.documents, strict=False))
 
     def judged(self, *, is_asked_for: bool) -> SpeculationCheck:
-        """Return the check with its verdict. What the user asked for by a setting is never refused."""
+        """Return the check with its verdict. What the user asked for by a setting is never refused.
+
+        Without a window to compare nothing is known: no prompt fits the context, or the engine gives no token ids.
+        """
+        if not self.windows:
+            return replace(self, verdict="not checked")
         is_harmless = self.chance >= SIGNIFICANT and not self.broken_documents
         return replace(self, verdict="harmless" if is_harmless else "asked for" if is_asked_for else "refused")
 
@@ -107,6 +112,7 @@ class SpeculationCheck:
             "open": f"{self.of}: not compared to the end",
             "harmless": f"{self.of} does not change greedy answers",
             "refused": f"{self.of} is refused, since it changes greedy answers",
+            "not checked": f"{self.of}: not checked, since no answer has tokens to compare",
             "asked for": f"{self.of} changes greedy answers; it serves, since a setting asks for it",
         }
         return f"{words[self.verdict]}: {figures}"

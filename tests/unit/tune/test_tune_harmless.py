@@ -138,7 +138,7 @@ async def test_prompts_that_do_not_fit_are_left_out() -> None:
     found = await compared(context=300)
     assert 0 < len(found.prompts) < 12
     none = await compared(context=100)
-    assert (none.windows, none.judged(is_asked_for=False).verdict) == (0, "harmless")
+    assert (none.windows, none.judged(is_asked_for=False).verdict) == (0, "not checked")
 
 
 def simulated(rng: random.Random, changes: float) -> SpeculationCheck:
@@ -173,7 +173,8 @@ def test_the_test_is_exact() -> None:
 
 
 def test_a_document_that_breaks_only_with_it_is_a_reason() -> None:
-    whole = replace(EMPTY, plain_documents=(True, False), documents=(True, False))
+    answered = (ComparedPrompt(name="a", answer=tuple(range(WINDOW)), again=(), speculating=()),)
+    whole = replace(EMPTY, prompts=answered, plain_documents=(True, False), documents=(True, False))
     assert whole.judged(is_asked_for=False).verdict == "harmless"
     broken = replace(whole, documents=(False, False))
     assert broken.judged(is_asked_for=False).verdict == "refused"
@@ -197,6 +198,13 @@ def test_needles_are_looked_for_in_smaller_contexts_until_one_holds(served: int,
     else:
         assert checks.holding is None
         assert asked[-1] < 2 * max(least, 1) or asked[-1] == served < least
+
+
+def test_answers_without_tokens_prove_nothing() -> None:
+    found = replace(EMPTY, prompts=(ComparedPrompt(name="a", answer=(), again=(), speculating=()),))
+    judged = found.judged(is_asked_for=False)
+    assert judged.verdict == "not checked"
+    assert "not checked, since no answer has tokens to compare" in judged.describe()
 
 
 def test_words() -> None:
