@@ -7,12 +7,15 @@ from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.observed.allocated import Allocated
 from appliance.plan.observed.checks import (
     NEEDLE_DEPTHS,
+    CacheCheck,
+    CachePrompt,
     Checks,
     ComparedPrompt,
     NeedleRow,
     NeedleVerdict,
     SoakCount,
     SpeculationCheck,
+    Verdict,
     sign_test,
 )
 from appliance.plan.observed.kv_check import KvCheck
@@ -84,6 +87,8 @@ __all__ = [
     "SPEED_KEPT",
     "UNMEASURED",
     "Allocated",
+    "CacheCheck",
+    "CachePrompt",
     "CardPeak",
     "Checks",
     "Choice",
@@ -122,6 +127,7 @@ __all__ = [
     "Speeds",
     "SpeedupModel",
     "StepCost",
+    "Verdict",
     "as_document",
     "best_tokens",
     "expected_gain",

@@ -27,19 +27,20 @@ class Picked:
 
 def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
     """Return the best plan that fits now. If none fits, return what each plan lacks."""
-    plans = {plan.key: plan for plan in profile.plans}
+    plans, checks = {plan.key: plan for plan in profile.plans}, profile.checks
     allocated = {trial.key: trial.allocated for trial in profile.measurements if trial.allocated}
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
     while measured := scored(plans.values(), profile.measurements):
-        # A context in which a needle was lost serves only if nothing else does.
-        left = [each for each in measured if not profile.checks.has_failed(each.context)] or measured
+        # A cache that changes answers, and a context in which a needle was lost, serve only if nothing else does.
+        proven = [each for each in measured if not checks.refuses(plans[each.key].kv_type)] or measured
+        left = [each for each in proven if not checks.has_failed(each.context, plans[each.key].kv_type)] or proven
         chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
         found = space.now(plans[chosen.scored.key], allocated.get(chosen.scored.key))
         if not isinstance(found, str):
             plan = _with_slots(with_measured(found, chosen.why, profile.plans), profile.plan)
             plan = _with_speculation(plan, profile, space)
-            lost = min((each.context for each in measured if each not in left), default=None)
+            lost = min((each.context for each in proven if each not in left), default=None)
             return Picked(
                 plan=_with_context_that_holds(plan, lost),
                 why=chosen.why if lost is None else f"{chosen.why}; needles were lost in a context of {lost:,}",
@@ -90,11 +91,11 @@ def _with_context_that_holds(plan: Plan, lost: int | None) -> Plan:
 
 def context_to_measure(profile: Profile) -> int | None:
     """Return a context in which needles were found if one was lost in every measured context; else None."""
-    contexts = {plan.context for plan in profile.plans}
-    held = profile.checks.holding
-    if held is None or not contexts or not all(profile.checks.has_failed(context) for context in contexts):
+    checks = profile.checks
+    if not all(checks.has_failed(plan.context, plan.kv_type) for plan in profile.plans):
         return None
-    return held
+    held = (checks.holding(kv_type) for kv_type in {plan.kv_type for plan in profile.plans})
+    return max(filter(None, held), default=None)
 
 
 def _with_slots(plan: Plan, measured: Plan) -> Plan:

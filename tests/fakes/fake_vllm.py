@@ -16,6 +16,7 @@ import ast
 import ctypes
 import hashlib
 import json
+import math
 import mmap
 import os
 import queue
@@ -658,6 +659,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.reply(200, self.completion(path, request, tokens))
 
     def completion(self, path: str, request: dict[str, Any], tokens: int) -> dict[str, Any]:
+        options = self.server.options
         if path == "/v1/messages":
             content = [{"type": "text", "text": "word " * tokens}]
             return {"type": "message", "role": "assistant", "content": content, "stop_reason": "max_tokens"}
@@ -665,6 +667,10 @@ class Handler(BaseHTTPRequestHandler):
         choice["message"] = {"role": "assistant", "content": "word " * tokens}
         if request.get("return_token_ids"):
             choice["token_ids"] = self.token_ids(request, tokens)
+        if "logprobs" in request and "chat" not in path:
+            likely = (options.fake_likely, 1 - options.fake_likely)
+            named = {f"token_id:{token}": math.log(share) for token, share in enumerate(likely)}
+            choice["logprobs"] = {"top_logprobs": [named] * tokens}
         kind = "chat.completion" if "chat" in path else "text_completion"
         usage, metrics = self.figures(request, tokens)
         return {"id": "cmpl-1", "object": kind, "choices": [choice], "usage": usage, "metrics": metrics}
@@ -835,6 +841,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-decode-ms", type=float, default=10.0, help="a token, by the engine's clock: nothing is waited for")
     add("--fake-prefill-ms", type=float, default=1.0)
     add("--fake-changes", type=float, default=0.0, metavar="RATE", help="of tokens")
+    add("--fake-likely", type=float, default=0.9, metavar="SHARE", help="probability of the likeliest of two tokens")
     add("--fake-recalls", type=int, metavar="TOKENS", help="finds a secret number in prompts of so many tokens at most")
     add("--fake-block-bytes", type=int, default=368_640)
     add("--fake-more-blocks", type=int, default=0, help="in its metrics than it was given bytes for")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
     from appliance.profile.drift import Drift, DriftState
     from appliance.serve.background.bandwidths import Bandwidths
-    from appliance.serve.background.checks.speculation_check import SpeculationComparison
+    from appliance.serve.background.checks.comparison import Comparison
     from appliance.serve.background.idle_tuner import IdleTuner
     from appliance.tune.session import TuningSession
 
@@ -52,12 +52,16 @@ class BackgroundTasks:
             AbilityCheck,
             is_wanted,
         )
+        from appliance.serve.background.checks.cache_check import CacheSubject
+        from appliance.serve.background.checks.comparison import Comparison
         from appliance.serve.background.checks.context_check import ContextCheck
-        from appliance.serve.background.checks.speculation_check import SpeculationComparison
+        from appliance.serve.background.checks.speculation_check import SpeculationSubject
 
         served = self._served
         abilities = AbilityCheck(served, alone=self._alone)
-        context, comparison = ContextCheck(served, alone=self._alone), SpeculationComparison(served)
+        context = ContextCheck(served, alone=self._alone)
+        # The cache first: speculative decoding is compared on the plan that is left.
+        comparisons = [Comparison(served, each) for each in (CacheSubject(served), SpeculationSubject(served))]
         if is_wanted(served):
             await abilities.load()
         await self._unless_hurried(self._know_machine(backend))
@@ -78,8 +82,9 @@ class BackgroundTasks:
             await self._unless_hurried(context.find_needles(backend.traffic))
             if may_measure and served.profile is not None and self._shorter_context(served.profile):
                 continue
-            if comparison.is_due and not served.sharing.is_shared.is_set():
-                await self._serve_checked(backend, comparison)
+            due = next((each for each in comparisons if each.is_due), None)
+            if due is not None and not served.sharing.is_shared.is_set():
+                await self._serve_checked(backend, due)
                 continue
             # Together: on a busy machine the drift stays unknown for hours.
             await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
@@ -222,8 +227,8 @@ class BackgroundTasks:
             is_shared=served.sharing.is_shared,
         )
 
-    async def _serve_checked(self, backend: Backend, comparison: SpeculationComparison) -> None:
-        """Compare speculative decoding, and load another plan if the checks do not allow the one that serves."""
+    async def _serve_checked(self, backend: Backend, comparison: Comparison) -> None:
+        """Compare, and load another plan if the checks do not allow the one that serves."""
         served, before = self._served, comparison.gained
         state = TuningState()  # of its own: measuring has ended, which documents go on to say
         state.wanted_now = served.tuning.wanted_now

@@ -26,6 +26,7 @@ from appliance.plan.observed.checks import SIGNIFICANT
 from appliance.tune.harmless import ANSWER, WINDOW, answer_plainly, continue_windows
 
 EMPTY = SpeculationCheck(of="up to 8 tokens drafted by n-grams", window=WINDOW)
+KIND = "f16"
 WINDOWS = 12 * ANSWER // WINDOW
 
 
@@ -183,20 +184,22 @@ def test_a_document_that_breaks_only_with_it_is_a_reason() -> None:
 @given(served=st.integers(512, 300_000), holds=st.integers(0, 300_000), least=st.sampled_from([4096, 8192]))
 def test_needles_are_looked_for_in_smaller_contexts_until_one_holds(served: int, holds: int, least: int) -> None:
     checks, asked = Checks(), list[int]()
-    while (context := checks.next_for_needles(served, least)) is not None:
-        assert not checks.is_judged(context)
+    while (context := checks.next_for_needles(served, least, KIND)) is not None:
+        assert not checks.is_judged(context, KIND)
         asked.append(context)
         verdict: NeedleVerdict = "passed" if context <= holds else "failed"
         for share in NEEDLE_DEPTHS:
-            checks = checks.with_needle(NeedleRow(context=context, share=share, verdict=verdict, words=""))
+            checks = checks.with_needle(
+                NeedleRow(context=context, share=share, verdict=verdict, words="", kv_type=KIND)
+            )
     assert asked[0] == served
     assert all(context & (context - 1) == 0 and least <= context < before for before, context in pairwise(asked))
     assert len(asked) <= 8
     if asked[-1] <= holds:
-        assert checks.holding == asked[-1]
-        assert checks.has_failed(served) is (served > holds)
+        assert checks.holding(KIND) == asked[-1]
+        assert checks.has_failed(served, KIND) is (served > holds)
     else:
-        assert checks.holding is None
+        assert checks.holding(KIND) is None
         assert asked[-1] < 2 * max(least, 1) or asked[-1] == served < least
 
 
@@ -221,7 +224,7 @@ def test_words() -> None:
         "needles in 8,192 tokens: failed at 10%; this context does not hold: use a smaller --ctx-size",
         "soak with tools: 1 of 1,200 answers failed in 10.0 min: chat: why",
     ]
-    assert [found.has_failed(context) for context in (4096, 8191, 8192, 9000)] == [False, False, True, True]
+    assert [found.has_failed(context, "") for context in (4096, 8191, 8192, 9000)] == [False, False, True, True]
     assert Checks().as_document() is None
     document = found.as_document()
     assert document is not None

@@ -50,7 +50,7 @@ class ContextCheck:
                 return
             # On the engine that serves: a prompt of that length is all that a smaller context has.
             least = plan.context if served.settings.ctx_size else SMALLEST_CONTEXT
-            context = profile.checks.next_for_needles(plan.context, least)
+            context = profile.checks.next_for_needles(plan.context, least, plan.kv_type)
             if context is None:
                 return
             await self._needles.until_idle(traffic)
@@ -62,7 +62,7 @@ class ContextCheck:
             except EngineNotReadyError as error:
                 served.report.warning("needles", f"needles in {context:,} tokens: {error.message}")
             if found:
-                self._keep(found)
+                self._keep([replace(row, kv_type=plan.kv_type) for row in found])
 
     async def _look(self, plan: Plan, context: int, found: list[NeedleRow]) -> None:
         from appliance.tune.trials.needles import find_needles  # here: no start needs it
@@ -71,7 +71,7 @@ class ContextCheck:
         socket_path = served.host.socket_path
         if socket_path is None:
             return
-        known = served.profile.checks.needles if served.profile else ()
+        known = served.profile.checks.needles_in(context, plan.kv_type) if served.profile else ()
         async with served.start.engine.client(served.command(plan, socket_path), doing="looking for needles") as client:
             await find_needles(client, context, known=known, on_row=found.append)
 
