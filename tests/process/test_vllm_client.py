@@ -52,6 +52,7 @@ def test_the_likely_tokens_are_told_by_their_numbers(socket_path: Path) -> None:
         {"choices": []},
         {"choices": [{"logprobs": None}]},
         {"choices": [{"logprobs": {"top_logprobs": []}}]},
+        {"choices": [{"logprobs": {"top_logprobs": [{}]}}]},
         {"choices": [{"logprobs": {"top_logprobs": [{"word": -1.0}]}}]},
     ],
 )

@@ -93,8 +93,9 @@ def parse_likely(reply: dict[str, Any]) -> Mapping[int, float]:
     vLLM names the sampled token too, even if it is not among the most likely. Raises EngineNotReadyError (43).
     """
     try:
-        (likely, *_) = reply["choices"][0]["logprobs"]["top_logprobs"]
-        return {int(name.removeprefix("token_id:")): float(nats) for name, nats in likely.items()}
+        likely = reply["choices"][0]["logprobs"]["top_logprobs"][0].items()
+        (first, *others) = ((int(name.removeprefix("token_id:")), float(nats)) for name, nats in likely)
+        return dict((first, *others))
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         message = f"engine gave no probabilities of tokens: {reply!r:.200}"
         raise EngineNotReadyError(message) from error
