@@ -85,7 +85,7 @@ class PartialStore(Protocol):
         """Return the checkpoint; an empty one if there is none or it cannot be read."""
 
     def save(self, partial: Partial) -> None:
-        """Save the checkpoint. Raises VolumeError if the volume refuses."""
+        """Save the checkpoint, at once or soon. Raises VolumeError if nothing else keeps it."""
 
 
 class PartialResults:

@@ -36,6 +36,11 @@ class Gate(Protocol):
 class FleetDoor(Protocol):
     """What clients ask of all models together."""
 
+    @property
+    def volume_problem(self) -> str:
+        """That the volume does not answer; empty if it does."""
+        ...
+
     def document(self) -> dict[str, Any]:
         """Return which models are loaded, what they hold, and what was done for whom."""
         ...

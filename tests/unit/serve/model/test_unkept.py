@@ -23,7 +23,7 @@ async def test_it_is_told_what_is_on_the_volume(is_kept: bool, words: str) -> No
     log, profile = StringIO(), cast(Any, SimpleNamespace(key=SimpleNamespace(id="abc")))
     store = cast(ProfileStore, SimpleNamespace(save=lambda _: is_kept))
     unkept = Unkept(store, Report("json", log), try_every_s=0.01)
-    unkept.hold(profile.key, VolumeError("full"), profile=profile)
+    unkept.hold(profile, VolumeError("full"))
     writing = asyncio.create_task(unkept.write())
     await eventually(lambda: "profile_kept" in log.getvalue())
     writing.cancel()
