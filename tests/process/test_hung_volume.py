@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.mounts import FreezableDisk, freezable
-from tests.process.stages.boot import Home, Serving, eventually, is_alive
+from tests.process.stages.boot import ROOT, Home, Serving, eventually, is_alive
 from tests.process.test_fleet import STRICT, chat, loaded, post
 
 
@@ -96,3 +98,15 @@ def test_measuring_goes_on_in_memory(home: Home, disk: FreezableDisk) -> None:
         front.measure_now()
         eventually(lambda: list(home.profiles.glob("*.json")), what=lambda: front.text)
         assert front.terminate()
+
+
+def test_doctor_says_that_the_volume_does_not_answer(home: Home, disk: FreezableDisk, tmp_path: Path) -> None:
+    disk.freeze()
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        command = [sys.executable, "-m", "appliance", "doctor"]
+        asking = subprocess.Popen(command, env=home.environment(tmp_path), stdout=file, stderr=file, cwd=ROOT)
+    eventually(lambda: not is_alive(asking.pid))  # as a stop, it ends as far as the kernel lets it end
+    disk.thaw()
+    assert asking.wait(60) == 50
+    assert f"volume does not answer: {home.data}" in said.read_text()

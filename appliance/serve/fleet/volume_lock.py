@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import stat
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
@@ -47,6 +48,8 @@ class VolumeLock:
         self._is_told = False
         self._unseen: Mapping[str, float] = {}
         self._given_back: deque[int] = deque()  # handles of the lock
+        self._is_given_back = threading.Event()  # clear from `release` on until the lock is free
+        self._is_given_back.set()
         self._of_start: int | None = None
         self._writer = BackgroundWriter("fleet", self._write, every_s=0.0, again_s=0.0)
         self.last_of_others: Glance[Mapping[str, float]] = Glance(self.of_others, {})
@@ -57,8 +60,9 @@ class VolumeLock:
         return self._writer.silent_s
 
     def try_now(self) -> int | None:
-        """Take the lock without waiting; returns its handle, or None if another container has it. -1 stands for a
-        volume without locks."""
+        """Take the lock without waiting for others; returns its handle, or None if another container has it. -1 stands
+        for a volume without locks."""
+        self._is_given_back.wait(self._hangs_s)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | _PLAIN, 0o660)
@@ -120,6 +124,7 @@ class VolumeLock:
     def release(self, handle: int) -> None:
         """Release the lock once what the models hold now is written down: who takes it next plans with that."""
         if handle >= 0:
+            self._is_given_back.clear()
             self._given_back.append(handle)
             self._writer.wake()
 
@@ -142,6 +147,7 @@ class VolumeLock:
         finally:
             for handle in given_back:
                 os.close(handle)
+                self._is_given_back.set()
         return ""
 
     def _write_entry(self, unseen: Mapping[str, float]) -> None:
