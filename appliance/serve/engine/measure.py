@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from appliance.console.report import Report
 from appliance.engines.engine import Space
@@ -44,6 +44,8 @@ async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Spac
     """
     session = served.session = _session(served, shows_phase=shows_phase, beside=beside)
     result = await session.run()
+    if others := served.sharing.beside:
+        result = replace(result, notes=(*result.notes, f"measured beside {', '.join(others)}"))
     before = await detached(served.store.peek, served.key) if result.tuned.disturbance else None
     gpus = gpu_uuids(served.hardware, used_gpus(served.inputs))
     profile = make_profile(result, key=served.key, settings=served.settings, gpu_uuids=gpus, before=before)

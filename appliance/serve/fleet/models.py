@@ -212,7 +212,8 @@ class Models:
             if served is None:
                 continue
             # Pinned models are always there: measuring beside them is measuring this machine as it serves.
-            served.sharing.note(is_shared=bool({*loaded, *wanted} - pinned - {name}))
+            beside = tuple(other for other in loaded if other in pinned and other != name)
+            served.sharing.note(is_shared=bool({*loaded, *wanted} - pinned - {name}), beside=beside)
         # Other containers leave room for what must be there; a prompt cache that may grow later is not claimed.
         mapped = sum(member.mapped_mib for name, member in self._members.items() if name in loaded)
         self._lock.write({HOST: mapped})
