@@ -55,6 +55,7 @@ class Models:
             silent_s=lambda: self._lock.silent_s,
         )
         self._roster: Roster | None = None
+        self._paths: set[Path] = set()  # of models that have a slot
 
     @classmethod
     @asynccontextmanager
@@ -221,8 +222,9 @@ class Models:
     def _scan(self) -> Callable[[], Iterable[Named]]:
         """Return a call that finds the models on the volume that have no slot yet."""
         first = self.slots[0]
-        known = [path for slot in self.slots if (path := self._path_of(slot)) is not None]
-        return partial(on_volume, self._settings, first.contents, first.environment, known)
+        # Kept: a model whose files were replaced has no path until it is read anew.
+        self._paths |= {path for slot in self.slots if (path := self._path_of(slot)) is not None}
+        return partial(on_volume, self._settings, first.contents, first.environment, tuple(self._paths))
 
     def _path_of(self, slot: ModelSlot) -> Path | None:
         """Return the path of the model on the volume: of the original, if a quantized file serves in its place."""
