@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
@@ -17,7 +18,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 HANGS_S = 10.0  # a disk that has to spin up, or a server that is restarted, answers within this time
-GLANCE_S = 0.1
+GLANCE_S = 0.3
 
 
 def begin(call: Callable[[], T], name: str = "detached") -> Future[T]:
@@ -69,6 +70,11 @@ class Glance(Generic[T]):
         self._call = call
         self._last = unknown
         self._asking: Future[T] | None = None
+
+    async def renew(self, place: Path) -> None:
+        """Wait for a new result from the volume, as `answered`. An error is left to the next caller."""
+        with suppress(VolumeError):
+            self._last = await answered(self._call, place)
 
     def __call__(self) -> T:
         """Return the result; the last one while the call hangs. Raises the error of the call."""

@@ -66,6 +66,7 @@ class BackgroundTasks:
                 await ModeSwitch(served, backend.upstream, served.modes.wanted, self._why_not_beside).run()
             # Before measuring: figures of the original are of no use to the file that the next load takes.
             await self._unless_hurried(self._quantize(backend))
+            await served.renew_standing(served.profile)
             may_measure = served.settings.tune == "idle" and not served.sharing.is_shared.is_set()
             if may_measure and (needs_measuring(served) or await self._wants_more(served.profile)):
                 await self._tune(backend)
@@ -81,6 +82,7 @@ class BackgroundTasks:
                 continue
             # Together: on a busy machine the drift stays unknown for hours.
             await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
+            await served.renew_standing(served.profile)
             if served.settings.tune != "idle" or not needs_measuring(served):
                 served.tuning.wanted_now.clear()
                 await self._unless_hurried(self._know_machine_at_last(backend))
@@ -246,6 +248,7 @@ class BackgroundTasks:
         served = self._served
         async with served.measuring() as is_ours:
             found = await detached(served.store.load, served.key) if is_ours else None
+            await served.renew_standing(found)
             if is_ours and (found is None or is_due(served, found)):
                 await measure_serving(served)
 
@@ -265,6 +268,7 @@ class BackgroundTasks:
             if not is_ours:
                 return None
             found = await detached(served.store.load, served.key)
+            await served.renew_standing(found)
             if found is not None and is_due(served, found):
                 found = None  # it is measured anew
             if found is not None and not await self._wants_more(found):

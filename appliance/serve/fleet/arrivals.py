@@ -12,7 +12,7 @@ from appliance.system.detached import HANGS_S, detached
 
 LOOK_EVERY_S = 5.0  # whether files have come to the volume
 FRESH_S = 2.0
-WAIT_S = 2.0  # most time that a client waits for a look
+WAIT_S = 5.0  # most time that a client waits for a look
 
 
 class Arrivals:

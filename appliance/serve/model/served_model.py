@@ -230,10 +230,18 @@ class ServedModel:
     def standing(self, profile: Profile) -> ProfileStatus:
         """Return the marks of the profile on the volume now; while the volume hangs, those that were seen last. Raises
         VolumeError."""
+        return self._glance_at(profile)()
+
+    async def renew_standing(self, profile: Profile | None) -> None:
+        """Look at the marks of the profile and wait for them, for HANGS_S at most: the next `standing` has them."""
+        if profile is not None:
+            await self._glance_at(profile).renew(self.store.folder)
+
+    def _glance_at(self, profile: Profile) -> Glance[ProfileStatus]:
         if self._standing is None or self._standing[0] is not profile:
             unknown = ProfileStatus(stale=None, provisional=profile.disturbance, is_pinned=False)
             self._standing = profile, Glance(lambda: self.store.status(profile), unknown)
-        return self._standing[1]()
+        return self._standing[1]
 
     def watch(self, *, with_gpus: bool = True) -> Watch:
         """Return a watch for the work of other programs on the CPUs, and on the GPUs that this image can use."""

@@ -60,7 +60,6 @@ class Unkept:
     async def save(self, profile: Profile) -> bool:
         """Save the profile, which replaces the results so far. False if another one stays. Raises VolumeError if memory
         is not enough."""
-        self._results = None
         try:
             is_kept = await answered(partial(self._saved, profile), self._store.folder)
         except VolumeError as error:
@@ -83,7 +82,11 @@ class Unkept:
 
     def _saved(self, profile: Profile) -> bool:
         with self._lock:
-            return self._store.save(profile)
+            if self._results is not None and profile.goes_on_from is not None:
+                self._store.keep(*self._results)
+            is_kept = self._store.save(profile)
+            self._results = None
+            return is_kept
 
     def _write_partial(self, _before: str) -> str:
         with self._lock:
