@@ -79,7 +79,10 @@ class Glance(Generic[T]):
     def __call__(self) -> T:
         """Return the result; the last one while the call hangs. Raises the error of the call."""
         is_new = self._asking is None
-        asking = self._asking = self._asking or begin(self._call)
+        try:
+            asking = self._asking = self._asking or begin(self._call)
+        except RuntimeError:  # no thread is left
+            return self._last
         wait((asking,), GLANCE_S if is_new else 0)
         if asking.done():
             self._asking = None

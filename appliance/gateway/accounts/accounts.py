@@ -55,9 +55,12 @@ class Accounts:
             # `wait` does not cancel it: other requests wait for the same look.
             await asyncio.wait((looking,), timeout=max(0.0, self._waits_until - self._clock()))
             if looking.done() and looking is self._looking:
-                self._looking, self._look_at, self._is_known = None, self._clock() + LOOK_EVERY_S, True
-            if looking.done():
-                looking.result()
+                self._looking = None
+                if looking.exception() is None:
+                    self._look_at, self._is_known = self._clock() + LOOK_EVERY_S, True
+            error = looking.exception() if looking.done() else None
+            if error is not None and not (self._is_known and isinstance(error, RuntimeError)):  # no thread is left
+                raise error
         digests = [digest_of(key) for key in islice(presented, PRESENTED_MAX)]
         found = None
         for known, key in self._keys:

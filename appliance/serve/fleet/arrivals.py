@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from appliance.console.report import Report
 from appliance.serve.fleet.catalogue import Named
 from appliance.system.detached import HANGS_S, detached
+from appliance.system.lack import outlast
 
 LOOK_EVERY_S = 5.0  # whether files have come to the volume
 FRESH_S = 2.0
@@ -45,9 +47,10 @@ class Arrivals:
     async def watch(self) -> None:
         """Look whenever the folder of models has changed. Never returns."""
         asking: asyncio.Task[tuple[int, ...]] | None = None
+        ask = partial(outlast, partial(detached, self._folder_times), "looking at the volume")
         try:
             while True:
-                asking = asking or asyncio.create_task(detached(self._folder_times))
+                asking = asking or asyncio.create_task(ask())
                 await asyncio.wait((asking,), timeout=HANGS_S)
                 self._judge(is_read=asking.done())
                 if asking.done():

@@ -106,20 +106,18 @@ class VolumeLock:
             self.release(handle)
 
     async def _tried(self) -> int | None:
-        """Return as `try_now`; -1 also for a volume that hangs."""
-        trying = begin(self.try_now)
+        """Return as `try_now`; -1 also for a volume that hangs, and if no thread is left."""
+        try:
+            trying = begin(self.try_now)
+        except RuntimeError:
+            return -1
         waiting = asyncio.wrap_future(trying)
         try:
             await asyncio.wait((waiting,), timeout=self._hangs_s)
             return waiting.result() if waiting.done() else -1
         finally:
             if not waiting.done():
-                trying.add_done_callback(self._release_late)
-
-    def _release_late(self, trying: Future[int | None]) -> None:
-        """Release a lock that nobody waits for any more."""
-        if trying.exception() is None and (handle := trying.result()) is not None:
-            self.release(handle)
+                trying.add_done_callback(_release_late)
 
     def release(self, handle: int) -> None:
         """Release the lock once what the models hold now is written down: who takes it next plans with that."""
@@ -234,6 +232,13 @@ class VolumeLock:
             self._is_told = True
             words = f"containers on this volume cannot tell each other what they load: {self._folder}: {error.strerror}"
             self._report.warning("no_volume_lock", words)
+
+
+def _release_late(trying: Future[int | None]) -> None:
+    """Release a lock that nobody waits for any more, in the thread that got it."""
+    handle = trying.result() if trying.exception() is None else None
+    if handle is not None and handle >= 0:
+        os.close(handle)
 
 
 def _is_file(handle: int) -> bool:

@@ -61,7 +61,7 @@ class Unkept:
         """Save the profile, which replaces the results so far. False if another one stays. Raises VolumeError if memory
         is not enough."""
         try:
-            is_kept = await answered(partial(self._saved, profile), self._store.folder)
+            is_kept = await answered(partial(self._saved, profile, self._results), self._store.folder)
         except VolumeError as error:
             self.hold(profile, error)
             return True
@@ -73,6 +73,8 @@ class Unkept:
         if not self.is_enough:
             raise error
         self._profile = profile
+        if profile.goes_on_from is None:
+            self._results = None
         self._is_wanted.set()
         self._tell(error)
 
@@ -80,12 +82,14 @@ class Unkept:
         """Write results that are left. Waits for `timeout_s` at most."""
         self._writer.close(timeout_s)
 
-    def _saved(self, profile: Profile) -> bool:
+    def _saved(self, profile: Profile, replaced: tuple[Key, Partial] | None = None) -> bool:
+        """Save the profile. `replaced` are the results that it was made of, if they may not be written yet."""
         with self._lock:
-            if self._results is not None and profile.goes_on_from is not None:
-                self._store.keep(*self._results)
+            if replaced is not None and profile.goes_on_from is not None:
+                self._store.keep(*replaced)
             is_kept = self._store.save(profile)
-            self._results = None
+            if self._results is replaced:
+                self._results = None
             return is_kept
 
     def _write_partial(self, _before: str) -> str:

@@ -23,7 +23,7 @@ from tests.process.stages.supervisor import eventually
 @pytest.mark.parametrize(("is_kept", "words"), [(True, "is on the volume now"), (False, "the one on the volume stays")])
 async def test_it_is_told_what_is_on_the_volume(is_kept: bool, words: str) -> None:
     """The held profile is not kept if another container has meanwhile written a better or a pinned one."""
-    log, profile = StringIO(), cast(Any, SimpleNamespace(key=SimpleNamespace(id="abc")))
+    log, profile = StringIO(), cast(Any, SimpleNamespace(key=SimpleNamespace(id="abc"), goes_on_from=None))
     store = cast(ProfileStore, SimpleNamespace(save=lambda _: is_kept))
     unkept = Unkept(store, Report("json", log), try_every_s=0.01)
     unkept.hold(profile, VolumeError("full"))
