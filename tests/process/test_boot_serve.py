@@ -360,7 +360,8 @@ def test_what_was_interrupted_goes_on_at_the_next_start(home: Home) -> None:
     home.set_engine("--load-seconds", "0.5")
     with home.serving(tune="first") as serving:
         serving.event("tune_measured")
-        eventually(lambda: any(json.loads(path.read_text())["measurements"] for path in home.profiles.glob("*.partial")))
+        written = lambda: [json.loads(path.read_text()) for path in home.profiles.glob("*.partial")]  # noqa: E731
+        eventually(lambda: any(each["measurements"] for each in written()))
         serving.process.kill()
     (partial,) = home.profiles.glob("*.partial")
     kept = json.loads(partial.read_text())["measurements"]
