@@ -38,7 +38,7 @@ class FleetDoor(Protocol):
 
     @property
     def volume_problem(self) -> str:
-        """That the volume does not answer; empty if it does."""
+        """A sentence if the volume does not answer; else empty."""
         ...
 
     def document(self) -> dict[str, Any]:

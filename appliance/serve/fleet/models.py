@@ -87,7 +87,7 @@ class Models:
 
     @property
     def volume_problem(self) -> str:
-        """That the volume does not answer; empty if it does."""
+        """A sentence if the volume does not answer; else empty."""
         return self._arrivals.problem
 
     @property
