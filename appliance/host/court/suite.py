@@ -13,7 +13,6 @@ from appliance.errors import EngineNotReadyError
 from appliance.host.court.judge import Verdict
 from appliance.host.court.replay import Build
 from appliance.host.docker.http import ANSWER_S, NoAnswerError
-from appliance.system.detached import detached
 from appliance.values import dataclass
 
 LIMIT_S = 90.0  # for each build; rows that are left count as not compared
@@ -41,7 +40,7 @@ class _Door:
 
     async def exchange(self, route: str, body: Body) -> tuple[int, bytes]:
         try:
-            return await detached(self._gateway.post_raw, route, body, timeout_s=ANSWER_S)
+            return await asyncio.to_thread(self._gateway.post_raw, route, body, timeout_s=ANSWER_S)
         except NoAnswerError as error:
             message = f"the appliance broke off {route}: {error}"
             raise EngineNotReadyError(message, hint="see its log: `docker logs`") from error

@@ -22,7 +22,7 @@ ROOMS = {
     "abilities": {"__init__.py", "answer.py", "judge.py", "record.py", "rows.py", "suite.py"},
     "host": None,
     "console": {"__init__.py", "shown.py", "terminal.py"},
-    "system": {"__init__.py", "detached.py", "disk.py"},
+    "system": {"__init__.py", "disk.py"},
 }
 LEAVES = {
     "__init__.py", "documents.py", "errors.py", "keep_alive.py", "model_names.py", "reference.py", "run.py",
