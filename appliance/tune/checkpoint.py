@@ -89,7 +89,7 @@ class PartialStore(Protocol):
 
 
 class PartialResults:
-    """Results of a running tuning; each is reported and saved at once. `shows_phase` is False while an engine serves,
+    """Results of a running tuning; each is saved and reported. `shows_phase` is False while an engine serves,
     so that clients are not told that the appliance is measuring."""
 
     def __init__(self, store: PartialStore, report: Report, *, shows_phase: bool) -> None:

@@ -62,7 +62,7 @@ class Usage:
 
         May wait for the disk; has no rows while a write hangs.
         """
-        if not self._lock.acquire(timeout=2 * END_S):
+        if not self._lock.acquire(timeout=5 * END_S):
             return (), self.problem or "it is being written"
         try:
             problem = self.problem
