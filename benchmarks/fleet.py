@@ -6,6 +6,7 @@ counted, for any rule. The constants in appliance/fleet/use.py and successors.py
 judge.
 
     python3 -m benchmarks.fleet [--seeds 60] [--first 1] [--json]    60 traces, of seeds 1, 3, 5, …; two minutes
+    python3 -m benchmarks.fleet --restart-hours 24 [--seeds 30]      what kept histories of use would save
     python3 -m benchmarks.fleet --steps 10000 [--first 1]             random steps on fake devices, see fleet_steps.py
 """
 
@@ -21,7 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +35,7 @@ from benchmarks import fleet_steps
 from benchmarks.fleet_rivals import RIVALS, least_s
 from benchmarks.fleet_traces import KINDS, Model, Trace, make_trace
 
+_Row = TypeVar("_Row")
 PLACE = "host"
 AIM = 1.05  # of the best rival's reload seconds, on every trace
 
@@ -112,6 +116,28 @@ def ours_s(trace: Trace) -> float:
     return spent
 
 
+def restarted_s(trace: Trace, every_s: float, *, keeps: bool) -> float:
+    """Return our reload seconds if the appliance is restarted every so often, without the first load of each model.
+    With `keeps`, the histories of use outlive a restart."""
+    ours, seen, spent, due_s = Ours(trace), set[str](), 0.0, every_s
+    for request in trace.requests:
+        if request.at_s >= due_s:
+            due_s += every_s * math.ceil((request.at_s - due_s + 1) / every_s)
+            ours.loaded = {}
+            ours.uses = ours.uses if keeps else Uses()
+        model = trace.models[request.name]
+        if ours.ask(model, request.at_s):
+            spent += model.reload_s if model.name in seen else 0.0
+            seen.add(model.name)
+    return spent
+
+
+def restarts_of(seed: int, every_s: float) -> tuple[str, float, float]:
+    """Return the kind of the trace, and the reload seconds with kept and with lost histories."""
+    trace = make_trace(seed)
+    return trace.kind, restarted_s(trace, every_s, keeps=True), restarted_s(trace, every_s, keeps=False)
+
+
 def row_of(seed: int) -> Row:
     trace = make_trace(seed)
     return Row(
@@ -159,6 +185,11 @@ def main() -> int:
         print(json.dumps(asdict(counts), indent=1) if options.json else counts.in_words())
         return 0 if counts.is_clean else 1
     seeds = range(options.first, options.first + 2 * options.seeds, 2)
+    if options.restart_hours:
+        with ProcessPoolExecutor(options.workers) as pool:
+            restarted = pool.map(partial(restarts_of, every_s=3600 * options.restart_hours), seeds)
+            _print_restarts(list(_shown(restarted, len(seeds))))
+        return 0
     with ProcessPoolExecutor(options.workers) as pool:
         rows = list(_shown(pool.map(row_of, seeds), len(seeds)))
     seconds = time.monotonic() - began
@@ -177,6 +208,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, metavar="K", help="the first seed; odd ones judge [0]")
     parser.add_argument("--workers", type=int, default=2, help="processes [2]")
     parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument(
+        "--restart-hours", type=float, default=0.0, metavar="H", help="instead: a restart every H hours"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="instead: random steps on fake devices")
     parser.add_argument(
         "--loads", type=Path, default=fleet_steps.LOADS, metavar="FILE", help="table of loads for --steps"
@@ -189,12 +223,26 @@ def _parse() -> argparse.Namespace:
         help="most that other programs take during one load, for --steps [%(default)s]",
     )
     options = parser.parse_args()
-    if options.seeds < 1 or options.workers < 1 or options.first < 0 or (options.steps or 1) < 1:
-        parser.error("--seeds, --workers and --steps must be at least 1, --first at least 0")
+    if (
+        options.seeds < 1
+        or options.workers < 1
+        or min(options.first, options.restart_hours) < 0
+        or (options.steps or 1) < 1
+    ):
+        parser.error("--seeds, --workers and --steps must be at least 1, --first and --restart-hours at least 0")
     return options
 
 
-def _shown(rows: Iterable[Row], count: int) -> Iterator[Row]:
+def _print_restarts(rows: Sequence[tuple[str, float, float]]) -> None:
+    for kind in (*KINDS, "all"):
+        group = [(kept_s, lost_s) for of_kind, kept_s, lost_s in rows if kind in (of_kind, "all") and kept_s and lost_s]
+        if group:
+            mean = _mean(kept_s / lost_s for kept_s, lost_s in group)
+            kept_s, lost_s = (sum(each) for each in zip(*group, strict=True))
+            print(f"{kind}: {mean:.3f} of the reload seconds with kept histories; {kept_s:,.0f} s of {lost_s:,.0f} s")
+
+
+def _shown(rows: Iterable[_Row], count: int) -> Iterator[_Row]:
     """Yield the rows, and say on stderr how many are done."""
     for number, row in enumerate(rows, 1):
         print(f"\r{number} of {count} traces", end="\n" if number == count else "", file=sys.stderr, flush=True)

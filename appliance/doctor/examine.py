@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ from appliance.start.checks import usable_gpus
 from appliance.start.image import ImageContents, load_engine, load_facts, load_recipe
 from appliance.start.inputs import StartInputs, inputs_of, key_of
 from appliance.start.machine import UsableMachine, install_of
+from appliance.system.detached import HANGS_S, begin, no_answer
 from appliance.volume import open_volume
 
 _ROOT = Path("/")
@@ -101,10 +103,18 @@ class Subject:
 
 def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool = False) -> Findings:
     """Run all checks. An error that a start would end with becomes a check instead of being raised. `with_kernels` also
-    runs the engine's kernels, which takes time."""
+    runs the engine's kernels, which takes time. Raises VolumeError if the volume does not answer: all would hang."""
+    _ask_volume(settings.data_dir)
     before = query_work()
     found = _examine(settings, environment, with_kernels=with_kernels)
     return replace(found, checks=(*found.checks, other_work_check(before, query_work())))
+
+
+def _ask_volume(folder: Path) -> None:
+    asking = begin(partial(open_volume, folder))  # as `volume_check`, which tells what is wrong with one that answers
+    wait((asking,), HANGS_S)
+    if not asking.done():
+        raise no_answer(folder, HANGS_S)
 
 
 def _examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool) -> Findings:

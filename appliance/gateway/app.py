@@ -38,6 +38,7 @@ from appliance.gateway.routes.models import LIST_PATHS, Endpoint, ForSomeModels,
 from appliance.gateway.wire import ollama_paths
 from appliance.gateway.wire.api_error import ApiError, dialect_of, internal_error, lacking, too_busy
 from appliance.gateway.wire.http_answers import CheckHttp
+from appliance.system.detached import detached
 from appliance.system.lack import is_lack, tell
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ class _Rest:
 
     async def _load(self) -> ASGIApp:
         # In a thread, so that streams continue meanwhile.
-        return await asyncio.to_thread(self._make)
+        return await detached(self._make)
 
     def _make(self) -> ASGIApp:
         from appliance.gateway.routes.own import (

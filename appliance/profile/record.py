@@ -99,7 +99,7 @@ class Profile:
     plans: tuple[Plan, ...]
     measurements: tuple[Measurement, ...]
     kv_checks: tuple[KvCheck, ...]  # of KV cache types below q8_0
-    notes: tuple[str, ...]  # trials of speculative decoding and of slots, in words
+    notes: tuple[str, ...]  # trials of drafts and slots, and pinned models that were there, in words
     mode: str
     workload: str  # as written in the setting
     native: int  # largest context length that is considered

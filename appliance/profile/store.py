@@ -52,6 +52,10 @@ class ProfileStore:
         self._peaks = MemoryPeaks(self._files, warn)
         self._kills = MemoryKills(self._files, warn)
 
+    @property
+    def folder(self) -> Path:
+        return self._files.folder
+
     def load(self, key: Key) -> Profile | None:
         """Return the profile to use, or None: a pinned one that differs only in the build, else the one for exactly
         this key.

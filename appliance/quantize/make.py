@@ -26,6 +26,7 @@ from appliance.model.files.quantized import (
 from appliance.quantize.pauses import Pauses, run_to_end
 from appliance.race import first_of
 from appliance.supervisor import Supervisor
+from appliance.system.detached import detached
 from appliance.system.disk import Disk, put_file, sync_folder
 from appliance.volume import refusal
 from appliance.weights.cache.hub_layout import FILE_MODE, make_folders
@@ -72,8 +73,8 @@ async def make(
             refuse_full(path.parent, predicted or 0, path.name, FULL_HINT)
             try:
                 await _write(quantizer(part), part, meter, pauses)
-                note = await asyncio.to_thread(_checked, wanted, part, build)
-                return await asyncio.to_thread(_keep, part, path, note)
+                note = await detached(_checked, wanted, part, build)
+                return await detached(_keep, part, path, note)
             finally:
                 part.unlink(missing_ok=True)
     except OSError as error:

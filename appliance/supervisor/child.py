@@ -22,6 +22,7 @@ from appliance.supervisor.log import Log
 from appliance.supervisor.oom_kills import OomKills
 from appliance.supervisor.reaper import TAG_NAME, ProcessTree, cpu_seconds, die_with_parent
 from appliance.supervisor.shared_memory import SharedMemory
+from appliance.system.detached import detached
 from appliance.system.lack import is_lack, tell
 from appliance.values import dataclass
 
@@ -145,7 +146,7 @@ class Child:
             return False
         try:
             async with asyncio.timeout(_ASK_S):
-                return await asyncio.to_thread(self._is_at_work)
+                return await detached(self._is_at_work)
         except TimeoutError:
             return False
         except Exception as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
+from appliance.system.detached import HANGS_S
 from appliance.system.lack import is_lack, tell
 
 
@@ -24,7 +26,20 @@ class BackgroundWriter:
         self._has_some = threading.Event()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        self.problem = ""  # what is wrong with the place; empty if nothing is
+        self._problem = ""
+        self._writes_since: float | None = None  # monotonic seconds; None while nothing is written
+
+    @property
+    def silent_s(self) -> float:
+        """How long the write that runs has taken; 0 if none runs."""
+        began = self._writes_since
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the place; empty if nothing is."""
+        seconds = self.silent_s
+        return f"it has not answered for {seconds:.0f} s" if seconds >= HANGS_S else self._problem
 
     @property
     def is_over(self) -> bool:
@@ -60,8 +75,10 @@ class BackgroundWriter:
         is_last = False
         while not is_last:
             self._has_some.wait()
-            self._is_over.wait(self._again_s if self.problem else self._every_s)
+            self._is_over.wait(self._again_s if self._problem else self._every_s)
             # In this order: a `close` after the second line wakes the next turn, which then is the last one.
             self._has_some.clear()
             is_last = self.is_over
-            self.problem = self._write(self.problem)
+            self._writes_since = time.monotonic()
+            self._problem = self._write(self._problem)
+            self._writes_since = None

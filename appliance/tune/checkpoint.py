@@ -85,11 +85,11 @@ class PartialStore(Protocol):
         """Return the checkpoint; an empty one if there is none or it cannot be read."""
 
     def save(self, partial: Partial) -> None:
-        """Save the checkpoint. Raises VolumeError if the volume refuses."""
+        """Save the checkpoint, at once or soon. Raises VolumeError if nothing else keeps it."""
 
 
 class PartialResults:
-    """Results of a running tuning; each is reported and saved at once. `shows_phase` is False while an engine serves,
+    """Results of a running tuning; each is saved and reported. `shows_phase` is False while an engine serves,
     so that clients are not told that the appliance is measuring."""
 
     def __init__(self, store: PartialStore, report: Report, *, shows_phase: bool) -> None:

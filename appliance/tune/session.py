@@ -6,7 +6,6 @@ not by a start from a profile.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from appliance.console.report import Report
 from appliance.engines.engine import Inputs, Space
 from appliance.plan import KvCheck, Plan
 from appliance.probe.load.watch import Watch
+from appliance.system.detached import detached
 from appliance.tune.budget import Budget, Patience, day_after, utc_day
 from appliance.tune.checkpoint import PartialResults, PartialStore
 from appliance.tune.draft_trials import DraftTrials, can_speculate
@@ -117,7 +117,7 @@ class TuningSession:
         """Run the tuning. Raises the engine's error if nothing could be measured."""
         self._budget.begin()
         self._results.phase("starting")
-        self._results.load()
+        await detached(self._results.load)  # from the volume, while the gateway may be serving
         if words := self._results.kept.describe():
             self._report.info("tune_goes_on", f"resuming an interrupted tuning with {words}")
         kv_checks = await self._check_kv_types(self._make_space(()))
@@ -149,10 +149,10 @@ class TuningSession:
         if serving is None:
             return
         plan = serving.plan
-        self._results.load()
+        await detached(self._results.load)  # from the volume, while the gateway may be serving
         self._results.measurements[:] = self._results.kept.measurements
         space = self._make_space(())
-        plans = await asyncio.to_thread(space.all)
+        plans = await detached(space.all)
         if all(each.key != plan.key for each in plans):
             return  # a plan that the search does not know
         await self._tuner(space, plans, self._settings.budget_s).measure_serving(plan)
@@ -178,11 +178,11 @@ class TuningSession:
         """Return the measured plans with up to MORE_PLANS more, at context lengths that the present mode needs and that
         no measured plan has; with `context`, with one plan of that length."""
         self._budget.begin()
-        self._results.load()
+        await detached(self._results.load)  # from the volume, while the gateway may be serving
         kept = self._results.kept.measurements
         self._results.measurements[:] = (*before.measurements, *kept)
         space = self._make_space(before.kv_checks)
-        possible = await asyncio.to_thread(self._possible, space)
+        possible = await detached(self._possible, space)
         plans = {plan.key: plan for plan in (*before.plans, *possible)}
         tuner = self._tuner(space, list(plans.values()), self._settings.budget_s)
         await tuner.widen(MORE_PLANS - len({measurement.key for measurement in kept}), context)
@@ -213,7 +213,7 @@ class TuningSession:
 
     async def _choose_plan(self, space: Space) -> Tuned:
         settings = self._settings
-        possible = await asyncio.to_thread(self._possible, space)
+        possible = await detached(self._possible, space)
         plans = await refined(possible, self._bench, budget_s=settings.budget_s * SHARE_FOR_LOADER, report=self._report)
         kept = self._results.kept.measurements
         self._results.measurements[:] = kept

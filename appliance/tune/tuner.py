@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from appliance.engines.engine import Space
 from appliance.plan import SMALLEST_CONTEXT, Allocated, Plan, with_measured
+from appliance.system.detached import detached
 from appliance.tune.figures.load_times import Compilations, compiles_nothing
 from appliance.tune.figures.measurement import Measurement
 from appliance.tune.figures.modes import Chosen, Mode, Scored, choose
@@ -97,7 +97,7 @@ class Tuner:
         await self._contexts(search).run()
         await self._look_closely()
         seconds = self._trials.spent_s
-        return await asyncio.to_thread(self._tuned, seconds)  # in a thread, since the gateway may be serving
+        return await detached(self._tuned, seconds)  # in a thread, since the gateway may be serving
 
     async def widen(self, most: int, context: int | None = None) -> None:
         """Measure at most `most` more plans for another mode, or one plan with this context. At least one plan must

@@ -348,3 +348,16 @@ def test_a_plain_named_key_uses_models_and_moves_none_by_itself(strict: Home) ->
         assert front.ask("POST", "/v1/chat/completions", {"model": "c", "messages": MESSAGES}, key=plain)[0] == 200
         assert front.ask("GET", "/models/c", key=plain)[0] == 200
         front.terminate()
+
+
+def test_a_profile_says_beside_which_pinned_models_it_was_measured(home: Home) -> None:
+    entries = "models: {a: {model: small.gguf}, b: {model: second.gguf, pin: on}}"
+    (home.data / "appliance.yaml").write_text(entries)
+    with home.serving(tune="idle", idle_s="3600", budget_s="5") as front:
+        front.wait_ready()
+        eventually(lambda: loaded(front) == {"a", "b"})
+        front.measure_now()
+        front.event("tuned")
+        eventually(lambda: front.document("profile").get("notes"))
+        assert "measured beside b" in front.document("profile")["notes"]
+        front.terminate()

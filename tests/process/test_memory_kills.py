@@ -10,7 +10,6 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -35,6 +34,7 @@ from appliance.profile.kills import KEPT_MAX
 from appliance.serve.engine.load import launch, wait_loaded
 from appliance.serve.life.bring_up import tasks_of
 from appliance.serve.life.supervise import serve_until_failure
+from appliance.serve.model.memory_kills import MemoryKills
 from appliance.serve.model.served_model import ServedModel
 from appliance.settings import resolve_settings
 from appliance.start.inputs import StartInputs
@@ -268,17 +268,17 @@ async def test_a_full_volume_forgets_in_the_next_process_and_not_in_this_one(tmp
         (stage.folder / "fill").unlink()
 
 
-class NoThreads(ThreadPoolExecutor):
-    """An executor that gets no thread, which happens if the control group may have no more of them."""
+class Threadless(ProfileStore):
+    """A store whose writes get no thread, which happens if the control group may have no more of them."""
 
-    def submit(self, *_: Any, **__: Any) -> Any:
+    def keep_kills(self, *_: Any, **__: Any) -> None:
         message = "can't start new thread"
         raise RuntimeError(message)
 
 
 async def test_without_a_thread_to_write_with_this_process_remembers_and_serves_on(stage: Stage) -> None:
     async with stage.serving() as (served, task):
-        asyncio.get_running_loop().set_default_executor(NoThreads())
+        served.memory_kills = MemoryKills(served.start, Threadless(stage.folder, pytest.fail), served.report)
         before = held(served)
         for _ in range(2):
             await stage.kill(served)

@@ -15,9 +15,11 @@ from appliance.errors import FatalError, VolumeError, printable
 from appliance.gateway.accounts.limits import Meter
 from appliance.gateway.accounts.named_keys import NamedKey, digest_of, read_keys
 from appliance.gateway.clients.request_log import FinishedRequest
+from appliance.system.detached import HANGS_S, detached
 from appliance.system.lack import is_lack
 
 LOOK_EVERY_S = 1.0
+WAIT_S = 1.0  # most time that requests wait for a look; for the first one longer
 PRESENTED_MAX = 4  # keys of one request that are looked up; a client sends one, or the same one twice
 
 _log = logging.getLogger(__name__)
@@ -34,7 +36,9 @@ class Accounts:
         self._meters: dict[str, Meter] = {}
         self._stamp: _Stamp = None
         self._look_at = float("-inf")
-        self._looking = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
+        self._is_known = False  # True once the file was looked at
+        self._waits_until = 0.0  # the most that requests wait for that look
         self._speed = 0.0
         self.problem = ""  # what is wrong with the file; empty if nothing is
 
@@ -42,13 +46,21 @@ class Accounts:
         """Return the key that one of the presented ones is, ended ones included; None if there is none.
 
         All are compared to their end, so that the time tells nothing. The file is looked at once a second at most, in a
-        thread, since a disk of the network may stand still.
+        thread, since a disk of the network may stand still: then the keys of the last look count.
         """
-        if self._clock() >= self._look_at:
-            async with self._looking:
-                if self._clock() >= self._look_at:
-                    await asyncio.to_thread(self._look)
-                    self._look_at = self._clock() + LOOK_EVERY_S
+        if self._looking is None and self._clock() >= self._look_at:
+            self._looking = asyncio.create_task(detached(self._look), name="looking at the keys")
+            self._waits_until = self._clock() + (WAIT_S if self._is_known else HANGS_S)
+        if (looking := self._looking) is not None:
+            # `wait` does not cancel it: other requests wait for the same look.
+            await asyncio.wait((looking,), timeout=max(0.0, self._waits_until - self._clock()))
+            if looking.done() and looking is self._looking:
+                self._looking = None
+                if looking.exception() is None:
+                    self._look_at, self._is_known = self._clock() + LOOK_EVERY_S, True
+            error = looking.exception() if looking.done() else None
+            if error is not None and not (self._is_known and isinstance(error, RuntimeError)):  # no thread is left
+                raise error
         digests = [digest_of(key) for key in islice(presented, PRESENTED_MAX)]
         found = None
         for known, key in self._keys:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections import deque
@@ -24,6 +23,7 @@ from appliance.gateway.clients.request_log import FinishedRequest
 from appliance.gateway.routes.forward import ResponseWriter
 from appliance.gateway.wire.api_error import ApiError
 from appliance.system.background_writer import BackgroundWriter
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -60,9 +60,11 @@ class Usage:
     def read(self, days: int) -> tuple[tuple[Used, ...], str]:
         """Return the rows of the last `days` days, and what is wrong with the file, empty if nothing is.
 
-        May wait for the disk.
+        May wait for the disk; has no rows while a write hangs.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=5 * END_S):
+            return (), self.problem or "it is being written"
+        try:
             problem = self.problem
             kept: tuple[Used, ...] = ()
             try:
@@ -71,6 +73,8 @@ class Usage:
                 problem = error.message
             self._collect()
             return (*kept, *(used for used in self._waiting.values() if used.day >= first_day(days))), problem
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Write the rest. Waits for END_S at most."""
@@ -132,7 +136,7 @@ class UsageEndpoint:
         by = asked["by"][-1] if "by" in asked else None
         if by is not None and by not in GROUPS:
             raise ApiError(400, "invalid_request", f"by is none of {', '.join(GROUPS)}: {by[:40]!r}")
-        rows, problem = await asyncio.to_thread(self._usage.read, days)
+        rows, problem = await detached(self._usage.read, days)
         await ResponseWriter(send, "openai").document(usage_document(rows, days=days, by=by, problem=problem))
 
 

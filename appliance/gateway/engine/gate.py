@@ -36,6 +36,11 @@ class Gate(Protocol):
 class FleetDoor(Protocol):
     """What clients ask of all models together."""
 
+    @property
+    def volume_problem(self) -> str:
+        """A sentence if the volume does not answer; else empty."""
+        ...
+
     def document(self) -> dict[str, Any]:
         """Return which models are loaded, what they hold, and what was done for whom."""
         ...

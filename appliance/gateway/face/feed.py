@@ -20,6 +20,7 @@ from appliance.gateway.routes.models import Endpoint
 from appliance.gateway.wire.api_error import ApiError
 from appliance.gateway.wire.headers import OF_A_STREAM
 from appliance.race import first_of
+from appliance.system.detached import detached
 from appliance.system.lack import is_lack, tell
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class Feed:
                 await asyncio.sleep(DOCTOR_AGAIN_S)
             else:
                 self._examined = time.monotonic()
-                self._examining = asyncio.create_task(asyncio.to_thread(self._doctor), name="doctor of the pages")
+                self._examining = asyncio.create_task(detached(self._doctor), name="doctor of the pages")
 
     async def _take_findings(self, examining: asyncio.Task[dict[str, Any]]) -> None:
         # `wait` does not cancel it: the thread goes on if all watchers leave, and the next ones wait for it.

@@ -56,8 +56,10 @@ def _endpoint(name: str, roster: Roster, fleet: FleetDoor | None) -> Endpoint:
         if name == "status" and backend.insight:
             await backend.insight.refresh()
         document = backend.documents[name]()
-        if name == "status" and fleet is not None and len(roster) > 1:
-            document = {**document, "fleet": fleet.document()}
+        if name == "status" and fleet is not None:
+            document = {**document, "volume_problem": fleet.volume_problem or None}
+            if len(roster) > 1:
+                document["fleet"] = fleet.document()
         await ResponseWriter(send, "openai").document(document)
 
     return answer

@@ -77,6 +77,7 @@ class Status:
     image: str
     cell: str | None
     version: str | None
+    volume_problem: str | None  # that the volume does not answer
     fleet: dict[str, Any] | None  # all models of the container, if there are several
 
     def speed_words(self) -> str:
@@ -123,6 +124,7 @@ def query_status(client: APIClient, found: Found) -> Status:
         image=found.image,
         cell=found.labels.get(containers.CELL),
         version=told.get("version"),
+        volume_problem=told.get("volume_problem"),
         fleet=told.get("fleet"),
     )
 
@@ -173,6 +175,7 @@ def as_text(status: Status) -> str:
         "memory": _memory(status),
         "tuning": status.tuning or "",
         "abilities": status.abilities or "",
+        "volume": status.volume_problem or "",
         "uptime": duration(status.uptime_s) if status.uptime_s is not None else "",
         "restarts": f"{status.restarts} of the engine" if status.restarts else "",
         "endpoint": status.endpoint or "",

@@ -15,6 +15,7 @@ from appliance.probe.load.counters import query_load
 from appliance.probe.load.load import GpuLoads, LoadSample, only_known, parse_answer
 from appliance.probe.machine.hardware import Gpu, Hardware
 from appliance.run import Running, RunTimeout
+from appliance.system.detached import detached
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
@@ -119,7 +120,7 @@ class Watch:
         A thread cannot be killed, and the child that it started must not be left behind.
         """
         self._is_wanted = True
-        working = asyncio.create_task(asyncio.to_thread(work))
+        working = asyncio.create_task(detached(work))
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:

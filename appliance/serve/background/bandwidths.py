@@ -16,6 +16,7 @@ from appliance.probe import SPEEDS_FOLDER, Speeds, probe
 from appliance.race import first_of
 from appliance.serve.background.idle_policy import CHECK_AGAIN_S, SETTLE_S
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     # for types only: importing the gateway takes half a second
@@ -124,11 +125,9 @@ async def _measure(served: ServedModel) -> Measured | None:
     is_wanted = True
     try:
         # Probed anew: memory that is free beside the engine.
-        hardware = await asyncio.to_thread(probe, served.settings.data_dir, served.environment)
+        hardware = await detached(probe, served.settings.data_dir, served.environment)
         engine_dir = served.start.install.engine_dir
-        return await asyncio.to_thread(
-            measure_beside, hardware, engine_dir, served.environment, is_wanted=lambda: is_wanted
-        )
+        return await detached(measure_beside, hardware, engine_dir, served.environment, is_wanted=lambda: is_wanted)
     finally:
         is_wanted = False
 
@@ -137,9 +136,7 @@ async def _keep(served: ServedModel, found: Measured) -> None:
     from appliance.probe.bandwidth.speeds import save_speeds  # here: a start on a machine that is known never needs it
 
     try:
-        path = await asyncio.to_thread(
-            save_speeds, served.settings.data_dir / SPEEDS_FOLDER, served.hardware, found.speeds
-        )
+        path = await detached(save_speeds, served.settings.data_dir / SPEEDS_FOLDER, served.hardware, found.speeds)
     except VolumeError as error:  # serving goes on; the next start measures again
         served.report.warning("bandwidth_not_kept", error.message)
         return

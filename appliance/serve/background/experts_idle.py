@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from appliance.abilities.expert_loss import KeptExpertLoss
@@ -10,6 +9,7 @@ from appliance.errors import FatalError
 from appliance.quantize.loss import measure_loss
 from appliance.serve.background.idle_text import IdleText
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for types only: it takes half a second to import
@@ -23,7 +23,7 @@ async def measure_expert_loss(served: ServedModel, traffic: Traffic) -> None:
     """Measure and keep the loss, if it is not kept yet. A failure is a warning, and the next start tries again."""
     report, count = served.report, served.settings.experts_used
     kept = KeptExpertLoss(served.settings.profiles_dir, served.key, lambda words: report.warning("experts_loss", words))
-    if await asyncio.to_thread(kept.load) is not None:
+    if await detached(kept.load) is not None:
         return
     text, model = IdleText(served, traffic), served.inputs.model
     try:
@@ -31,7 +31,7 @@ async def measure_expert_loss(served: ServedModel, traffic: Traffic) -> None:
         exact, fewer = await text.run_of(model, experts_used=None), await text.run_of(model)
         loss = await measure_loss(exact, fewer, text.pauses)
         if loss.is_finite:
-            await asyncio.to_thread(kept.save, loss)
+            await detached(kept.save, loss)
     except FatalError as error:
         report.warning("experts_loss", f"the loss by {count} experts a token was not measured: {error.message}")
         return

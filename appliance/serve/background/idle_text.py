@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from appliance.race import first_of
 from appliance.serve.background.checks.idle_turns import until_quiet
 from appliance.serve.background.idle_policy import SETTLE_S
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for types only: it takes half a second to import
@@ -37,7 +37,7 @@ class IdleText:
 
     async def run_of(self, model: Model, **changes: object) -> Run:
         """Return a run with the model, and with `changes` of the settings. Raises ModelDoesNotFitError (31)."""
-        plan = await asyncio.to_thread(self._plan, model, changes)
+        plan = await detached(self._plan, model, changes)
         start = self._served.start
         return Run(name=model.path.name, start=partial(start.engine.text_reader, plan, start.install))
 

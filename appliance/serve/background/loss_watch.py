@@ -11,6 +11,7 @@ from appliance.profile import losses
 from appliance.profile.losses import Loss
 from appliance.race import first_of
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
@@ -55,7 +56,7 @@ class LossWatch:
         self._compared = profile, plan = now
         self._builds = ()
         if profile is not None and plan is not None:
-            earlier = await asyncio.to_thread(served.store.of_other_builds, served.key)
+            earlier = await detached(served.store.of_other_builds, served.key)
             self._builds = tuple(losses.of_builds(plan, profile, earlier))
 
     async def _look_for_gpus(self) -> None:
@@ -66,7 +67,7 @@ class LossWatch:
         is_first, self._ready = self._ready is None, served.ready
         if is_first or not served.gpus_at_first:
             return
-        now = await asyncio.to_thread(query_gpus, _ROOT, served.environment, served.settings.data_dir)
+        now = await detached(query_gpus, _ROOT, served.environment, served.settings.data_dir)
         self._missing = tuple(losses.of_missing(served.gpus_at_first, now.gpus, now.problem))
 
     async def _look_at_clocks(self, traffic: Traffic) -> tuple[Loss, ...]:
@@ -74,7 +75,7 @@ class LossWatch:
         if not meter.has_gpus:
             return ()
         if traffic.working:
-            await asyncio.to_thread(meter.read, fresh_s=self._every_s / 2)
+            await detached(meter.read, fresh_s=self._every_s / 2)
         last = meter.last
         readings = meter.since(last.time_s - CLOCKS_OVER_S) if last else ()
         return tuple(losses.of_clocks([reading.gpus for reading in readings]))

@@ -6,7 +6,6 @@ engine's own processes counts: what others take or give back is not its growth.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import repeat
@@ -19,6 +18,7 @@ from appliance.plan import CardPeak, MemoryPeak
 from appliance.probe import Gpu
 from appliance.race import first_of
 from appliance.serve.model.served_model import ReadyEngine, ServedModel
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
@@ -93,7 +93,7 @@ class MemoryWatch:
         # Asked first: memory seen before the work was done must not count as the whole peak.
         is_whole = await self._served.start.engine.has_peaked(engine.plan, engine.socket_path)
         try:
-            held = await asyncio.to_thread(self._query_held, engine, lambda: is_wanted)
+            held = await detached(self._query_held, engine, lambda: is_wanted)
         finally:
             is_wanted = False
         supervisor = self._served.host.supervisor
@@ -132,7 +132,7 @@ class MemoryWatch:
         """Keep the peak on the volume. If that fails, the next look tries again."""
         served = self._served
         try:
-            is_kept = await asyncio.to_thread(served.store.keep_peak, served.key, peak, served.hardware.gpus.gpus)
+            is_kept = await detached(served.store.keep_peak, served.key, peak, served.hardware.gpus.gpus)
         except VolumeError as error:  # serving goes on; the next start plans as this one did
             if not engine.is_told:
                 served.report.warning("memory_not_kept", error.message)

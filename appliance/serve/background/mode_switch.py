@@ -15,6 +15,7 @@ from appliance.serve.model.mode_state import ModePlan
 from appliance.serve.model.served_model import ServedModel
 from appliance.settings import MODES
 from appliance.start.inputs import StartInputs
+from appliance.system.detached import detached
 from appliance.system.lack import outlast
 from appliance.tune.figures.speeds import predicted_speeds
 from appliance.tune.figures.workload import parse_mix
@@ -68,7 +69,7 @@ class ModeSwitch:
     async def _switch(self) -> str:
         """Switch, and return why that failed; empty if it did not."""
         served = self._served
-        plan = await asyncio.to_thread(self._best)
+        plan = await detached(self._best)
         if not self._host.is_ready:
             return "the engine is not ready"
         if not self._host.is_another(plan):
@@ -138,7 +139,7 @@ async def keep_modes(served: ServedModel, backend: Backend) -> None:
         known = served.start, served.profile
         is_new = seen is None or known[0] is not seen[0] or known[1] is not seen[1]
         if is_new and not backend.traffic.working:
-            served.modes.plans = await asyncio.to_thread(modes_of, *known)
+            served.modes.plans = await detached(modes_of, *known)
             seen = known
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from appliance.errors import FatalError, VolumeError
@@ -13,6 +12,7 @@ from appliance.quantize.loss import measure_loss
 from appliance.quantize.make import change_note, make, refuse
 from appliance.serve.background.idle_text import IdleText
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import detached
 from appliance.weights.cache.size import as_size
 from appliance.weights.download.meter import FetchProgress
 
@@ -74,8 +74,9 @@ class QuantizeIdle:
         self._served.quantizing.progress = progress
 
     async def _why_no_room(self, file_bytes: int) -> str:
-        hardware = await asyncio.to_thread(probe, self._served.settings.data_dir, self._served.environment)
-        usable = self._served.beside(hardware).memory.usable_mib
+        served = self._served
+        hardware = await detached(lambda: served.beside(probe(served.settings.data_dir, served.environment)))
+        usable = hardware.memory.usable_mib
         needed = min(ROOM_MIB, ROOM_OF_FILE * file_bytes / 2**20)
         return "" if usable >= needed else f"{needed:,.0f} MiB of memory are needed, and {usable:,.0f} MiB are free"
 
@@ -83,21 +84,21 @@ class QuantizeIdle:
         """Measure the loss and return the file with it. A file without probabilities is refused."""
         report = self._served.report
         try:
-            quantized = await asyncio.to_thread(read_model, file.path)
+            quantized = await detached(read_model, file.path)
             runs = [await self._text.run_of(model) for model in (origin, quantized)]
             loss = await measure_loss(runs[0], runs[1], self._text.pauses)
         except VolumeError:
             raise
         except FatalError as error:
-            changed = await asyncio.to_thread(change_note, file, why_no_loss=error.message)
+            changed = await detached(change_note, file, why_no_loss=error.message)
             report.info("quantized_loss", f"{file.path.name}: {changed.loss_in_words}")
             return changed
         if loss.is_finite:
-            changed = await asyncio.to_thread(change_note, file, loss=loss)
+            changed = await detached(change_note, file, loss=loss)
             report.info("quantized_loss", f"{file.path.name}: {changed.loss_in_words}")
             return changed
         why = "its probabilities of a text are not finite numbers"
-        refused = await asyncio.to_thread(refuse, file, why)
+        refused = await detached(refuse, file, why)
         report.warning(
             "quantized_refused", f"{file.path.name} is removed: {why}; the original serves from the next load on"
         )

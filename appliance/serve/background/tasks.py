@@ -17,6 +17,7 @@ from appliance.serve.model.needs import goes_on_after_s, is_due, needs_measuring
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.model.tuning_state import TuningState
 from appliance.start.inputs import StartInputs
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
@@ -70,6 +71,7 @@ class BackgroundTasks:
                 await ModeSwitch(served, backend.upstream, served.modes.wanted, self._why_not_beside).run()
             # Before measuring: figures of the original are of no use to the file that the next load takes.
             await self._unless_hurried(self._quantize(backend))
+            await served.renew_standing(served.profile)
             may_measure = served.settings.tune == "idle" and not served.sharing.is_shared.is_set()
             if may_measure and (needs_measuring(served) or await self._wants_more(served.profile)):
                 await self._tune(backend)
@@ -88,6 +90,7 @@ class BackgroundTasks:
                 continue
             # Together: on a busy machine the drift stays unknown for hours.
             await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
+            await served.renew_standing(served.profile)
             if served.settings.tune != "idle" or not needs_measuring(served):
                 served.tuning.wanted_now.clear()
                 await self._unless_hurried(self._know_machine_at_last(backend))
@@ -154,12 +157,12 @@ class BackgroundTasks:
         mode, budget_s = served.settings.mode, served.settings.budget_s
         if profile is not None and self._shorter_context(profile):
             return True
-        if profile is None or mode == profile.mode or served.store.is_pinned(profile.key.id):
+        if profile is None or mode == profile.mode or served.standing(profile).is_pinned:
             return False
         # Kept: the question makes every plan there is, and is asked again for the same profile.
         if self._more is None or self._more[:2] != (profile, mode):
             space = served.start.space(profile.kv_checks)
-            found = await asyncio.to_thread(wants_more, profile, mode, space, budget_s=budget_s)
+            found = await detached(wants_more, profile, mode, space, budget_s=budget_s)
             self._more = profile, mode, found
         return self._more[2]
 
@@ -167,7 +170,7 @@ class BackgroundTasks:
         """Return the context to measure since needles were lost in every measured one; None once it was tried, and for
         a context that the user gave or a pinned profile."""
         served = self._served
-        if served.settings.ctx_size or served.store.is_pinned(profile.key.id):
+        if served.settings.ctx_size or served.standing(profile).is_pinned:
             return None
         found = context_to_measure(profile)
         return None if found in self._shorter else found
@@ -264,8 +267,9 @@ class BackgroundTasks:
         from appliance.serve.engine.measure import measure_serving
 
         served = self._served
-        with served.store.tuning(served.key) as is_ours:
-            found = served.store.load(served.key) if is_ours else None
+        async with served.measuring() as is_ours:
+            found = await detached(served.store.load, served.key) if is_ours else None
+            await served.renew_standing(found)
             if is_ours and (found is None or is_due(served, found)):
                 await measure_serving(served)
 
@@ -281,10 +285,11 @@ class BackgroundTasks:
 
         served = self._served
         self._session_before = served.session
-        with served.store.tuning(served.key) as is_ours:
+        async with served.measuring() as is_ours:
             if not is_ours:
                 return None
-            found = served.store.load(served.key)
+            found = await detached(served.store.load, served.key)
+            await served.renew_standing(found)
             if found is not None and is_due(served, found):
                 found = None  # it is measured anew
             if found is not None and not await self._wants_more(found):
@@ -303,8 +308,8 @@ class BackgroundTasks:
     async def _space_now(self, start: StartInputs | None = None) -> Space:
         """Return the plans for the memory that is free beside the engine that serves."""
         served = self._served
-        hardware = await asyncio.to_thread(probe, served.settings.data_dir, served.environment)
-        return (start or served.start).on(served.beside(hardware)).space()
+        hardware = await detached(lambda: served.beside(probe(served.settings.data_dir, served.environment)))
+        return (start or served.start).on(hardware).space()
 
     async def _why_no_room(self, plan: Plan | None) -> str:
         """Say why free memory holds no second engine beside the one that serves; "" if it does."""
@@ -372,6 +377,6 @@ class BackgroundTasks:
         why = drift.words if is_stale else f"{drift.note}; {profile.disturbance} when it was measured"
         report.warning("profile_stale", f"profile {id_} is stale: {why}; {then.get(tune, 'kept')}")
         try:
-            await asyncio.to_thread(self._served.store.mark_stale, profile, why)
+            await detached(self._served.store.mark_stale, profile, why)
         except VolumeError as error:  # serving goes on; the next start finds out again
             report.warning("profile_not_marked", error.message)

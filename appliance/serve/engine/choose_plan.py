@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 from appliance.engines.engine import Inputs
 from appliance.errors import FatalError
@@ -14,6 +15,7 @@ from appliance.profile.starting import first_plan
 from appliance.serve.engine.kernels import check_runner_up, plan_without
 from appliance.serve.engine.load import launch
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import detached
 
 
 def start_from_profile(served: ServedModel) -> None:
@@ -51,17 +53,18 @@ async def choose_plan(served: ServedModel) -> Plan:
 
 async def _choose_plan(served: ServedModel) -> Plan:
     store, model, report = served.store, served.inputs.model, served.report
-    profile = store.load(served.key)
-    if profile is None and (changed := store.why_unused(served.key, model.path.name)):
+    profile = await detached(store.load, served.key)
+    if profile is None and (changed := await detached(store.why_unused, served.key, model.path.name)):
         report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
     if model.is_embedding_model and served.settings.tune != "off":
         report.info("tune_off", f"the model gives {model.gives}, not text: serving the prediction")
         return served.space.best
-    with store.tuning(served.key) as is_ours:
-        profile = store.load(served.key)
-        start = _at_start(served, profile, may_measure=is_ours)
+    async with served.measuring() as is_ours:
+        profile = await detached(store.load, served.key)
+        judged = partial(_at_start, served, profile, may_measure=is_ours)
+        start = await detached(judged)
         if start.action is StartAction.WATCH:
-            start = _at_start(served, profile, may_measure=is_ours, busy=await served.what_else_works())
+            start = await detached(partial(judged, busy=await served.what_else_works()))
         _report(served, start)
         if start.action is StartAction.MEASURE:
             from appliance.serve.engine.measure import measure  # here: a start from a profile never needs it
@@ -69,12 +72,12 @@ async def _choose_plan(served: ServedModel) -> Plan:
             await check_runner_up(served)
             served.profile = await measure(served)
             return served.profile.plan
-    return _first_plan(served) if profile is None else use_profile(served, profile)
+    return await _first_plan(served) if profile is None else use_profile(served, profile)
 
 
-def _first_plan(served: ServedModel) -> Plan:
+async def _first_plan(served: ServedModel) -> Plan:
     """Return what was measured for this class of machine before, else the prediction."""
-    served.foreign = first_plan(served.store, served.key, served.settings.mode, served.space)
+    served.foreign = await detached(first_plan, served.store, served.key, served.settings.mode, served.space)
     if served.foreign is None:
         return served.space.predicted
     words = f"serving {served.foreign.plan.key}, foreign until it is measured here: {served.foreign.describe()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
@@ -15,6 +14,7 @@ from appliance.profile import best_of
 from appliance.serve.engine.kernels import plan_without
 from appliance.serve.model.served_model import ReadyEngine, ServedModel
 from appliance.settings import Settings
+from appliance.system.detached import detached
 from appliance.system.lack import outlast
 
 FALLBACKS_MAX = 3  # to smaller plans, when memory runs out as the engine loads
@@ -94,7 +94,7 @@ async def doubt_peak(served: ServedModel, plan: Plan | None, error: FatalError) 
     if plan is None or not plan.placement.shares or not (isinstance(error, EngineError) and error.was_memory):
         return
     try:
-        await asyncio.to_thread(served.store.doubt_peak, served.key, plan)
+        await detached(served.store.doubt_peak, served.key, plan)
     except (VolumeError, RuntimeError) as failure:  # RuntimeError: no thread is left. Loading goes on
         served.report.warning("memory_not_kept", str(failure))
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from appliance.console.report import Report
 from appliance.engines.engine import Space
-from appliance.errors import ConfigError, FatalError, VolumeError
+from appliance.errors import ConfigError, FatalError
 from appliance.probe import gpu_uuids
-from appliance.profile import Key, Profile, ProfileStore
+from appliance.profile import Key, Profile
 from appliance.profile.from_tuning import make_profile, measured_of, with_more
 from appliance.serve.engine.kernels import check_kernels, check_runner_up, plan_without
 from appliance.serve.model.served_model import ServedModel
 from appliance.start.inputs import used_gpus
+from appliance.system.detached import detached
 from appliance.tune.budget import Patience
 from appliance.tune.checkpoint import Partial
 from appliance.tune.session import MORE_PLANS, TuningSession
@@ -21,24 +22,18 @@ from appliance.tune.trials.engine import Bench, ServingEngine
 
 @dataclass(frozen=True, kw_only=True)
 class PartialOf:
-    """A `PartialStore` for one key. Results that the volume cannot take stay in memory for the next session."""
+    """See `PartialStore`. Results that the volume cannot take stay in memory for the next session."""
 
     served: ServedModel
     key: Key
 
     def load(self) -> Partial:
         """Return the results of unfinished sessions."""
-        unkept = self.served.unkept
-        return unkept.partial if unkept.key == self.key and unkept.partial else self.served.store.kept(self.key)
+        return self.served.unkept.results(self.key)
 
     def save(self, partial: Partial) -> None:
         """Keep the results. Raises VolumeError if memory is not enough, since nothing is served."""
-        try:
-            self.served.store.keep(self.key, partial)
-        except VolumeError as error:
-            self.served.unkept.hold(self.key, error, partial=partial)
-        else:
-            self.served.unkept.partial = None
+        self.served.unkept.keep(self.key, partial)
 
 
 async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Space | None = None) -> Profile:
@@ -49,11 +44,14 @@ async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Spac
     """
     session = served.session = _session(served, shows_phase=shows_phase, beside=beside)
     result = await session.run()
-    before = served.store.peek(served.key) if result.tuned.disturbance else None
+    if others := served.sharing.beside:
+        result = replace(result, notes=(*result.notes, f"measured beside {', '.join(others)}"))
+    before = await detached(served.store.peek, served.key) if result.tuned.disturbance else None
     gpus = gpu_uuids(served.hardware, used_gpus(served.inputs))
     profile = make_profile(result, key=served.key, settings=served.settings, gpu_uuids=gpus, before=before)
-    is_kept = _keep(served, profile)
-    _tell(served.store, profile, served.report, is_kept=is_kept)
+    is_kept = await served.unkept.save(profile)
+    pinned = await detached(served.store.pinned, profile.key)
+    _tell(profile, pinned, served.report, is_kept=is_kept)
     served.measured_here = profile
     return profile
 
@@ -92,7 +90,7 @@ async def measure_more(
     report.info("tune_more", words, profile=id_)
     found = await session.widen(measured_of(profile), context)
     widened = with_more(profile, found, mode if context is None else None)
-    _keep(served, widened)
+    await served.unkept.save(widened)
     count = len(widened.plans) - len(profile.plans)
     what = f"for mode '{mode}'" if context is None else f"with a context of {context:,}"
     report.info("tuned_more", f"measured {count} more {what}", profile=id_)
@@ -112,7 +110,7 @@ async def measure_alone(served: ServedModel) -> None:
         message = f"nothing can be measured: {model.title} gives {model.gives}, not text"
         raise ConfigError(message, hint="serve it: its plan is the prediction")
     _refuse_pinned(served)
-    with served.store.tuning(served.key) as is_ours:
+    async with served.measuring() as is_ours:
         if not is_ours:
             message = "another container on this volume is measuring for the same key"
             raise ConfigError(message, hint="wait for it; its profile will serve both")
@@ -146,19 +144,7 @@ def _session(
     )
 
 
-def _keep(served: ServedModel, profile: Profile) -> bool:
-    """Save the profile. False if another one stays. Raises VolumeError if nothing is served from memory."""
-    try:
-        is_kept = served.store.save(profile)
-    except VolumeError as error:
-        served.unkept.hold(profile.key, error, profile=profile)
-        return True
-    served.unkept.clear()
-    return is_kept
-
-
-def _tell(store: ProfileStore, profile: Profile, report: Report, *, is_kept: bool) -> None:
-    pinned = store.pinned(profile.key)
+def _tell(profile: Profile, pinned: Profile | None, report: Report, *, is_kept: bool) -> None:
     if pinned is not None:
         words = f"profile {pinned.key.id} is pinned and stays the one used; `appliance profiles unpin` ends that"
         report.warning("profile_pinned", words, profile=pinned.key.id)

@@ -19,6 +19,7 @@ from appliance.serve.gateway.stop import put_to_sleep
 from appliance.serve.life.bring_up import load, prepare, tasks_of
 from appliance.serve.life.supervise import serve_until_failure
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
@@ -94,16 +95,16 @@ class SlotMember:
     async def prepare(self) -> None:
         served = self.slot.served
         # A plan, a profile and figures of memory are of the files that were read, not of what lies there now.
-        if served and not served.host.is_launched and await asyncio.to_thread(_files_of, served) != self._files:
+        if served and not served.host.is_launched and await detached(_files_of, served) != self._files:
             self.slot.report.info("model_changed", f"{self.name}: its files were replaced: it is read anew")
             self.slot.forget()
         elif served and not served.host.is_launched and served.quantizing.file:
             self.slot.report.info("model_changed", f"{self.name}: its quantized file was made and is loaded instead")
             self.slot.forget()
-        self._files = _files_of(await prepare(self.slot))
+        self._files = await detached(_files_of, await prepare(self.slot))
 
     async def weigh(self, returnable: Mapping[str, Places]) -> Weighed:
-        return await asyncio.to_thread(self._weigh, _served(self.slot), returnable)
+        return await detached(self._weigh, _served(self.slot), returnable)
 
     def _weigh(self, served: ServedModel, returnable: Mapping[str, Places]) -> Weighed:
         """Plan for the memory that is free now, and for what would be free without the models that may go."""

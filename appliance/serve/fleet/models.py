@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,32 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.console.progress import Phase
 from appliance.console.report import Report
-from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
-from appliance.fleet.fleet import Fleet, FleetEndedError, LoadWaitError
-from appliance.plan.plan import SMALLEST_CONTEXT, SPEED_KEPT
-from appliance.probe import Hardware
+from appliance.fleet.fleet import Fleet
 from appliance.race import first_of
 from appliance.serve.engine.choose_plan import start_from_profile
+from appliance.serve.fleet.arrivals import LOOK_EVERY_S, Arrivals
 from appliance.serve.fleet.catalogue import Named, of_file, on_volume, slot_of
+from appliance.serve.fleet.gate import SlotGate
 from appliance.serve.fleet.member import SlotMember
-from appliance.serve.fleet.memory import HOST, added, beside_containers, free_on, less, needed_by
+from appliance.serve.fleet.memory import HOST, added, free_on
+from appliance.serve.fleet.room import Room
 from appliance.serve.fleet.volume_lock import VolumeLock
 from appliance.serve.gateway.listen import backend_of
 from appliance.serve.gateway.pending import ToQuantize
 from appliance.serve.gateway.slot import ModelSlot, SlotState
-from appliance.serve.model.served_model import ServedModel
-from appliance.serve.open.open import find_model, open_slot
+from appliance.serve.open.open import open_slot
 from appliance.settings import Settings
 
 if TYPE_CHECKING:
-    from appliance.fleet.admit import Places
     from appliance.gateway.clients.request_log import FinishedRequest
-    from appliance.gateway.engine.gate import Tell
     from appliance.gateway.engine.roster import Roster
     from appliance.gateway.server import Gateway
-
-LOOK_EVERY_S = 5.0  # whether files have come to the volume
-FRESH_S = 2.0
 
 
 class Models:
@@ -49,15 +43,19 @@ class Models:
         self._report = report
         self._named: dict[str, Named] = {}
         self._members: dict[str, SlotMember] = {}
-        self._reserved: dict[str, Places] = {}  # kept free for models that are not loaded yet, MiB by name
         self._lock = VolumeLock(settings.data_dir / "cache" / "fleet", report)
-        self._lock_of_start: int | None = None
         self._fleet = Fleet(report, lock=self._locked, on_change=self._changed)
+        self._room = Room(report, held_but=self._fleet.holds, others=self._lock.of_others)
+        self._arrivals = Arrivals(
+            settings.models_dir,
+            report,
+            is_ready=lambda: self._was_first_loaded,
+            scan=self._scan,
+            welcome=self._welcome,
+            silent_s=lambda: self._lock.silent_s,
+        )
         self._roster: Roster | None = None
-        self._looking = asyncio.Lock()
-        self._looked_at = float("-inf")
-        self._seen: tuple[int, ...] = ()
-        self._told = ""  # why the last look at the volume failed
+        self._paths: set[Path] = set()  # of models that have a slot
 
     @classmethod
     @asynccontextmanager
@@ -69,7 +67,7 @@ class Models:
         first = models.slots[0]
         first.fleet_name = first.name
         first.more_names = entry.aliases if entry else ()
-        first.set_beside(partial(models._beside, first.fleet_name))
+        models._room.add(first)
         models._named[first.fleet_name] = Named(
             name=first.fleet_name, settings=own, is_pinned=bool(entry and entry.is_pinned)
         )
@@ -77,7 +75,7 @@ class Models:
             models._take(named)
         try:
             if settings.models:
-                models._reserve()
+                models._room.reserve(models.slots, models._pinned)
             yield models
         finally:
             models._lock.close()
@@ -88,30 +86,41 @@ class Models:
         return bool(self._settings.models)
 
     @property
+    def volume_problem(self) -> str:
+        """A sentence if the volume does not answer; else empty."""
+        return self._arrivals.problem
+
+    @property
     def _measures_first(self) -> bool:
         return self.slots[0].settings.tune == "first"
+
+    @property
+    def _was_first_loaded(self) -> bool:
+        return self._fleet.was_loaded(self.slots[0].fleet_name)
+
+    @property
+    def _pinned(self) -> frozenset[str]:
+        return frozenset(name for name, named in self._named.items() if named.is_pinned)
 
     def begin(self) -> None:
         """Launch the first engine at once if its profile holds, unless another container loads at this moment."""
         first = self.slots[0].served
         if first is None:
             return
-        if not self._measures_first:
-            self._lock_of_start = self._lock.try_now()
-        if self._measures_first or self._lock_of_start is not None:
+        if self._measures_first or self._lock.take_early():
             start_from_profile(first)
 
     async def serve(self, gateway: Gateway) -> None:
         """Serve all models. Never returns. Raises the FatalError of the first one."""
         self._roster = gateway.backends
-        self._roster.on_look = self._look
+        self._roster.on_look = self._arrivals.look
         gateway.requests.listen(self._note)
         for slot in self.slots:
             self._add_member(slot)
         for slot in self.slots:
             if slot is self.slots[0] or self._named[slot.fleet_name].is_pinned:
                 self._fleet.want(slot.fleet_name)
-        running = [asyncio.create_task(self._fleet.run(), name="fleet"), asyncio.create_task(self._watch_volume())]
+        running = [asyncio.create_task(self._fleet.run(), name="fleet"), asyncio.create_task(self._arrivals.watch())]
         try:
             while True:
                 serving = [member.serving for member in self._members.values() if member.serving]
@@ -132,7 +141,7 @@ class Models:
         found = self._fleet.document()
         slots = {slot.fleet_name: slot for slot in self.slots}
         models = [{**row, **self._slot_row(slots[row["name"]])} for row in found["models"]]
-        others = {place: round(mib) for place, mib in self._lock.of_others().items()}
+        others = {place: round(mib) for place, mib in self._lock.last_of_others().items()}
         free = found["free_mib"] or self._free_since_start()
         return {**found, "models": models, "free_mib": free, "other_containers_mib": others}
 
@@ -159,7 +168,7 @@ class Models:
         slot = slot_of(named, self.slots[0], len(self.slots))
         slot.fleet_name = named.name
         slot.report.phase(Phase.ASLEEP)
-        slot.set_beside(partial(self._beside, slot.fleet_name))
+        self._room.add(slot)
         self._named[slot.fleet_name] = named
         self.slots.append(slot)
         return slot
@@ -183,142 +192,39 @@ class Models:
         if member is not None and row.tokens_in:
             member.cached_tokens = row.tokens_in + (row.tokens_out or 0)
 
-    # What is free for a model
-
-    def _beside(self, name: str, hardware: Hardware) -> Hardware:
-        """Return the hardware as this model may use it beside those that are loaded."""
-        held, others = self._fleet.holds(but=name), self._lock.of_others()
-        if not held and not others and not (self._reserved.keys() - {name}):
-            return hardware
-        hardware = beside_containers(hardware, others)
-        unseen = {HOST: sum(self._unseen_mib(each, places) for each, places in held.items())}
-        kept = (mib for each, mib in self._reserved.items() if each != name and each not in held)
-        return less(hardware, added(unseen, *kept))
-
-    def _unseen_mib(self, name: str, places: Places) -> float:
-        """Return the host memory that a loaded model may hold, and that counts as free: mapped files, and caches that
-        grow later."""
-        # here: a start with one model never needs it
-        from appliance.probe.load.processes import private_mib
-
-        member = self._members.get(name)
-        served = member.slot.served if member else None
-        supervisor = served.host.supervisor if served else None
-        seen_mib = private_mib((supervisor.pid,)) if supervisor and supervisor.pid else 0.0
-        return max(0.0, places.get(HOST, 0.0) - seen_mib)
-
-    def _reserve(self) -> None:
-        """Keep memory free for the models of the settings file, so that they can be loaded beside the first one.
-
-        For pinned ones always. For the others if the first one keeps most of its context and speed.
-        """
-        first = self.slots[0]
-        if first.served is None:  # it has to be fetched first
-            return
-        hardware = first.look().hardware
-        estimates: dict[str, Places] = {}
-        for slot in self.slots[1:]:
-            try:
-                found = find_model(slot)
-                if isinstance(found, ServedModel):
-                    slot.take(found)
-                    estimates[slot.fleet_name] = _estimate(found, hardware)
-            except FatalError as error:
-                hint = f"; {error.hint}" if error.hint else ""
-                words = f"{slot.fleet_name} cannot be served as it is: {error.message}{hint}"
-                self._report.warning("model_unusable", words)
-        pinned = {name: mib for name, mib in estimates.items() if self._named[name].is_pinned}
-        self._refuse_pinned(hardware, first.served, pinned)
-        self._reserved = estimates if _keeps_its_plan(first.served, hardware, pinned, estimates) else pinned
-        first.served.set_start(first.served.start.on(less(hardware, added(*self._reserved.values()))))
-        if self._reserved:
-            words = ", ".join(f"{name} {sum(places.values()):,.0f} MiB" for name, places in self._reserved.items())
-            self._report.info("memory_kept_free", f"kept free beside {first.name}: {words}")
-
-    def _refuse_pinned(self, hardware: Hardware, first: ServedModel, pinned: Mapping[str, Places]) -> None:
-        """Raise ConfigError (10) if the models that have to stay loaded do not fit together."""
-        everything = {**pinned}
-        if self._named[self.slots[0].fleet_name].is_pinned:
-            everything[self.slots[0].fleet_name] = _estimate(first, hardware)
-        wanted, free = added(*everything.values()), free_on(hardware)
-        over = {place: mib for place, mib in wanted.items() if mib > free.get(place, 0.0)}
-        if len(everything) > 1 and over:
-            figures = "; ".join(
-                f"{place}: {mib:,.0f} MiB of {free.get(place, 0.0):,.0f}" for place, mib in over.items()
-            )
-            each = ", ".join(f"{name} {sum(places.values()):,.0f} MiB" for name, places in everything.items())
-            message = f"pinned models do not fit together: {each} are needed at least ({figures})"
-            raise ConfigError(message, hint="take `pin` from one of them: it is then loaded when it is wanted")
-
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:
         """Hold the volume's lock: at the start it was taken before the first engine was launched.
 
         A start that measures first takes minutes, in which another container may serve: it goes without.
         """
-        if self._measures_first and not self._fleet.was_loaded(self.slots[0].fleet_name):
+        if self._measures_first and not self._was_first_loaded:
             yield
             return
-        if self._lock_of_start is None:
-            async with self._lock.held():
-                yield
-            return
-        handle, self._lock_of_start = self._lock_of_start, None
-        try:
+        async with self._lock.held():
             yield
-        finally:
-            self._lock.release(handle)
 
     def _changed(self) -> None:
         """Tell each model whether it shares the machine, and other containers what is held here."""
         loaded, wanted = self._fleet.loaded, self._fleet.wanted
-        pinned = {name for name, named in self._named.items() if named.is_pinned}
+        pinned = self._pinned
         for name, member in self._members.items():
             served = member.slot.served
             if served is None:
                 continue
             # Pinned models are always there: measuring beside them is measuring this machine as it serves.
-            served.sharing.note(is_shared=bool({*loaded, *wanted} - pinned - {name}))
+            beside = tuple(other for other in loaded if other in pinned and other != name)
+            served.sharing.note(is_shared=bool({*loaded, *wanted} - pinned - {name}), beside=beside)
         # Other containers leave room for what must be there; a prompt cache that may grow later is not claimed.
         mapped = sum(member.mapped_mib for name, member in self._members.items() if name in loaded)
         self._lock.write({HOST: mapped})
 
-    # Models that come
-
-    async def _watch_volume(self) -> None:
-        while True:
-            folders = await asyncio.to_thread(self._folder_times)
-            if folders != self._seen and self._fleet.was_loaded(self.slots[0].fleet_name):
-                self._seen = folders
-                await self._look(is_due=True)
-            await asyncio.sleep(LOOK_EVERY_S)
-
-    def _folder_times(self) -> tuple[int, ...]:
-        try:
-            return (self._settings.models_dir.stat().st_mtime_ns,)
-        except OSError:  # the folder is gone: nothing has come
-            return self._seen
-
-    async def _look(self, *, is_due: bool = False) -> None:
-        """Look for models that have come to the volume; at most every FRESH_S seconds, unless `is_due`."""
-        loop = asyncio.get_running_loop()
-        async with self._looking:
-            if self._roster is None or not self._fleet.was_loaded(self.slots[0].fleet_name):
-                return  # the first model may be on its way to the volume
-            if not (is_due or loop.time() - self._looked_at >= FRESH_S):
-                return
-            self._looked_at = loop.time()
-            first = self.slots[0]
-            known = [path for slot in self.slots if (path := self._path_of(slot)) is not None]
-            scan = partial(on_volume, self._settings, first.contents, first.environment, known)
-            try:
-                for named in await asyncio.to_thread(lambda: list(scan())):
-                    self._welcome(named)
-            except Exception as error:  # what lies on the volume must not end the models that serve
-                words = f"models that came to the volume are not listed: {type(error).__name__}: {error}"
-                if words != self._told:
-                    self._report.warning("models_not_listed", words)
-                self._told = words
+    def _scan(self) -> Callable[[], Iterable[Named]]:
+        """Return a call that finds the models on the volume that have no slot yet."""
+        first = self.slots[0]
+        # Kept: a model whose files were replaced has no path until it is read anew.
+        self._paths |= {path for slot in self.slots if (path := self._path_of(slot)) is not None}
+        return partial(on_volume, self._settings, first.contents, first.environment, tuple(self._paths))
 
     def _path_of(self, slot: ModelSlot) -> Path | None:
         """Return the path of the model on the volume: of the original, if a quantized file serves in its place."""
@@ -345,66 +251,3 @@ class Models:
         self._roster.add(backend)
         slot.connect(backend.upstream)
         self._add_member(slot)
-
-
-class SlotGate:
-    """See `appliance.gateway.engine.gate.Gate`."""
-
-    def __init__(self, name: str, fleet: Fleet, wait_s: float, *, is_first: bool) -> None:
-        self._name = name
-        self._fleet = fleet
-        self._wait_s = wait_s
-        self._is_first = is_first
-
-    @property
-    def is_loaded(self) -> bool:
-        return self._fleet.is_loaded(self._name)
-
-    @property
-    def waits(self) -> bool:
-        return not self._is_first or self._fleet.was_loaded(self._name)
-
-    @asynccontextmanager
-    async def held(self, tell: Tell | None, keep_alive_s: float | None) -> AsyncIterator[str]:
-        from appliance.gateway.wire.api_error import load_failed, load_waits, shutting_down  # here: no start needs it
-
-        async with AsyncExitStack() as stack:
-            try:
-                waited_for = await stack.enter_async_context(
-                    self._fleet.held(self._name, tell=tell, keep_alive_s=keep_alive_s, wait_s=self._wait_s)
-                )
-            except LoadWaitError as error:
-                raise load_waits(str(error), error.about_s) from None
-            except FleetEndedError:
-                raise shutting_down() from None
-            except FatalError as error:
-                told = f"{error.message}; {error.hint}" if error.hint else error.message
-                raise load_failed(self._name, told, error.exit_code) from error
-            yield waited_for
-
-
-def _estimate(served: ServedModel, hardware: Hardware) -> Places:
-    """Return what the model needs with the smallest context that is of use, MiB. Raises ModelDoesNotFitError (31)."""
-    space = served.start.on(hardware).space()
-    best = space.predicted
-    context = min(best.context, served.settings.ctx_size or SMALLEST_CONTEXT)
-    return needed_by(space.at_context(best, context) or best)
-
-
-def _keeps_its_plan(
-    served: ServedModel, hardware: Hardware, pinned: Mapping[str, Places], every: Mapping[str, Places]
-) -> bool:
-    """True if the model's plan beside all others is about as good as beside the pinned ones."""
-    if pinned.keys() == every.keys():
-        return True
-    try:
-        full = served.start.on(less(hardware, added(*pinned.values()))).space().predicted
-        beside = served.start.on(less(hardware, added(*every.values()))).space().predicted
-    except ModelDoesNotFitError:
-        return False
-    fast = (
-        beside.speed is None
-        or full.speed is None
-        or (beside.speed.decode_tokens_per_s >= SPEED_KEPT * full.speed.decode_tokens_per_s)
-    )
-    return fast and beside.context >= SPEED_KEPT * full.context

@@ -236,6 +236,6 @@ def _profile_status(served: ServedModel, profile: Profile | None) -> dict[str, A
     if profile is None:
         return None
     try:
-        return served.store.status(profile).as_document()
+        return served.standing(profile).as_document()
     except VolumeError as error:  # serving and its documents go on without the volume
         return {"problem": error.message}

@@ -9,6 +9,7 @@ from appliance.probe.load.meter import Reading
 from appliance.serve.gateway.documents import losses_of
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.serve.receipts.watch import RequestWatch, Watcher
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for the name only
@@ -57,5 +58,5 @@ class SlotInsight:
         if self._reading is None or self._reading.done():
             if (last := served.meter.last) is not None and last.is_fresh(FRESH_S):
                 return
-            self._reading = asyncio.create_task(asyncio.to_thread(served.meter.read, fresh_s=FRESH_S))
+            self._reading = asyncio.create_task(detached(served.meter.read, fresh_s=FRESH_S))
         await asyncio.wait((self._reading,), timeout=WAIT_S)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.serve.gateway.slot import ModelSlot
+from appliance.system.detached import detached
 
 
 @asynccontextmanager
@@ -47,6 +48,9 @@ async def stoppable(report: Report, slots: Sequence[ModelSlot]) -> AsyncIterator
 async def _stop(slot: ModelSlot) -> None:
     slot.report.phase(Phase.STOPPING)
     await stop_engine(slot)
+    if slot.served is not None:
+        with suppress(RuntimeError):  # no thread is left: what was measured last is measured again
+            await detached(slot.served.finish_writing)
 
 
 async def put_to_sleep(slot: ModelSlot) -> None:

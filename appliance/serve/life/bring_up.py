@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from appliance.serve.life.supervise import Tasks, serve_until_failure
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.open.gpus import cross_check_gpus
 from appliance.serve.open.open import find_model
+from appliance.system.detached import detached
 from appliance.system.lack import outlast
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ async def prepare(slot: ModelSlot) -> ServedModel:
     try:
         if not (slot.served or slot.pending):
             # In a thread: requests to other models are answered meanwhile.
-            slot.take(await asyncio.to_thread(find_model, slot))
+            slot.take(await detached(find_model, slot))
         return await fetched(slot)
     except BaseException:
         await _left(slot)
@@ -94,7 +94,7 @@ async def _chosen(slot: ModelSlot, served: ServedModel) -> Plan:
     await check_kernels(served)
     await cross_check_gpus(served.hardware, served.environment, served.report)
     # Look again: the checks took seconds, and other engines may have been loaded or stopped since the model was opened.
-    machine = await asyncio.to_thread(slot.look)
+    machine = await detached(slot.look)
     served.set_start(served.start.on(machine.hardware))
     return await choose_plan(served)
 

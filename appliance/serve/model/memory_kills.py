@@ -5,7 +5,6 @@ Without them a container that is restarted for ever would load the same plan and
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from appliance.plan.memory_kill import KILLS, held_to, why_smaller
 from appliance.profile import Profile, ProfileStore
 from appliance.start.inputs import StartInputs
 from appliance.supervisor import Crash
+from appliance.system.detached import detached
 
 
 class MemoryKills:
@@ -49,7 +49,7 @@ class MemoryKills:
         self.seen = (*remembered(self.seen, now_s=now_s, usable_mib=usable_mib), kill)
         self._calls_for_less = len(self.seen) >= KILLS
         try:
-            await asyncio.to_thread(self._store.keep_kills, start.key, self.seen)
+            await detached(self._store.keep_kills, start.key, self.seen)
         except (
             VolumeError,
             RuntimeError,

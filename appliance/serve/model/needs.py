@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 
 from appliance.errors import VolumeError
 from appliance.profile import Profile
 from appliance.profile.at_start import TRIES
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import Glance
 
 
 def needs_measuring(served: ServedModel) -> bool:
@@ -20,12 +22,13 @@ def is_due(served: ServedModel, profile: Profile | None) -> bool:
     """True if there is no profile, or if it is stale, provisional or unfinished, and not pinned."""
     if profile is None:
         return True
-    if served.store.is_pinned(profile.key.id):
+    standing = served.standing(profile)
+    if standing.is_pinned:
         return False
     # A machine that is always busy must not be measured again and again: once in a process, and at most twice.
     may_try_again = profile.disturbed_times < TRIES and not served.tuning.was_measured
     is_provisional = profile.disturbance is not None and may_try_again
-    return is_provisional or goes_on_now(profile) or served.store.why_stale(profile) is not None
+    return is_provisional or goes_on_now(profile) or standing.stale is not None
 
 
 def goes_on_now(profile: Profile) -> bool:
@@ -46,9 +49,15 @@ def begin_again(served: ServedModel) -> bool:
     if not served.tuning.is_given_up or not isinstance(served.tuning.failure, VolumeError):
         return False
     try:
-        with served.store.tuning(served.key):
-            served.tuning.is_given_up = False
+        if not Glance(partial(_is_writable, served), unknown=False)():
+            return False
     except VolumeError:
         return False
+    served.tuning.is_given_up = False
     served.tuning.wanted_now.set()
     return True
+
+
+def _is_writable(served: ServedModel) -> bool:
+    with served.store.tuning(served.key):
+        return True

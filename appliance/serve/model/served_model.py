@@ -6,7 +6,8 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from appliance.probe import Hardware
 from appliance.probe.load.meter import EnergyUse, Meter
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.losses import Loss
+from appliance.profile.marks import ProfileStatus
 from appliance.profile.starting import Foreign
 from appliance.serve.model.demand import PATIENCE_S, EngineDemand
 from appliance.serve.model.engine_host import EngineHost
@@ -38,6 +40,8 @@ from appliance.settings import Settings
 from appliance.start.checks import usable_gpus
 from appliance.start.inputs import StartInputs
 from appliance.supervisor import Crash
+from appliance.system.background_writer import BackgroundWriter
+from appliance.system.detached import Glance, answered, detached
 from appliance.values import dataclass
 from appliance.volume import hold_files
 
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from appliance.probe.load.watch import Watch
     from appliance.tune.session import TuningSession
 
+END_S = 0.5  # most time that a stop waits for each write to the volume
 WATCHED_S = 1.0  # to see whether other programs work: less than half of it tells nothing
 
 
@@ -116,7 +121,8 @@ class ServedModel:
         self.energy_use = EnergyUse()
         self.prompts = prompt_folder(self.start, report)
         self.experts = expert_files(self.start, report)
-        self._is_loss_of_checks_told = False  # True once the log said that the volume cannot take checks
+        self._checks = BackgroundWriter("checks", self._write_checks, every_s=0.0, again_s=0.0)
+        self._standing: tuple[Profile, Glance[ProfileStatus]] | None = None
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     def report_death(self, crash: Crash) -> FatalError:
@@ -184,19 +190,58 @@ class ServedModel:
         self._begin_with(replace(self.start, install=install, inputs=inputs))
 
     def keep_checks(self, checks: Checks) -> None:
-        """Keep the checks in the profile; in memory only, with a warning, if the volume cannot take them."""
+        """Keep the checks in the profile. They are written soon; in memory only, with a warning, if the volume cannot
+        take them."""
         before = self.profile
         if before is None:
             return
         self.profile = replace(before, checks=checks)
         if self.measured_here is before:
             self.measured_here = self.profile
+        self._checks.wake()
+
+    def _write_checks(self, before: str) -> str:
+        if self.profile is None:
+            return before
         try:
             self.store.save_checks(self.profile)
         except VolumeError as error:  # serving goes on, and the next start checks again
-            if not self._is_loss_of_checks_told:
+            if not before:
                 self.report.warning("checks_not_kept", error.message)
-            self._is_loss_of_checks_told = True
+            return error.message
+        return before  # told once
+
+    def finish_writing(self) -> None:
+        """Write what is left, when everything stops. Waits for the volume, for END_S each."""
+        self._checks.close(END_S)
+        self.unkept.close(END_S)
+
+    @asynccontextmanager
+    async def measuring(self) -> AsyncIterator[bool]:
+        """Yield True if this process may measure for the key; see `ProfileStore.tuning`. Raises VolumeError."""
+        lock = self.store.tuning(self.key)
+        is_ours = await detached(lock.__enter__)
+        try:
+            yield is_ours
+        finally:
+            with suppress(VolumeError):  # a volume that hangs: the call ends when it answers
+                await answered(lambda: lock.__exit__(None, None, None), self.store.folder, within_s=END_S)
+
+    def standing(self, profile: Profile) -> ProfileStatus:
+        """Return the marks of the profile on the volume now; while the volume hangs, those that were seen last. Raises
+        VolumeError."""
+        return self._glance_at(profile)()
+
+    async def renew_standing(self, profile: Profile | None) -> None:
+        """Look at the marks of the profile and wait for them, for HANGS_S at most: the next `standing` has them."""
+        if profile is not None:
+            await self._glance_at(profile).renew(self.store.folder)
+
+    def _glance_at(self, profile: Profile) -> Glance[ProfileStatus]:
+        if self._standing is None or self._standing[0] is not profile:
+            unknown = ProfileStatus(stale=None, provisional=profile.disturbance, is_pinned=False)
+            self._standing = profile, Glance(lambda: self.store.status(profile), unknown)
+        return self._standing[1]
 
     def watch(self, *, with_gpus: bool = True) -> Watch:
         """Return a watch for the work of other programs on the CPUs, and on the GPUs that this image can use."""

@@ -5,7 +5,6 @@ A start whose model is here never imports this.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from functools import cache, partial
 
@@ -23,6 +22,7 @@ from appliance.serve.open.open import served_of, tell_quantization
 from appliance.serve.open.tell import Tell
 from appliance.settings import hub_settings
 from appliance.start.inputs import Located, StartInputs
+from appliance.system.detached import detached
 from appliance.weights.cache.size import in_column
 from appliance.weights.download.fetch import fetch
 
@@ -47,7 +47,7 @@ async def fetch_model(slot: ModelSlot) -> ServedModel:
     announce(chosen, report)
     located = pick.located or await _fetch(slot, pick)
     # In threads: requests are answered meanwhile. Fetching may have taken hours, so the machine is looked at anew.
-    start = await asyncio.to_thread(start_of, contents, located, cache(slot.look))
+    start = await detached(start_of, contents, located, cache(slot.look))
     if isinstance(request, FromRecipe):
         save_choice(contents, request, pending.machine, chosen, located)
     return await _serve(slot, await _quantized(slot, located, start))
@@ -63,7 +63,7 @@ async def _quantized(slot: ModelSlot, located: Located, start: StartInputs) -> S
 
 
 async def _serve(slot: ModelSlot, start: StartInputs) -> ServedModel:
-    await asyncio.to_thread(check_gpus, start, slot.report)
+    await detached(check_gpus, start, slot.report)
     slot.report.phase(Phase.STARTING)
     tell_quantization(start, slot.report)
     served = served_of(slot, start)
@@ -74,7 +74,7 @@ async def _serve(slot: ModelSlot, start: StartInputs) -> ServedModel:
 async def _choose(slot: ModelSlot, pending: Pending, request: FromRecipe | FromHub) -> Chosen:
     contents, machine, environment = slot.contents, pending.machine, slot.environment
     if isinstance(request, FromRecipe):
-        return await asyncio.to_thread(choose_with_saved, contents, request, environment, machine)
+        return await detached(choose_with_saved, contents, request, environment, machine)
 
     def say(words: str) -> None:
         slot.report.info("fetch_waits", words)

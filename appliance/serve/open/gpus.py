@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 from appliance.console.report import Report
 from appliance.probe import Hardware
 from appliance.start.checks import check_devices, why_fewer
 from appliance.start.inputs import StartInputs
+from appliance.system.detached import detached
 
 
 def check_gpus(start: StartInputs, report: Report) -> None:
@@ -32,6 +32,6 @@ async def cross_check_gpus(hardware: Hardware, environment: Mapping[str, str], r
     """Warn if nvidia-smi contradicts NVML. It may take seconds, so a start from a profile does not ask it."""
     from appliance.probe.gpu.smi import cross_check  # here, since a start from a profile never needs its XML parser
 
-    found = await asyncio.to_thread(cross_check, hardware.gpus, environment, hardware.volume.path)
+    found = await detached(cross_check, hardware.gpus, environment, hardware.volume.path)
     for words in found.warnings[len(hardware.gpus.warnings) :]:
         report.warning("hardware", words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import cache
 
 from appliance.console.progress import Phase
@@ -11,6 +10,7 @@ from appliance.selection.quantized import start_of
 from appliance.serve.gateway.slot import ModelSlot
 from appliance.serve.open.tell import Tell
 from appliance.start.inputs import Located, StartInputs
+from appliance.system.detached import detached
 from appliance.weights.cache.size import as_size
 
 
@@ -27,4 +27,4 @@ async def quantize_first(slot: ModelSlot, located: Located, start: StartInputs) 
     tell = Tell(report, Phase.QUANTIZING, "quantizing")
     made = await make(wanted, slot.settings.models_dir, start.quantizer, tell, build=slot.contents.image.build_id)
     report.info("quantized", f"made {made.path.name}: {as_size(made.note.bytes)}", type=made.note.kind)
-    return await asyncio.to_thread(start_of, slot.contents, located, cache(slot.look))
+    return await detached(start_of, slot.contents, located, cache(slot.look))

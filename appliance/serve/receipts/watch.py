@@ -14,6 +14,7 @@ from appliance.serve.model.served_model import ServedModel
 from appliance.serve.receipts.causes import Cause, Facts, capped_share, causes
 from appliance.serve.receipts.prompts import Engine, Prompts, hashes_of, prompt_of
 from appliance.serve.receipts.reference import Reference, reference_of
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.request_log import FinishedRequest
@@ -71,7 +72,7 @@ class Watcher:
         return task
 
     def in_thread(self, work: Callable[[], T]) -> asyncio.Task[T]:
-        return self.spawn(asyncio.to_thread(work))
+        return self.spawn(detached(work))
 
 
 class RequestWatch:
@@ -214,6 +215,6 @@ class RequestWatch:
 
     async def _count_energy(self, tokens: int | None) -> None:
         first = await self._first if self._first is not None else None
-        last = await asyncio.to_thread(self._watcher.served.meter.read)
+        last = await detached(self._watcher.served.meter.read)
         if first is not None and first.joules is not None and last.joules is not None:
             self._watcher.served.energy_use.add(last.joules - first.joules, tokens)

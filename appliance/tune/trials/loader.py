@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Sequence
 
 from appliance.console.report import Report
 from appliance.plan import Plan
+from appliance.system.detached import detached
 from appliance.tune.trials.engine import Bench
 
 REFINED = 12  # number of plans that the loader is asked about
@@ -24,7 +24,7 @@ async def refined(plans: Sequence[Plan], bench: Bench, *, budget_s: float, repor
     first = sorted(plans, key=lambda plan: plan.speed.job_s if plan.speed else 0.0)[:REFINED]
     given_up = threading.Event()
     try:
-        found = await asyncio.to_thread(
+        found = await detached(
             bench.engine.refine,
             first,
             bench.install,

@@ -13,11 +13,11 @@ from urllib.parse import quote, urlsplit
 from appliance.errors import ConfigError, DownloadError
 from appliance.reference import Reference, file_name, parse_reference
 from appliance.settings import HubSettings
+from appliance.system.detached import detached
 from appliance.values import dataclass
 from appliance.weights.cache.download_set import Wanted, WantedFile, folder_of_repo, folder_of_url, short_hash
 from appliance.weights.cache.quants import GgufSet, folder_files, gguf_sets, pick, projector_of
 from appliance.weights.cache.size import as_size
-from appliance.weights.download.detached import detached
 from appliance.weights.download.fetch import ignore, offline_error
 from appliance.weights.download.ranges import open_range, open_session
 from appliance.weights.download.registry import resolve_artifact

@@ -81,6 +81,8 @@ class Known:
 class Several:
     """Two models, one of which is loaded, on a GPU and in host memory."""
 
+    volume_problem = ""
+
     def document(self) -> dict[str, Any]:
         figures = {"loads": 3, "evictions": 2, "load_seconds": 4.5}
         return {

@@ -96,6 +96,7 @@ class Recorded:
     """A fleet and its gate that note what is asked of them."""
 
     is_loaded = waits = True
+    volume_problem = ""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, str | float | None]] = []

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from appliance.console.report import Report
 from appliance.engines.engine import Inputs, Install
@@ -13,6 +14,7 @@ from appliance.engines.llama.kernels.kernel_record import Checked, KernelStore
 from appliance.engines.llama.kernels.kernels import CPU_PROGRAM, Asked, KernelReport, asked_of, is_there, query_kernels
 from appliance.engines.llama.planning.memory.kv_types import kv_candidates
 from appliance.plan import KvCheck, RuledOut, k_and_v
+from appliance.system.detached import begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class KernelGuard:
             return
         # In a thread that starts now, because the loop may be busy with imports for half a second.
         unwanted = threading.Event()
-        found = asyncio.get_running_loop().run_in_executor(None, self._ask, kernels.variant, asked, unwanted)
+        found = asyncio.wrap_future(begin(partial(self._ask, kernels.variant, asked, unwanted)))
         self._check = _Check(variant=kernels.variant, asked=asked, found=found, unwanted=unwanted)
 
     async def finish(self) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ from appliance.abilities import Abilities, Ability, Result
 from appliance.abilities.kept import KeptAbilities
 from appliance.errors import EngineNotReadyError, VolumeError
 from appliance.serve.background.checks.idle_turns import AFTER_S, IdleTurns
+from appliance.system.detached import detached
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +77,7 @@ class AbilityCheck:
         """Return the results so far, from the volume if there are none in memory."""
         served = self._served
         if served.abilities is None or served.abilities.of != served.start.abilities_digest:
-            served.abilities = await asyncio.to_thread(self._kept.load, served.start.abilities_digest)
+            served.abilities = await detached(self._kept.load, served.start.abilities_digest)
             self._is_told = False
         return served.abilities
 
@@ -118,7 +119,7 @@ class AbilityCheck:
         if ability.result is Result.FAILED:
             self._served.report.warning("ability_failed", ability.describe(), ability=ability.name)
         try:
-            await asyncio.to_thread(self._kept.save, found)
+            await detached(self._kept.save, found)
         except VolumeError as error:  # serving goes on, and the next start checks again
             if not self._is_told:
                 self._served.report.warning("abilities", error.message)

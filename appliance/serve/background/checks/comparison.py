@@ -78,7 +78,7 @@ class Comparison:
         if plan is None:
             return None
         if self._is_open(plan):
-            with self._served.store.tuning(self._served.key) as is_ours:
+            async with self._served.measuring() as is_ours:
                 if not is_ours:
                     return None
                 await self._compare(plan)
