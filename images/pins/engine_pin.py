@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import requests
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from images import docker
 from images.errors import BuildError, MatrixError, VerificationError
 from images.matrix.matrix import LOCKS, MATRIX_FILE
 
@@ -31,7 +31,7 @@ TIMEOUT_S = 60.0
 UPDATE = re.compile(r"llama\.cpp@([0-9a-f]{7,40})")
 VERSION = re.compile(r"^set\(LLAMA_VERSION_(MAJOR|MINOR|PATCH)\s+(\d+)\)", re.MULTILINE)
 IS_DEV = re.compile(r"^option\(LLAMA_BUILD_IS_DEV\s.*\bON\)", re.MULTILINE)
-TAG = re.compile(r"^([0-9a-f]{40})\trefs/tags/b(\d+)$", re.MULTILINE)
+TAG = re.compile(r"([0-9a-f]{40})\trefs/tags/b(\d+)$")
 HUNK = re.compile(r"^(?:patching file (?P<file>.+)|(?P<failed>\d+) out of \d+ hunks? (?:FAILED|ignored).*)$")
 BLOCK = r"^  {engine}:\n((?:    .*\n|\s*\n|  #.*\n)*)"
 
@@ -151,18 +151,13 @@ def read(release: Release, folder: Path, repository: str) -> Pin:
 
 def _tag_of(commit: str, repository: str) -> tuple[int, str]:
     """Asks upstream for the tag bNNNN of a commit. Returns the number and the whole commit."""
-    argv = ("git", "ls-remote", "--tags", repository)
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        message = f"{repository} cannot be asked for its tags: {error}"
-        raise BuildError(message) from error
-    if done.returncode != 0:
-        message = f"{repository} cannot be asked for its tags: {' '.join(done.stderr.split())}"
+    done = docker.capture(("git", "ls-remote", "--tags", repository), cwd=Path.cwd(), timeout_s=TIMEOUT_S)
+    if done.code != 0:
+        message = f"{repository} cannot be asked for its tags: {' '.join(done.lines)}"
         raise BuildError(message, hint="--repository takes a mirror or a clone of it")
-    for whole, number in TAG.findall(done.stdout):
-        if whole.startswith(commit):
-            return int(number), whole
+    for line in done.lines:
+        if (found := TAG.match(line)) and found[1].startswith(commit):
+            return int(found[2]), found[1]
     message = f"no tag of {repository} is of the commit that the release carries: {commit}"
     raise BuildError(message, hint=f"set version, build and commit in {MATRIX_FILE} by hand")
 
@@ -174,23 +169,18 @@ def try_patches(root: Path, patches: Sequence[str], source: Path) -> list[Trial]
 
 
 def _try(root: Path, patch: str, source: Path) -> Trial:
-    argv = ("patch", "-d", str(source), "-p1", "--forward", "--batch", "--reject-file=-")
-    try:
-        with (root / patch).open("rb") as file:
-            done = subprocess.run(argv, stdin=file, capture_output=True, check=False)
-    except OSError as error:
-        message = f"{patch} cannot be tried: {error}"
-        raise BuildError(message, hint="apt-get install patch") from error
+    words = ("-p1", "--forward", "--batch", "--reject-file=-", "--input", str(root / patch))
+    done = docker.capture(("patch", "-d", str(source), *words), cwd=root)
     missed: dict[str, int] = {}
     last = patch
-    for line in done.stdout.decode(errors="replace").splitlines():
+    for line in done.lines:
         if found := HUNK.match(line):
             last = found["file"] or last
             if found["failed"]:
                 missed[last] = int(found["failed"])
-    if done.returncode != 0 and not missed:  # a file that is gone, or another word of `patch`
+    if done.code != 0 and not missed:  # a file that is gone, or another word of `patch`
         missed[last] = 1
-    return Trial(patch=Path(patch).stem, missed=missed if done.returncode else {})
+    return Trial(patch=Path(patch).stem, missed=missed if done.code else {})
 
 
 def write(root: Path, lock: str, distribution: str, pin: Pin, *, was: str) -> None:
