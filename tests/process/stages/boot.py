@@ -24,11 +24,10 @@ import numpy as np
 
 from appliance.image_facts import CpuVariant, EngineFacts, dump_facts, parse_engine_facts
 from tests.builders import IMAGE
+from tests.fakes.quick import program
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
-FAKE = ROOT / "tests/fakes/fake_engine.py"
-KERNEL_CHECK = ROOT / "tests/fakes/fake_kernel_check.py"
 FLAGS = (
     *("--model", "--alias", "--host", "--fit", "--ctx-size", "--cache-type-k", "--cache-type-v", "--flash-attn"),
     *(
@@ -104,8 +103,7 @@ class Home:
         """Give the fake engine `knobs` at starts whose command line holds `where`, and none at others. The line ends
         with ` GGML_CPU_VARIANT=…` if the variable is set."""
         buffers = [word for line in BUFFERS for word in ("--log-line", line)]
-        # -I and -S: the fake starts in a third of the time.
-        run = shlex.join([sys.executable, "-I", "-S", str(FAKE), *buffers])
+        run = shlex.join([*program("fake_engine"), *buffers])
         script = f"""#!/bin/sh
 test "$*" = --list-devices && printf '%s\\n' {shlex.quote(self.devices)} && exit
 said="$*${{GGML_CPU_VARIANT:+ GGML_CPU_VARIANT=$GGML_CPU_VARIANT}}"
@@ -127,7 +125,7 @@ esac
 
     def set_kernel_check(self, *knobs: str) -> None:
         """A kernel check in the engine's folder; `checked` tells of its runs."""
-        argv = [sys.executable, "-I", "-S", str(KERNEL_CHECK), "--asked", str(self.folder / "checks"), *knobs]
+        argv = [*program("fake_kernel_check"), "--asked", str(self.folder / "checks"), *knobs]
         path = self.folder / "engine/kernel-check"
         path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n')
         path.chmod(0o755)
@@ -158,7 +156,7 @@ esac
             **settings,
         }
         variables = {f"APPLIANCE_{name.upper()}": value for name, value in found.items()}
-        own = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        own = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder)}
         return {**own, **self.variables, **variables}
 
     def command(self, *words: str, beside: Serving | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
