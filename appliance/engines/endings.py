@@ -66,7 +66,8 @@ Judged = tuple[type[FatalError], str, str | None]
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """One meaning of a log line. `words` are the alternative wordings; all regular expressions of a wording must occur.
-    They are compiled when a line is looked at, which few starts do. `source` names the code that prints them. A rule with `is_vague` decides only if no other rule matches any line."""
+    They are compiled when a line is looked at, which few starts do. `source` names the code that prints them. A rule
+    with `is_vague` decides only if no other rule matches any line."""
 
     name: str
     kind: type[FatalError]

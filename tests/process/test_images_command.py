@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.process.stages.made_once import made_once
+
 PROJECT = Path(__file__).parents[2]
 
 
@@ -22,7 +24,10 @@ def project() -> Path:
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project in which everything was rendered; a test takes a copy of it."""
-    folder = tmp_path_factory.mktemp("rendered")
+    return made_once(tmp_path_factory, "rendered", _render)
+
+
+def _render(folder: Path) -> Path:
     _copy(PROJECT, folder)
     assert _run(folder, "render").returncode == 0
     return folder

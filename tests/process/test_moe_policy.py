@@ -7,12 +7,14 @@ import random
 import shutil
 import subprocess
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from appliance.moe.cache import GUARD_TOKENS, Decision, Rule, Upload, layer_caches
 from appliance.moe.cost import Cost, Rates
+from tests.process.stages.made_once import made_once
 from tests.unit.moe.routing import DESKTOP, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +43,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("policy")
+    return made_once(tmp_path_factory, "policy", partial(build, compiler))
+
+
+def build(compiler: str, folder: Path) -> Path:
     patch = PATCH.read_text(encoding="utf-8")
     for name in ("llama-moe-policy.h", "llama-moe-policy.cpp"):
         (folder / name).write_text(added_file(patch, f"src/{name}"), encoding="utf-8")
