@@ -7,9 +7,8 @@ client's path ever reaches the engine, so `//slots`, `%2e%2e/props` or a trailin
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
-
-from appliance.values import dataclass
 
 Dialect = Literal["openai", "anthropic", "ollama"]
 """The API whose format errors inside a stream use, so that the SDK of that API recognizes them."""
