@@ -5,13 +5,15 @@ there.
     python3 -m benchmarks.court simulate series.json [--courts 200]
     python3 -m benchmarks.court real --engine DIR --model FILE [--courts 20] [--limit-s 150]
     python3 -m benchmarks.court answers --engine DIR --model FILE
+    python3 -m benchmarks.court builds --engine NEW --against OLD --model FILE
 
 `record` does the same pass again and again on one llama-server, and notes what else the machine did. `simulate` draws
 stretches of such a series, in which the times that would be the new build's are longer by what is planted; and the same
 with made-up noise. `real` starts two servers for each court: the second one is stopped for 5 ms in every 100 ms, which
 makes it 1 / 0.95 times as slow, or is left alone. Courts take turns: one with the plant, one without; each
 begins when nothing else has worked for five seconds.
-`answers` shows how far right builds differ in their answers: other kernels, another type of the KV cache.
+`answers` shows how far right builds differ in their answers: other kernels, another type of the KV cache. `builds`
+compares two engines once, whatever else works, and prints by how much the new one is slower.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ def main() -> int:
         json.dump(_record(options), sys.stdout)
     elif options.verb == "answers":
         _answers(options)
+    elif options.verb == "builds":
+        print(f"new against old, more is slower: {_heard(options, options.against)[1]}")
     else:
         _real(options)
     return 0
@@ -84,9 +88,19 @@ def main() -> int:
 
 
 @contextmanager
-def _served(options: argparse.Namespace, *words: str, planted: float = 0.0) -> Iterator[tuple[Build, int]]:
+def _served(
+    options: argparse.Namespace, *words: str, planted: float = 0.0, engine: Path | None = None
+) -> Iterator[tuple[Build, int]]:
     port = free_port()
-    argv = [str(options.engine / "llama-server"), "-m", str(options.model), "--port", str(port), "-c", "4096"]
+    argv = [
+        str((engine or options.engine) / "llama-server"),
+        "-m",
+        str(options.model),
+        "--port",
+        str(port),
+        "-c",
+        "4096",
+    ]
     argv += ["-np", "1", "-t", str(len(os.sched_getaffinity(0))), *words]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         ends = threading.Event()
@@ -150,23 +164,26 @@ def _real(options: argparse.Namespace) -> None:
     for number in range(options.courts):
         for planted in counts:
             _wait_until_quiet()
-            with ExitStack() as stack:
-                old, old_pid = stack.enter_context(_served(options))
-                new, new_pid = stack.enter_context(_served(options, planted=planted))
-                sides = Beside(builds={Side.OLD: old, Side.NEW: new}, working=(str(old_pid), str(new_pid)))
-                hearing = Hearing(sides, MIX, limit_s=options.limit_s, sampler=_sample, tell=lambda _: None)
-                began = time.monotonic()
-                speeds = hearing.speeds(MIX)
-            counts[planted][speeds.verdict] += 1
-            figures = [
-                f"{each.what} {each.share:+.1%} ({each.low:+.1%} to {each.high:+.1%})" for each in speeds.slowdowns
-            ]
-            words = "; ".join([*figures, speeds.why] if speeds.why else figures)
-            took = f"{speeds.pairs} pairs, {time.monotonic() - began:.0f} s"
-            print(f"{number + 1} planted {planted:.0%}: {speeds.verdict}; {took}; {words}", flush=True)
+            verdict, words = _heard(options, options.engine, planted=planted)
+            counts[planted][verdict] += 1
+            print(f"{number + 1} planted {planted:.0%}: {words}", flush=True)
     print(f"{cpu_name()}, {os.cpu_count()} CPUs, load average {os.getloadavg()[1]:.1f}")
     for planted, found in counts.items():
         print(f"planted {planted:.0%}: {dict(found)}")
+
+
+def _heard(options: argparse.Namespace, old: Path, *, planted: float = 0.0) -> tuple[Verdict, str]:
+    """Hold court once on the engine of `old` and that of the options. Return the verdict and a line."""
+    with ExitStack() as stack:
+        first, first_pid = stack.enter_context(_served(options, engine=old))
+        second, second_pid = stack.enter_context(_served(options, planted=planted))
+        sides = Beside(builds={Side.OLD: first, Side.NEW: second}, working=(str(first_pid), str(second_pid)))
+        hearing = Hearing(sides, MIX, limit_s=options.limit_s, sampler=_sample, tell=lambda _: None)
+        began = time.monotonic()
+        speeds = hearing.speeds(MIX)
+    figures = [f"{each.what} {each.share:+.1%} ({each.low:+.1%} to {each.high:+.1%})" for each in speeds.slowdowns]
+    took = f"{speeds.pairs} pairs, {time.monotonic() - began:.0f} s"
+    return speeds.verdict, "; ".join([str(speeds.verdict), took, *figures, *([speeds.why] if speeds.why else [])])
 
 
 def _wait_until_quiet() -> None:
@@ -249,14 +266,17 @@ def _parse() -> argparse.Namespace:
     simulate = verbs.add_parser("simulate")
     simulate.add_argument("series", type=Path)
     simulate.add_argument("--courts", type=int, default=200)
-    for name in ("record", "real", "answers"):
+    for name in ("record", "real", "answers", "builds"):
         verb = verbs.add_parser(name)
         verb.add_argument("--engine", type=Path, required=True)
         verb.add_argument("--model", type=Path, required=True)
         if name == "record":
             verb.add_argument("--minutes", type=float, default=5.0)
+        if name == "builds":
+            verb.add_argument("--against", type=Path, required=True)
         if name == "real":
             verb.add_argument("--courts", type=int, default=20)
+        if name in ("real", "builds"):
             verb.add_argument("--limit-s", type=float, default=COURT_S)
     return parser.parse_args()
 

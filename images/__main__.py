@@ -34,6 +34,7 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "explain": ("show.explain", "say why a cell exists, cannot exist or is not built, with the sources"),
     "select": ("show.select", "print the image for this machine, or for a described one; the reason is on stderr"),
     "lock": ("write.lock", "write images/locks/*.txt from *.in; nothing else writes them"),
+    "pin": ("write.pin", "move llama.cpp to a newer release, or say which patches do not apply to it"),
     "fetch": ("write.fetch", "download the weights of images/models/NAME.yaml"),
 })  # fmt: skip
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell says of a program that SIGINT or SIGPIPE ended

@@ -283,11 +283,15 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
             raise explain_failure(job.cell, finished.lines)
         refuse_moved(root, job)
         digest = manifest_digest(job.archive)
+        with oci.opened(job.archive) as tar:
+            compressed_bytes = oci.compressed_bytes(oci.manifest_of(tar))
         engine.load(job.archive)
     finally:
         job.archive.unlink(missing_ok=True)
     kept = sealed.kept_stages if sealed.files_sha256 else finished.kept_stages
-    took = timing.Took(digest=digest, seconds=round(time.monotonic() - began_s), kept=kept)
+    took = timing.Took(
+        digest=digest, seconds=round(time.monotonic() - began_s), kept=kept, compressed_bytes=compressed_bytes
+    )
     timing.save(job.archive.parent, job.build_id, took)
     return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=digest, is_reused=False)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from images.choice import gpus, select
 from images.choice.gpus import Gpu
-from images.choice.proofs import Record, State
+from images.choice.proofs import Proof, Record, State
 from images.matrix import compat, render
 from images.matrix.matrix import Matrix, Platform
 
 PAGE = Path("docs/cards.md")
+CPU_CELL = "llama-cpu"
 PLATFORMS: tuple[Platform, ...] = ("linux/amd64", "linux/arm64")
 # A card of the same chip in other clothes: its name says nothing more.
 VARIANT = re.compile(r" (Mobile|Max-Q|Refresh|TDP|TU\d|GA\d|AD\d|GB\d|[\d.]+W\b|GDDR|Embedded|Engineering|PCIe|SXM)")
@@ -33,11 +34,11 @@ For another machine, say what it has: `python3 -m images select --driver 570.124
 
 An image holds machine code for one or two GPU generations, whose number is called SM or compute capability. A driver must be
 at least as new as the table says; the driver's version is on top of what `nvidia-smi` prints. **Without an NVIDIA GPU** the
-image is `llama-cpu`. Which images were built and checked so far stands under *proven*; the others are built on your machine by
+image is `llama-cpu`{cpu_size}. Which images were built and checked so far stands under *proven*, with their *size*; the others are built on your machine by
 `make up`, half an hour on two cores, and no GPU has run any of them yet ([figures](figures.md)).
 
-| SM | machine | driver | image | proven |
-|---|---|---|---|---|
+| SM | machine | driver | image | proven | size |
+|---|---|---|---|---|---|
 """
 NOTES = """
 Two generations in one machine: `llama-cu130-sm86-sm120` serves an RTX 30 or 40 beside an RTX 50, from driver 580 on; any other pair is
@@ -57,7 +58,9 @@ Laptop and special editions of a name have the chip of the name, but for a few t
 def page(matrix: Matrix, record: Record) -> str:
     rows = (row for sm in _numbers(matrix) for platform in PLATFORMS for row in _rows(matrix, sm, platform, record))
     names = (f"| {sm} | {', '.join(_names(sm))} |" for sm in _numbers(matrix) if _names(sm))
-    return "".join((HEAD.format(command=render.RENDER_COMMAND), _lines(rows), NOTES, _lines(names)))
+    cpu = _size(record.proofs.get((CPU_CELL, PLATFORMS[0])))
+    head = HEAD.format(command=render.RENDER_COMMAND, cpu_size=f" ({cpu})" if cpu else "")
+    return "".join((head, _lines(rows), NOTES, _lines(names)))
 
 
 def _lines(rows: Iterable[str]) -> str:
@@ -82,13 +85,30 @@ def _rows(matrix: Matrix, sm: str, platform: Platform, record: Record) -> Iterat
         machine = select.Machine(platform=platform, gpus=(Gpu(name=f"SM {sm}", sm=sm),), driver=driver)
         choice = select.choose(matrix, machine, record=record)
         if choice.cell != last:
-            yield f"| {sm} | {platform.partition('/')[2]} | {driver} or newer | `{choice.cell}` | {_proven(choice.state)} |"
+            size = _size(record.proofs.get((choice.cell, platform)))
+            words = (
+                sm,
+                platform.partition("/")[2],
+                f"{driver} or newer",
+                f"`{choice.cell}`",
+                _proven(choice.state),
+                size,
+            )
+            yield f"| {' | '.join(words)} |"
         last = choice.cell
 
 
 def _proven(state: State) -> str:
     """Tells if the cell was proven. A build with a substitute toolkit does not count."""
     return {"proven": "yes", "substitute toolkit": "no, built with a substitute toolkit"}.get(state, "no")
+
+
+def _size(proof: Proof | None) -> str:
+    """Tells what a built image takes: its files, and what a registry sends where the build kept it."""
+    if proof is None or proof.size_mib is None:
+        return ""
+    sent = f", {proof.compressed_bytes / 1e6:.0f} MB to download" if proof.compressed_bytes else ""
+    return f"{proof.size_mib:,} MiB{sent}"
 
 
 def _version(text: str) -> tuple[int, ...]:

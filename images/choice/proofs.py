@@ -30,6 +30,7 @@ HEADER = """\
 # digest_reproducible: true where every stage was built for this image; false where the builder had kept stages of
 # earlier builds, with their times: a build of that commit then gives another digest.
 # build_seconds: of a build by this project's command, without the stages `kept`, which the builder had done before.
+# size_mib: of its files; compressed_bytes: what a registry sends, left out where an older build did not keep it.
 # base, toolkit: what stood for the matrix's, with its digest; a row with a toolkit proves no cell.
 """
 NOT_KNOWN = "not known"
@@ -56,6 +57,7 @@ class Proof(Row):
     date: date
     machine: Text | None
     size_mib: Annotated[int, Field(gt=0, strict=True)] | None
+    compressed_bytes: Annotated[int, Field(gt=0, strict=True)] | None = None
     ran: Annotated[tuple[Text, ...], Field(min_length=1)]
     digest_reproducible: bool | None
     build_seconds: Annotated[int, Field(ge=0, strict=True)] | None = None
@@ -170,6 +172,7 @@ def of_checks(
         date=today,
         machine=machine,
         size_mib=int(size[1]) if size else None,
+        compressed_bytes=took.compressed_bytes if took else None,
         ran=(f"verify, {len(said)} checks", *others),
         digest_reproducible=_is_reproducible(took, is_locked=is_locked),
         build_seconds=took.seconds if took else None,

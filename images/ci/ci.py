@@ -28,10 +28,14 @@ IsLocked = Callable[[Cell, Platform], bool]
 
 
 def jobs_file(cells: Iterable[Cell], is_locked: IsLocked = lambda cell, platform: True) -> str:
-    """Returns the text of .github/images.json. A platform without a Debian lock is left out: it could only fail."""
+    """Returns the text of .github/images.json.
+
+    A platform without a Debian lock is left out: it could only fail. A cell that no runner of the forge can hold is
+    under `large`; the workflow builds those on the runner that the repository's variable LARGE_RUNNER names.
+    """
     known = tuple(cells)
     too_big = {cell.id: _why_too_big(cell) for cell in known if space.total_mib(cell) > RUNNER_MIB + FREED_MIB}
-    ready = [cell for cell in known if not cell.unresolved and cell.id not in too_big]
+    ready = [cell for cell in known if not cell.unresolved]
     locked = [replace(cell, platforms=tuple(p for p in cell.platforms if is_locked(cell, p))) for cell in ready]
     unlocked = {
         f"{cell.id} {platform}": f"no Debian lock of {cell.base.image}: {debian.LOCK_COMMAND} --platform {platform}"
@@ -41,7 +45,8 @@ def jobs_file(cells: Iterable[Cell], is_locked: IsLocked = lambda cell, platform
     }
     made = {
         "//": f"DO NOT EDIT. Made from build_matrix.yaml and images/ci/ci.py by: {render.RENDER_COMMAND}",
-        "cells": [job(cell) for cell in locked if cell.platforms],
+        "cells": [job(cell) for cell in locked if cell.platforms and cell.id not in too_big],
+        "large": [job(cell) for cell in locked if cell.platforms and cell.id in too_big],
         "left_out": {cell.id: _why(cell) for cell in known if cell.unresolved} | too_big | unlocked,
     }
     return json.dumps(made, indent=2) + "\n"
@@ -61,7 +66,8 @@ def job(cell: Cell) -> dict[str, object]:
 
 
 def _why_too_big(cell: Cell) -> str:
-    return f"needs {space.total_mib(cell)} MiB, a runner has {RUNNER_MIB} and {FREED_MIB} more when it is cleared"
+    room = f"needs {space.total_mib(cell)} MiB, a runner has {RUNNER_MIB} and {FREED_MIB} more when it is cleared"
+    return f"{room}; the variable LARGE_RUNNER names one that has enough"
 
 
 def _why(cell: Cell) -> str:

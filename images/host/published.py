@@ -11,7 +11,7 @@ from pydantic import Field
 
 from images import docker, rows
 from images.errors import BuildError, MatrixError, near_miss
-from images.layers.oci import platform_manifests
+from images.layers.oci import compressed_bytes, platform_manifests
 from images.rows import Row
 
 FILE = Path("images/published.yaml")
@@ -54,8 +54,9 @@ def ask(root: Path, registry: str, cell: str, recipe: str | None) -> Published:
     documents = (
         [top] if manifests is None else [_document(root, f"{repository}@{each['digest']}") for each in manifests]
     )
-    sizes = [sum(int(part["size"]) for part in (each["config"], *each["layers"])) for each in documents]
-    return Published(cell=cell, recipe=recipe, image=image, digest=digest, compressed_bytes=max(sizes))
+    return Published(
+        cell=cell, recipe=recipe, image=image, digest=digest, compressed_bytes=max(map(compressed_bytes, documents))
+    )
 
 
 def merged(old: Iterable[Published], new: Sequence[Published]) -> tuple[Published, ...]:

@@ -67,6 +67,11 @@ def manifest_of(tar: tarfile.TarFile, platform: str | None = None) -> dict[str, 
     return json_blob(tar, read(tar, platform).manifest)
 
 
+def compressed_bytes(document: Mapping[str, Any]) -> int:
+    """Returns what a registry sends for a platform's manifest: the bytes of its configuration and its layers."""
+    return sum(int(part["size"]) for part in (document["config"], *document["layers"]))
+
+
 def json_blob(tar: tarfile.TarFile, digest: str) -> dict[str, Any]:
     return json_file(tar, blob(digest))
 

@@ -1,4 +1,4 @@
-"""Durations of builds, for `verify --record`: .make/images/<build id>.took.json.
+"""Duration and compressed size of builds, for `verify --record`: .make/images/<build id>.took.json.
 
 A cached command takes no time, so stages with cached commands are named.
 """
@@ -16,6 +16,7 @@ class Took:
     digest: str  # of the image
     seconds: int  # seconds of all steps after the package check, of export and loading
     kept: tuple[str, ...]  # stages with a cached RUN
+    compressed_bytes: int | None = None  # of its layers and configuration, which is what a registry sends
 
 
 _TOOK = TypeAdapter(Took)

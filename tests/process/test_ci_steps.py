@@ -29,7 +29,7 @@ PUSHED = f"registry.example/appliance:llama-cpu-amd64@{DIGEST}"
 RECORDER = f"""#!/bin/sh
 printf '%s' "${{0##*/}}" >> "$CALLS"; printf ' %s' "$@" >> "$CALLS"; echo >> "$CALLS"
 case "${{0##*/}} $*" in
-  'git diff --cached --quiet') exit 1 ;;
+  'git diff --cached --quiet' | 'git diff --quiet') exit 1 ;;
   'gh pr list '*) echo 0 ;;
   'docker buildx imagetools inspect '*) echo '{{"digest": "{DIGEST}"}}' ;;
   *'images list --json') echo '[{{"base": "debian:bookworm-slim"}}, {{"base": "debian:trixie-slim"}}]' ;;
@@ -37,8 +37,11 @@ case "${{0##*/}} $*" in
 esac
 """
 WORLD = ("docker", "gh", "git", "make", "sudo")  # and the project's Python
+PUSHES = "github.event_name != 'pull_request' && vars.REGISTRY || ''"
 # What the forge would put in the place of an expression, for a job of one cell that is pushed.
 VALUES = {
+    "github.event.pull_request.base.sha": "",
+    PUSHES: "registry.example/appliance",
     "github.ref": "refs/heads/main",
     "github.repository": "team/appliance",
     "github.server_url": "https://git.example",
@@ -51,6 +54,7 @@ VALUES = {
     "needs.build.outputs.arm64": "",
     "needs.list.outputs.cells": '[{"cell": "llama-cpu"}]',
     "needs.list.outputs.models": "demo qwen",
+    "vars.LARGE_RUNNER": "",
     "vars.REGISTRY": "registry.example/appliance",
 }
 
@@ -138,12 +142,38 @@ def test_a_cell_is_built_gated_and_pushed(place: Place) -> None:
 
 
 def test_without_a_registry_nothing_leaves_the_runner(place: Place) -> None:
-    place.values["vars.REGISTRY"] = ""
+    place.values.update(dict.fromkeys(("vars.REGISTRY", PUSHES), ""))
     steps = job("image/build")
-    assert {steps[name].condition for name in ("Log in", "Push")} == {"vars.REGISTRY != ''"}
+    assert {steps[name].condition for name in ("Log in", "Push")} == {"env.REGISTRY != ''"}
     for name in ("Build", "Gate"):
         assert place.run(steps[name]).returncode == 0
     assert "--cache-from" not in " ".join(place.lines("calls"))
+
+
+def test_a_pull_request_reads_the_cache_and_writes_none(place: Place) -> None:
+    place.values[PUSHES] = ""
+    assert place.run(job("image/build")["Build"]).returncode == 0
+    (words,) = asked(place.lines("calls"))
+    assert words[4:6] == ["--cache-from", "type=registry,ref=registry.example/appliance-cache:llama-cpu-amd64"]
+    assert "--cache-to" not in words
+
+
+@pytest.mark.parametrize(
+    ("touched", "cells"),
+    [
+        (["llama-cpu"], ["llama-cpu"]),
+        (["llama-cu130-sm90", "llama-cu130-sm86", "vllm-cpu"], ["llama-cu130-sm86", "vllm-cpu"]),
+        (["gone"], []),
+    ],
+)
+def test_a_pull_request_builds_the_cells_that_it_touches(place: Place, touched: list[str], cells: list[str]) -> None:
+    place.values.update({"inputs.only || '.*'": ".*", "github.event.pull_request.base.sha": "a1b2c3"})
+    lines = "".join(f"images/rendered/{name}/Dockerfile\n" for name in touched)
+    (place.folder / "bin/git").write_text(f"#!/bin/sh\nprintf '{lines}'\n", "utf-8")
+    done = place.run(job("images/list")["List cells"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(place.lines("output")[0].removeprefix("cells="))
+    assert [each["cell"] for each in found] == cells
 
 
 @pytest.mark.parametrize(("kind", "name", "more"), [("branch", "main", ()), ("tag", "v1.2", (":1.2-llama-cpu",))])
@@ -185,6 +215,17 @@ def test_the_cells_of_a_run_are_chosen_by_name(place: Place) -> None:
     assert (done.returncode, done.stderr.strip()) == (2, "no cell matches: no-such")
 
 
+@pytest.mark.parametrize("label", ["", "big-disk"])
+def test_a_cell_that_needs_a_larger_runner_is_built_where_one_is_named(place: Place, label: str) -> None:
+    place.values.update({"inputs.only || '.*'": "vllm-.*", "vars.LARGE_RUNNER": label})
+    ran(place, "images/list")
+    cells = {each["cell"]: each for each in json.loads(place.lines("output")[0].removeprefix("cells="))}
+    assert set(cells) == {"vllm-cpu", "vllm-cu130"} if label else {"vllm-cpu"}
+    runners = {name: {each["runner"] for each in cell["platforms"]} for name, cell in cells.items()}
+    assert runners["vllm-cpu"] == {"ubuntu-24.04"}
+    assert runners.get("vllm-cu130") == ({label} if label else None)
+
+
 def test_without_a_choice_the_images_of_all_recipes_are_pushed(place: Place) -> None:
     place.values["inputs.models"] = ""
     shutil.copytree(ROOT / "images/models", place.folder / "images/models")
@@ -222,6 +263,26 @@ def test_wheels_are_held_to_their_index_before_newer_ones_are_proposed(place: Pl
     assert "--head wheel-locks --title Wheels, refreshed" in proposed
     (place.folder / ".venv/bin/python").write_text("#!/bin/sh\necho stranger; exit 61\n", "utf-8")
     assert place.run(job("lock/wheels")["Hold"]).returncode == 61
+
+
+def test_a_newer_engine_is_proposed_with_its_facts_plans_and_figures(place: Place) -> None:
+    (place.folder / ".make/before").mkdir(parents=True)
+    calls = ran(place, "lock/engine")
+    before = ["build", "--only", "llama-cpu", "--locked", "--tag", "before:engine"]
+    gated = [before[:4], ["verify", "--only", "llama-cpu", "--record"]]
+    assert asked(calls) == [["pin"], ["render"], *gated, ["render"], before, ["fetch", "demo"]]
+    for words in asked(calls)[1:]:
+        assert command.main([*words, "--dry-run"]) == 0
+    assert [words.split()[2] for words in calls if words.startswith("python -m") and "images" not in words] == [
+        "tests.golden.printed",
+        "tests.golden.plans",
+        "benchmarks.court",
+    ]
+    assert place.lines("output") == ["is_new=yes"]
+    assert next(line for line in calls if line.startswith("git push")).endswith("HEAD:refs/heads/engine-pin")
+    # A patch that does not apply ends the job before anything is built.
+    (place.folder / ".venv/bin/python").write_text("#!/bin/sh\necho a patch; exit 61\n", "utf-8")
+    assert place.run(job("lock/engine")["Pin"]).returncode == 61
 
 
 def test_a_step_that_fails_ends_its_job(place: Place) -> None:

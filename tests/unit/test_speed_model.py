@@ -178,6 +178,39 @@ def test_attention_of_cores_takes_longer_with_the_prompt() -> None:
     assert rounded.prefill_depth_us > 5 * costs.prefill_depth_us
 
 
+ARM, AVX2, AVX512 = ("asimd", "asimddp", "i8mm"), ("avx2",), ("avx2", "avx512f", "avx512_vnni", "avx512vbmi")
+
+
+@pytest.mark.parametrize(
+    ("type_name", "isa", "has_many"),
+    [
+        ("Q2_K", ARM, False),
+        ("Q2_K", AVX512, True),
+        ("Q6_K", ARM, True),
+        ("Q6_K", AVX512, False),
+        ("Q6_K", (*AVX512, "amx_int8"), True),
+        ("Q4_K", ARM, True),
+        ("Q4_K", AVX2, True),
+        ("Q4_K", (), False),
+        ("IQ3_S", (*AVX512, "amx_int8"), False),
+    ],
+)
+def test_types_without_kernels_for_many_tokens_on_these_cores_go_token_by_token(
+    type_name: str, isa: tuple[str, ...], has_many: bool
+) -> None:
+    """Decode of such a type is bound by arithmetic too where the memory is fast."""
+    model = describe_shape(PUBLISHED["llama-3.1-8b"], Path("8b.gguf"), type_name)
+    layer = layers_of(model)[0]
+    slow, fast = (
+        Roofline(model=model, kv_type="f16", ubatch=512, dram_gb_s=gb_s, cpu=cpu_rates(isa, 4, gb_s)).on_cpu(layer)
+        for gb_s in (2.0, 10_000.0)
+    )
+    assert fast.cpu_ms < slow.cpu_ms
+    is_bound = fast.cpu_ms > 4 * slow.cpu_ms * 2.0 / 10_000.0
+    assert is_bound is not has_many
+    assert (fast.cpu_prefill_ms == fast.cpu_ms) is not has_many
+
+
 def test_a_card_of_unknown_size_is_predicted_from_its_bandwidth() -> None:
     known, unknown = card_rates(A100, 2039.0), card_rates(replace(A100, sm_count=None), 2039.0)
     assert unknown.tflops == pytest.approx(known.tflops, rel=0.3)

@@ -169,11 +169,11 @@ def test_how_long_a_build_took_and_what_stood_for_the_pinned_is_written(cell: Ce
         commit="f" * 40,
         today=date(2026, 11, 22),
         machine="2 CPUs, no GPU",
-        took=timing.Took(digest=DIGEST, seconds=2214, kept=("base", "compile")),
+        took=timing.Took(digest=DIGEST, seconds=2214, kept=("base", "compile"), compressed_bytes=99_500_000),
         base=f"debian:bookworm-slim {DIGEST}",
     )
     assert proofs.parse(yaml.safe_load(proofs.dump([row])), PLATFORMS) == {("llama-cpu", "linux/amd64"): row}
-    assert (row.state, row.digest_reproducible) == ("proven", False)
+    assert (row.state, row.digest_reproducible, row.compressed_bytes) == ("proven", False, 99_500_000)
     assert (
         f" on debian:bookworm-slim {DIGEST} in place of the pinned base in 37 min (base, compile done before)"
         in str(row)

@@ -289,7 +289,18 @@ def test_a_build_with_a_substitute_toolkit_counts_as_rendered() -> None:
     choice = select.choose(LOADED, _machine("H100", driver="570.124.06"), record=record)
     assert (choice.cell, choice.state) == ("llama-cu128-sm90", "substitute toolkit")
     page = cards.page(LOADED, record)
-    assert "`llama-cu128-sm90` | no, built with a substitute toolkit |" in page
+    assert "`llama-cu128-sm90` | no, built with a substitute toolkit | 852 MiB |" in page
+
+
+def test_the_page_of_cards_says_what_an_image_takes_and_what_is_not_known() -> None:
+    rows = [
+        PROVEN.model_copy(update={"cell": "llama-cu130-sm90", "compressed_bytes": 407_600_000}),
+        PROVEN.model_copy(update={"cell": "llama-cpu", "size_mib": 281, "compressed_bytes": 99_500_000}),
+    ]
+    page = cards.page(LOADED, Record(proofs={(row.cell, row.platform): row for row in rows}))
+    assert "`llama-cu130-sm90` | yes | 852 MiB, 408 MB to download |" in page
+    assert "image is `llama-cpu` (281 MiB, 100 MB to download)." in page
+    assert "`llama-cu130-sm80` | no |  |" in page
 
 
 def test_a_proven_cell_of_two_chips_takes_no_machine_of_one() -> None:

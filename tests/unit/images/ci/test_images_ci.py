@@ -101,7 +101,9 @@ def test_a_job_that_cannot_fit_is_not_scheduled_and_says_so(cell: Cell) -> None:
     assert [ci.job(each)["free_disk"] for each in sized[:2]] == [False, True]
     made = json.loads(ci.jobs_file([sized[2]]))
     assert made["cells"] == []
+    assert [each["cell"] for each in made["large"]] == [cell.id]
     assert made["left_out"][cell.id].startswith(f"needs {needed[2]} MiB, a runner has {ci.RUNNER_MIB} and ")
+    assert "LARGE_RUNNER" in made["left_out"][cell.id]
 
 
 def test_images_are_tagged_by_cell_day_and_version_and_signed_without_a_key(project: Path) -> None:
@@ -115,7 +117,8 @@ def test_images_are_tagged_by_cell_day_and_version_and_signed_without_a_key(proj
     assert signed["subject-digest"] == "${{ steps.merge.outputs.digest }}"
     assert signed["push-to-registry"] is True
     caches = re.findall(r"ref=(\S+?)[,\"]", text)
-    assert set(caches) == {"${REGISTRY}-cache:${CELL}-${ARCH}"}  # no tag beside the images'
+    names = {f"${{{name}}}-cache:${{CELL}}-${{ARCH}}" for name in ("PUBLISHED", "REGISTRY")}
+    assert set(caches) == names  # no tag beside the images'
 
 
 def test_images_are_built_again_every_week_and_actions_are_kept_up(project: Path) -> None:
@@ -129,7 +132,11 @@ def test_images_are_built_again_every_week_and_actions_are_kept_up(project: Path
 
 @pytest.mark.parametrize(
     ("job", "verbs"),
-    [("propose", ["list", "lock", "lock", "lock", "render"]), ("wheels", ["lock", "lock", "render"])],
+    [
+        ("propose", ["list", "lock", "lock", "lock", "render"]),
+        ("wheels", ["lock", "lock", "render"]),
+        ("engine", ["pin", "render", "build", "verify", "render", "build", "fetch"]),
+    ],
 )
 def test_a_refreshed_lock_is_proposed_by_commands_that_exist(project: Path, job: str, verbs: list[str]) -> None:
     """The workflow also asks for the permissions that it needs to write."""

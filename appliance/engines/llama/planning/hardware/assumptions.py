@@ -92,10 +92,6 @@ LARGE_UBATCH_SHARE = Assumption(
     "XTX Qwen3-30B-A3B 1.12 to 1.51 (#24546)",
 )
 ATTENTION_SHARE = Assumption(value=0.75, source="of 16-bit products, what flash attention reaches: the same")
-UNPACKED_SHARE = Assumption(
-    value=0.5,
-    source="of a core's products, for types without kernels for many tokens: Ryzen 7950X, mozilla-ai/llamafile#394",
-)
 PREFILL_GAIN_CPU = Assumption(
     value=2.1, source="the same on a CPU: 247 tok/s of prefill at 116 of decode, two threads", is_measured=True
 )

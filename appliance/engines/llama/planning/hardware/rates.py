@@ -133,22 +133,26 @@ class CoreClass:
     gb_s: float  # stream of memory
     gflops: float  # matrix products
     attention_gflops: float  # attention, which no kernel computes in 8 bits
+    # A quantized row times one token. The kernels for types of less than 8 bits have registers of 256 bits on every x86
+    # (ggml-cpu/arch/x86/quants.c has no AVX-512 beside them), and of 128 on Arm: half of it.
+    dot_gflops: float = 55.0
     may_differ: bool = False  # True if some chips have such cores together with smaller ones
 
 
 # By an instruction that the serving kernels are compiled for; the first that they have decides.
 CORES: tuple[tuple[str, CoreClass], ...] = (
-    ("amx_int8", CoreClass(gb_s=12.7, gflops=300, attention_gflops=28)),
+    # The one figure of AMX was measured by this project: SmolLM2 at Q4_1, 1,080 tok/s of prefill on two cores.
+    ("amx_int8", CoreClass(gb_s=12.7, gflops=155, attention_gflops=28)),
     ("avx512vbmi", CoreClass(gb_s=12.7, gflops=118, attention_gflops=28)),  # Zen 4, Ice Lake and later
-    ("i8mm", CoreClass(gb_s=15.0, gflops=208, attention_gflops=20, may_differ=True)),
+    ("i8mm", CoreClass(gb_s=15.0, gflops=208, attention_gflops=20, dot_gflops=20, may_differ=True)),
     # Skylake-X and Cascade Lake: ten of them stay below half of what four channels stream
     ("avx512_vnni", CoreClass(gb_s=4.7, gflops=118, attention_gflops=28)),
     ("avx512f", CoreClass(gb_s=4.7, gflops=90, attention_gflops=28)),
     ("avx_vnni", CoreClass(gb_s=11.4, gflops=84, attention_gflops=39)),
     ("avx2", CoreClass(gb_s=8.1, gflops=51, attention_gflops=24)),
-    ("asimddp", CoreClass(gb_s=8.0, gflops=66, attention_gflops=20, may_differ=True)),
+    ("asimddp", CoreClass(gb_s=8.0, gflops=66, attention_gflops=20, dot_gflops=20, may_differ=True)),
 )
-PLAIN_CORE = CoreClass(gb_s=5.0, gflops=12, attention_gflops=8)  # a core with none of those instructions
+PLAIN_CORE = CoreClass(gb_s=5.0, gflops=12, attention_gflops=8, dot_gflops=12)  # a core with none of those instructions
 # By maker and part: cores of phones and laptops, whose rates replace those of the class, which is fitted to Neoverse.
 # Cortex-A720 begins two matrix products of 8 bits (SMMLA) in a cycle (Arm's Software Optimization Guide 109720, issue
 # 7.0, table 3-15), Neoverse V2 four (llvm/llvm-project 83d3aa0a7b15, AArch64SchedNeoverseV2.td, V2Wr_VMMA); a CP8180
@@ -173,6 +177,7 @@ class CpuRates:
     cores: int
     dram_gb_s: float  # bandwidth that kernels reach with enough cores
     core: CoreClass  # the fastest cores
+    isa: frozenset[str]  # instructions that the serving kernels are compiled for
     capacities: tuple[float, ...] = ()  # speed of each core relative to the fastest, the fastest first; empty: equal
     parts: int = PARTS  # parts of a matrix for each thread
     asked: int | None = None  # threads that the user set; None: the best number
@@ -195,6 +200,9 @@ class CpuRates:
 
     def tflops(self, threads: int) -> float:
         return self.core.gflops * self.worth(threads) / 1000
+
+    def dot_tflops(self, threads: int) -> float:
+        return min(self.core.dot_gflops, self.core.gflops) * self.worth(threads) / 1000
 
     def attention_tflops(self, threads: int) -> float:
         return self.core.attention_gflops * self.worth(threads) / 1000
@@ -228,4 +236,12 @@ def cpu_rates(
     core = next((found for name, found in CORES if name in isa), PLAIN_CORE)
     if beside := PARTS_BESIDE.get(part or ""):
         core = replace(beside, gflops=min(beside.gflops, core.gflops))
-    return CpuRates(cores=cores, dram_gb_s=dram_gb_s, core=core, capacities=capacities, parts=parts, asked=asked)
+    return CpuRates(
+        cores=cores,
+        dram_gb_s=dram_gb_s,
+        core=core,
+        isa=frozenset(isa),
+        capacities=capacities,
+        parts=parts,
+        asked=asked,
+    )

@@ -11,7 +11,7 @@ adds them up for the chat job, by which placements are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -38,8 +38,22 @@ HOP_MS = assumptions.HOP_US.value / 1000
 EXPERTS_HOP_MS = assumptions.EXPERTS_HOP_US.value / 1000
 CPU_LAYER_MS = assumptions.CPU_LAYER_US.value / 1000
 SIXTEEN_BITS = ("F16", "BF16", "F32")
-# Types that the CPU backend has kernels for to multiply many tokens: ggml-cpu's repack.cpp and llamafile/sgemm.cpp
-CPU_MANY = (*SIXTEEN_BITS, "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q2_K", "IQ4_NL", "MXFP4")
+# Types that the CPU backend multiplies with many tokens at once, and an instruction that this takes: ggml-cpu's
+# repack.cpp (ggml_repack_get_optimal_repack_type), llamafile/sgemm.cpp and amx/common.h of the pinned engine. All
+# others, and these without the instruction, are multiplied token by token.
+CPU_MANY: Mapping[str, tuple[str, ...]] = {
+    "Q8_0": ("avx2", "asimddp"),
+    "Q4_0": ("avx2", "asimddp"),
+    "Q4_1": ("amx_int8",),
+    "Q5_0": ("avx2",),
+    "Q4_K": ("avx2", "asimddp"),
+    "Q2_K": ("avx512f",),
+    "Q5_K": ("asimddp", "amx_int8"),
+    "Q6_K": ("asimddp", "amx_int8"),
+    "IQ4_XS": ("amx_int8",),
+    "IQ4_NL": ("avx2", "asimddp"),
+    "MXFP4": ("avx2", "asimddp"),
+}
 FULL_BATCH = 512  # tokens in a batch for which a card's `tflops` hold
 _STATE_FLOPS = 6  # for each element of a state (f32) and token: decay, read, correct, add, read out
 CPU_FIXED_MS = 0.2  # start of a token's kernels on a CPU one after the other, and sampling: chosen, not measured
@@ -121,12 +135,14 @@ class Roofline:
         if self.cpu is None:
             return costs
         flops = self._flops(layer.dense_bytes, is_bank=False) + self._flops(self._used(layer), is_bank=True)
-        kernels = 1.0 if self._quantization(bool(layer.expert_bytes)) in CPU_MANY else assumptions.UNPACKED_SHARE.value
-        multiplied = flops / (self.cpu.tflops(self.cpu.threads) * kernels * 1e9)
+        by_token = flops / (self.cpu.dot_tflops(self.cpu.threads) * 1e9)
+        has_many = _has_many(self._quantization(bool(layer.expert_bytes)), self.cpu.isa)
+        multiplied = flops / (self.cpu.tflops(self.cpu.threads) * 1e9) if has_many else by_token
         attended = self._attention_flops(layer) / (self.cpu.attention_tflops(self.cpu.threads) * 1e9)
         attended *= _rounded(self.kv_type)
         return replace(
             costs,
+            cpu_ms=costs.cpu_ms if has_many else max(costs.cpu_ms, by_token),
             cpu_prefill_ms=multiplied + attended * self._held(layer),
             prefill_depth_us=1000 * attended if self._grows(layer) else 0.0,
         )
@@ -380,6 +396,11 @@ def cache_on_cpu(values: float, kv_type: str) -> tuple[float, float]:
         return values * least, values * least
     exact = values * KV_BYTES["f16"]
     return exact * assumptions.ROUNDED_CACHE_DECODE.value, exact * assumptions.ROUNDED_CACHE_PREFILL.value
+
+
+def _has_many(type_name: str, isa: Collection[str]) -> bool:
+    """Return True if a CPU with these instructions multiplies weights of a type with many tokens at once."""
+    return type_name in SIXTEEN_BITS or any(name in isa for name in CPU_MANY.get(type_name, ()))
 
 
 def _rounded(kv_type: str) -> float:
