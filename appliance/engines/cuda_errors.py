@@ -9,8 +9,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 from appliance.errors import (
     DriverTooOldError,
     EngineLibraryError,
@@ -65,6 +63,8 @@ def find_cuda_error(words: str) -> CudaError | None:
 
 @cache
 def load_cuda_errors() -> tuple[CudaError, ...]:
+    import yaml  # here: only an engine that failed is looked up, and every start imports this module
+
     return tuple(
         CudaError(
             number=number, name=name, driver_name=driver, text=text, kind=GROUPS[group["is"]], remedy=group["remedy"]

@@ -65,18 +65,19 @@ Judged = tuple[type[FatalError], str, str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One meaning of a log line. `words` are the alternative wordings; all patterns of a wording must occur. `source`
-    names the code that prints them. A rule with `is_vague` decides only if no other rule matches any line."""
+    """One meaning of a log line. `words` are the alternative wordings; all regular expressions of a wording must occur.
+    They are compiled when a line is looked at, which few starts do. `source` names the code that prints them. A rule
+    with `is_vague` decides only if no other rule matches any line."""
 
     name: str
     kind: type[FatalError]
     remedy: str
-    words: tuple[tuple[re.Pattern[str], ...], ...]
+    words: tuple[tuple[str, ...], ...]
     source: str
     is_vague: bool = False
 
     def understands(self, text: str) -> bool:
-        return any(all(pattern.search(text) for pattern in wording) for wording in self.words)
+        return any(all(re.search(word, text) for word in wording) for wording in self.words)
 
 
 def rule(
@@ -88,8 +89,7 @@ def rule(
     is_vague: bool = False,
 ) -> Rule:
     wordings = tuple((each,) if isinstance(each, str) else each for each in words)
-    patterns = tuple(tuple(re.compile(word) for word in wording) for wording in wordings)
-    return Rule(name=name, kind=kind, remedy=remedy, words=patterns, source=source, is_vague=is_vague)
+    return Rule(name=name, kind=kind, remedy=remedy, words=wordings, source=source, is_vague=is_vague)
 
 
 def meaning(text: str, rules: Iterable[Rule], *, more: str = "", vague: bool = False) -> Rule | None:

@@ -4,18 +4,14 @@
 
 It binds at once (a stale socket file makes that fail), answers 503 until it is loaded, and leaves its socket file
 behind. Times of `--die-after` and `--segfault-after` count from readiness. `GET /fake/requests` tells
-what was received and is answered in every state. Only the standard library is used.
+what was received and is answered in every state. Only the standard library is used; `tests.fakes.quick` starts it.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import itertools
 import json
 import os
-import re
-import secrets
 import select
 import signal
 import socket
@@ -23,10 +19,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from socketserver import ThreadingMixIn, UnixStreamServer
-from typing import Any
+from types import SimpleNamespace
+
+from tests.fakes.quick.http import RequestHandler
+from tests.fakes.quick.knobs import Knobs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
 
 STARTED = time.monotonic()
 SECRET_TOKEN = 6  # a word of six characters, which a number of six digits is: this engine's tokens are lengths of words
@@ -88,13 +90,13 @@ class PromptDisk:
     """Prompts on disk as images/patches/llama-prompt-disk.patch keeps them, with words for tokens, and the latest
     prompt in memory. A prompt is saved at once, not when the engine is idle."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: SimpleNamespace) -> None:
         self.folder: Path | None = options.cache_disk if options.cache_disk_mib else None
         self.key = options.cache_disk_key
         self.secret = os.environ.get("LLAMA_CACHE_DISK_SECRET", "")
         self.held: list[str] = []
         self.counts: Counter[str] = Counter()
-        if self.folder and not re.fullmatch("[0-9a-f]{32}", self.secret):
+        if self.folder and not (len(self.secret) == 32 and set(self.secret) <= set("0123456789abcdef")):
             log("W", "prompt disk: off: LLAMA_CACHE_DISK_SECRET is not 32 hexadecimal digits")
             self.folder = None
         if self.folder:
@@ -135,7 +137,7 @@ class PromptDisk:
         self.held = words
         if not self.folder:
             return
-        name = f"{self.key}.{owner}.{secrets.token_hex(8)}"
+        name = f"{self.key}.{owner}.{os.urandom(8).hex()}"
         path = self.folder / f".{name}.tmp"
         with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             json.dump({"words": words, "sum": self.checksum(words)}, file)
@@ -144,6 +146,8 @@ class PromptDisk:
         log("I", f"srv  save: prompt disk: saved {len(words)} tokens, 0.1 MiB in 0.1 ms")
 
     def checksum(self, words: list[str]) -> str:
+        import hashlib  # slow to import, and few tests keep prompts
+
         return hashlib.sha256(json.dumps([self.secret, words]).encode()).hexdigest()
 
     def metrics(self) -> str:
@@ -160,7 +164,7 @@ RATES = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s", "other_ms", "cpu_fixed_ms", "gpu_
 class Experts:
     """Slots of experts and recorded routes, with the checks and files of llama-moe-split.patch."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: SimpleNamespace) -> None:
         """Raises ValueError in the engine's words."""
         self.options = options
         self.tokens = 0
@@ -214,7 +218,7 @@ class Engine(ThreadingMixIn, UnixStreamServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: SimpleNamespace) -> None:
         self.options = options
         self.ledger = Ledger()
         self.is_loaded = threading.Event()
@@ -231,37 +235,14 @@ class Engine(ThreadingMixIn, UnixStreamServer):
             log("E", f"srv  handle: {error!r}")
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(RequestHandler):
     server: Engine
-
-    def address_string(self) -> str:
-        return "unix"
 
     def log_message(self, format: str, *args: Any) -> None:
         if "/health" not in self.path and "/fake/" not in self.path:
             log("I", f"srv  log_server_r: {format % args}")
 
-    def do_GET(self) -> None:
-        self.dispatch(b"")
-
-    def do_POST(self) -> None:
-        self.dispatch(self.read_body())
-
-    do_DELETE = do_PUT = do_PATCH = do_POST  # noqa: N815 - the names that BaseHTTPRequestHandler wants
-    do_HEAD = do_OPTIONS = do_GET  # noqa: N815 - the names that BaseHTTPRequestHandler wants
-
-    def read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", "0")))
-        body = b""
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
-
-    def dispatch(self, body: bytes) -> None:
+    def answer(self, body: bytes) -> None:
         path = self.path.partition("?")[0]
         if path == "/fake/requests":
             return self.reply(200, self.server.ledger.snapshot())
@@ -522,7 +503,7 @@ def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
     }
 
 
-def drafts(options: argparse.Namespace, made: int, seed: int) -> tuple[float, int, int]:
+def drafts(options: SimpleNamespace, made: int, seed: int) -> tuple[float, int, int]:
     """How many steps' time `made` tokens take, how many were guessed, and how many of those were right. As llama-server
     it guesses at most as many as are left after the next one."""
     cost, chances = next((draft[1:] for draft in options.guess if draft[0] == options.spec_type), (0.0, ()))
@@ -544,6 +525,12 @@ def draft(text: str) -> tuple[str, float, list[float]]:
     return kind, float(cost), [float(chance) for chance in chances.split("/")]
 
 
+def path(text: str) -> Path:
+    from pathlib import Path  # slow to import, and few tests give a file
+
+    return Path(text)
+
+
 def by_number(table: str, number: int) -> float:
     """`20` is 20 for all; `1:40,2:20` is looked up, and what is not in it gets the last."""
     pairs = [pair.rpartition(":") for pair in table.split(",")]
@@ -556,14 +543,14 @@ def die(code: int) -> None:
     os._exit(code)
 
 
-def parse_options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add = parser.add_argument
+def parse_options(arguments: list[str]) -> SimpleNamespace:
+    knobs = Knobs()
+    add = knobs.add_argument
     add("--host", help="path of the unix socket")
     add("--alias", "-a", default=None, help="model name in replies; the model's path when it is not given")
     add("--model", "-m", default="/data/models/fake.gguf")
     add("--load-seconds", type=float, default=0.0)
-    add("--load-until", type=Path, metavar="FILE", help="it is loaded when the file is there")
+    add("--load-until", type=path, metavar="FILE", help="it is loaded when the file is there")
     add("--ignore-sigterm", action="store_true")
     add("--hold-streams", action="store_true", help="after SIGTERM stay alive until every streaming client has left")
     add("--die-before-ready", type=int, metavar="CODE")
@@ -574,7 +561,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--sigill-on-request", action="store_true", help="SIGILL to itself at a POST")
     add("--double-fork", action="store_true", help="leave a detached grandchild, which keeps the log pipe open")
     add("--hang-on-completion", action="store_true", help="/completion is taken and never answered")
-    add("--pid-file", type=Path, help="where the grandchild's pid is written")
+    add("--pid-file", type=path, help="where the grandchild's pid is written")
     add("--flood-log", type=int, default=0, metavar="LINES", help="write so many lines before getting ready")
     add("--hang", action="store_true", help="never ready, no log, no CPU time")
     add("--works-s", type=float, default=0.0, help="an answer takes so long before its first byte; inf: none comes")
@@ -583,26 +570,26 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--log-every-s", type=float, default=0.0, help="it says so often that it waits")
     add("--chunk-interval", type=float, default=0.01, metavar="SECONDS")
     add("--chunks", type=int, default=5)
-    add("--says", type=Path, metavar="FILE", help="answers as in the file: `events` of a stream, one `whole` document")
-    add("--until", type=Path, metavar="FILE", help="not so many chunks: a stream goes on until the file is there")
+    add("--says", type=path, metavar="FILE", help="answers as in the file: `events` of a stream, one `whole` document")
+    add("--until", type=path, metavar="FILE", help="not so many chunks: a stream goes on until the file is there")
     add("--error-line", metavar="TEXT", help="logged at level E while loading, with other lines after it")
     add("--log-line", action="append", default=[], metavar="TEXT", help="written as it is while loading; repeatable")
-    add("--cache-disk", type=Path, metavar="DIR", help="keeps prompts there")
+    add("--cache-disk", type=path, metavar="DIR", help="keeps prompts there")
     add("--cache-disk-mib", type=int, default=8192)
     add("--cache-disk-key", default="0")
     add("--cache-disk-stop-ms", type=int, default=1200)
     add("--n-cpu-moe", type=int, default=0)
     add("--moe-slots", type=int, default=0)
-    add("--moe-rates", type=Path)
-    add("--moe-uses", type=Path)
-    add("--moe-trace", type=Path)
+    add("--moe-rates", type=path)
+    add("--moe-uses", type=path)
+    add("--moe-trace", type=path)
     add("--moe-top-k", type=int, default=8, help="experts of a token")
     add("--metrics", action="store_true", help="answers /metrics")
     add("--threads", type=int, default=1)
     add("--ubatch-size", type=int, default=512)
     add(
         "--slowdown",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="all takes as many times as long as the file says, once it is there",
     )
@@ -625,7 +612,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--recalls", type=int, metavar="TOKENS", help="finds a secret number in prompts of so many tokens at most")
     add("--loop", action="store_true", help="every answer is one token over and over")
     add("--port-taken", action="store_true", help="end as if the address were in use")
-    options, _ = parser.parse_known_args(arguments)
+    options = knobs.parse(arguments)
     options.alias = options.alias or options.model
     return options
 
@@ -721,7 +708,7 @@ def main(arguments: list[str]) -> int:
         stop = threading.Thread(target=terminate, args=(engine,), daemon=True)
         signal.signal(signal.SIGTERM, lambda *_: None if stop.is_alive() else stop.start())
     threading.Thread(target=load, args=(engine,), daemon=True).start()
-    engine.serve_forever(poll_interval=0.05)
+    engine.serve_forever(poll_interval=60.0)  # it ends by `die`, which waits for nothing
     return 0
 
 

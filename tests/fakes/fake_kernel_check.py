@@ -5,18 +5,19 @@ fake_kernel_check.py [--say VARIANT=STATUS[:SIGNAL]] [--exit CODE] [--garbage] [
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
 from pathlib import Path
 
+from tests.fakes.quick.knobs import Knobs
+
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add = parser.add_argument
+    knobs = Knobs()
+    add = knobs.add_argument
     add("--dir")
-    add("--variant", required=True)
+    add("--variant")
     add("--reference", default="x64")
     add("--types", default="all")
     add("--kv", default="all")
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> int:
     add("--garbage", action="store_true", help="print what is no report")
     add("--hang", action="store_true")
     add("--asked", type=Path, help="a file that gets a line for every run: variant, types, KV types")
-    options = parser.parse_args(arguments)
+    options = knobs.parse(arguments)
     if options.asked:
         with options.asked.open("a") as file:
             print(options.variant, options.types, options.kv, file=file)

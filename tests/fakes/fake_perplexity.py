@@ -8,19 +8,21 @@ Each piece costs 3 nats a token and what is usual for that piece, the same in ev
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+from tests.fakes.quick.knobs import Knobs
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--chunks", type=int, required=True)
-    parser.add_argument("--ctx-size", type=int, required=True)
+def parse(argv: list[str]) -> SimpleNamespace:
+    parser = Knobs()
+    parser.add_argument("--chunks", type=int)
+    parser.add_argument("--ctx-size", type=int)
     parser.add_argument("--shift", type=float, default=0.0)
     parser.add_argument("--override-kv", default="")
     parser.add_argument("--by-fewer", type=float, default=0.0, help="nats that fewer experts cost")
@@ -35,7 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--silent", type=Path, help="a file that counts runs; the first --silent-runs say nothing")
     parser.add_argument("--silent-runs", type=int, default=0)
     parser.add_argument("--nan", action="store_true")
-    return parser.parse_known_args(argv)[0]
+    return parser.parse(argv)
 
 
 def main(argv: list[str]) -> int:

@@ -11,28 +11,32 @@ standard library is used.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import ctypes
-import hashlib
 import json
 import math
 import mmap
 import os
 import queue
-import secrets
 import select
 import signal
 import socket
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
-from http.server import BaseHTTPRequestHandler
 from itertools import count
 from pathlib import Path
 from socketserver import ThreadingMixIn, UnixStreamServer
-from typing import Any, NoReturn
+from types import SimpleNamespace
+
+from tests.fakes.quick.http import RequestHandler
+from tests.fakes.quick.knobs import Knobs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 STAGES = ("bind", "imports", "weights", "compile", "profile", "graphs", "warm-up")
 # As 0.32.0 announces them for a text model, and what its development mode adds. Most say only that they were reached.
@@ -99,7 +103,7 @@ def leave(code: int) -> NoReturn:
 # Worker and EngineCore: each reads lines of JSON from above and writes lines of JSON upwards.
 
 
-def worker(pipe: socket.socket, rank: int, options: argparse.Namespace) -> NoReturn:
+def worker(pipe: socket.socket, rank: int, options: SimpleNamespace) -> NoReturn:
     """Generate one token for each running request every interval; requests beyond `--max-num-seqs` wait. Like vLLM's
     worker it continues if EngineCore and the API server are gone."""
     name_process(f"Worker_TP{rank}" if options.tensor_parallel_size > 1 else "Worker")
@@ -143,7 +147,7 @@ def take_orders(running: dict[int, list[int]], data: bytes) -> bytes:
     return rest
 
 
-def engine_core(pipe: socket.socket, options: argparse.Namespace, model: Path) -> NoReturn:
+def engine_core(pipe: socket.socket, options: SimpleNamespace, model: Path) -> NoReturn:
     """Start the workers, load, then pass orders down and tokens up. It continues if the API server is gone."""
     name_process("EngineCore")
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
@@ -185,7 +189,7 @@ def wait_aloud() -> NoReturn:
             log("No available shared memory broadcast block found in 60 seconds.", where="shm_broadcast.py:112")
 
 
-def meet(options: argparse.Namespace) -> list[socket.socket]:
+def meet(options: SimpleNamespace) -> list[socket.socket]:
     """Return connections to the processes of the other hosts, like those of torch.distributed."""
     if options.nnodes == 1:
         return []
@@ -193,7 +197,7 @@ def meet(options: argparse.Namespace) -> list[socket.socket]:
     return others
 
 
-def _met(options: argparse.Namespace) -> list[socket.socket]:
+def _met(options: SimpleNamespace) -> list[socket.socket]:
     address = (options.master_addr, options.master_port)
     where = f"world_size={options.nnodes} rank={options.node_rank} distributed_init_method=tcp://{address[0]}"
     log(where, where="parallel_state.py:1903")
@@ -207,7 +211,7 @@ def _met(options: argparse.Namespace) -> list[socket.socket]:
             time.sleep(0.05)
 
 
-def headless(options: argparse.Namespace) -> NoReturn:
+def headless(options: SimpleNamespace) -> NoReturn:
     """Run a follower's launcher: it has workers, but no EngineCore and no server."""
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     pause(options, "imports")
@@ -302,16 +306,16 @@ def _send_bytes(pipe: socket.socket, data: bytes) -> None:
         return  # nobody is above any more
 
 
-def shared_memory(options: argparse.Namespace) -> mmap.mmap:
+def shared_memory(options: SimpleNamespace) -> mmap.mmap:
     """What EngineCore and its workers share, as Python names it, and a semaphore as the C library makes it: mapped
     under another name than it is left with. Both stay behind by whoever is killed."""
     if options.fake_segments is None:
         return mmap.mmap(-1, 4096)
     folder = Path("/dev/shm")
-    path, semaphore = folder / f"psm_{secrets.token_hex(4)}", folder / f"sem.mp-{secrets.token_hex(4)}"
+    path, semaphore = folder / f"psm_{os.urandom(4).hex()}", folder / f"sem.mp-{os.urandom(4).hex()}"
     with options.fake_segments.open("a") as names:
         names.write(f"{path}\n{semaphore}\n")
-    unnamed = folder / f"sem.{secrets.token_hex(3)}"
+    unnamed = folder / f"sem.{os.urandom(3).hex()}"
     options.held = new_mapping(unnamed)
     semaphore.hardlink_to(unnamed)
     unnamed.unlink()
@@ -328,14 +332,14 @@ def ipc_file() -> socket.socket:
     """The end of a queue between processes; its file is left behind."""
     listener = socket.socket(socket.AF_UNIX)
     if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
-        listener.bind(str(Path(folder) / secrets.token_hex(8)))
+        listener.bind(str(Path(folder) / os.urandom(8).hex()))
     return listener
 
 
 # The ladder of a start.
 
 
-def pause(options: argparse.Namespace, stage: str) -> None:
+def pause(options: SimpleNamespace, stage: str) -> None:
     """The share of the load that a stage takes; a knob may hang it there, or end it."""
     time.sleep(options.fake_load_s / len(STAGES))
     if options.fake_end_at == stage:
@@ -346,7 +350,7 @@ def pause(options: argparse.Namespace, stage: str) -> None:
         time.sleep(0.5)
 
 
-def replay(options: argparse.Namespace) -> NoReturn:
+def replay(options: SimpleNamespace) -> NoReturn:
     """Ends as a kept log tells, all of it: from the middle of this program's tree."""
     if options.fake_replay:
         write(options.fake_replay.read_text())
@@ -360,7 +364,7 @@ def replay(options: argparse.Namespace) -> NoReturn:
         signal.pause()
 
 
-def load(options: argparse.Namespace) -> None:
+def load(options: SimpleNamespace) -> None:
     pause(options, "weights")
     log("Starting to load model /data/models/m...", where="gpu_model_runner.py:4979")
     log("Loading weights took 0.31 seconds", where="default_loader.py:507")
@@ -385,14 +389,14 @@ def load(options: argparse.Namespace) -> None:
     log("init engine (profile, create kv cache, warmup model) took 2.90 s", where="core.py:413")
 
 
-def tokens_of(options: argparse.Namespace) -> int:
+def tokens_of(options: SimpleNamespace) -> int:
     """Return the cache capacity in tokens for all requests together: the number of contexts in all blocks, times the
     context."""
     blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
     return int(blocks / -(-options.max_model_len // options.block_size) * options.max_model_len)
 
 
-def hold_gpu(options: argparse.Namespace, pid: int, *, has_grown: bool) -> None:
+def hold_gpu(options: SimpleNamespace, pid: int, *, has_grown: bool) -> None:
     """The driver's view of EngineCore. Whoever gave the file brings it back once the engine is gone."""
     if options.fake_gpu is None:
         return
@@ -406,11 +410,11 @@ def hold_gpu(options: argparse.Namespace, pid: int, *, has_grown: bool) -> None:
     written.replace(options.fake_gpu)  # a driver that is asked meanwhile reads all of it
 
 
-def compile_model(options: argparse.Namespace) -> None:
+def compile_model(options: SimpleNamespace) -> None:
     """Reads and writes its cache as vLLM does: not at one stroke, so that a kill may leave half a file."""
     words = f"{options.max_model_len} {options.max_num_seqs} {options.max_num_batched_tokens}"
     words += f" {options.kv_cache_dtype} {options.block_size}"
-    key = hashlib.sha256(words.encode()).hexdigest()[:10]
+    key = f"{zlib.crc32(words.encode()):010x}"
     root = Path(os.environ.get("VLLM_CACHE_ROOT", "/nonexistent"))
     folder = root / "torch_compile_cache" / key / "rank_0_0" / "backbone"
     log("Starting torch.compile", where="monitor.py:37")
@@ -452,7 +456,7 @@ class Api(ThreadingMixIn, UnixStreamServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, options: argparse.Namespace, core: socket.socket) -> None:
+    def __init__(self, options: SimpleNamespace, core: socket.socket) -> None:
         self.options, self.core, self.core_pid = options, core, 0
         self.prompts: list[int] = []  # tokens of each
         self.ledger = Ledger()
@@ -536,20 +540,8 @@ class Api(ThreadingMixIn, UnixStreamServer):
         return min(same, len(prompt) - 1) // block_size * block_size
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(RequestHandler):
     server: Api
-
-    def address_string(self) -> str:
-        return "unix"
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-    def do_GET(self) -> None:
-        self.answer(b"")
-
-    def do_POST(self) -> None:
-        self.answer(self.rfile.read(int(self.headers.get("Content-Length", "0"))))
 
     def answer(self, body: bytes) -> None:
         path = self.path.partition("?")[0]
@@ -687,7 +679,7 @@ class Handler(BaseHTTPRequestHandler):
         """Usage, and the engine's own clock as the knobs have it: nothing is waited for."""
         options, prompt = self.server.options, prompt_of(request)
         salt = str(request.get("cache_salt", ""))
-        cached = 0 if "--no-enable-prefix-caching" in options.rest else self.server.cached(prompt, salt)
+        cached = 0 if options.no_enable_prefix_caching else self.server.cached(prompt, salt)
         read = len(prompt) - cached
         step_ms = options.fake_decode_ms * (1 + len(prompt) / 2048)
         details = {"prompt_tokens_details": {"cached_tokens": cached}} if options.enable_prompt_tokens_details else {}
@@ -812,12 +804,10 @@ def prompt_of(request: dict[str, Any]) -> list[int]:
 # The program.
 
 
-def parse_options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, prog="vllm serve", allow_abbrev=False)
-    add = parser.add_argument
-    add("verb", choices=["serve"])
-    add("model", type=Path)
-    add("--uds", type=Path, required=True)
+def parse_options(arguments: list[str]) -> SimpleNamespace:
+    knobs = Knobs()
+    add = knobs.add_argument
+    add("--uds", type=Path)
     add("--served-model-name", nargs="+", default=["m"])
     add("--max-model-len", type=int, default=2048)
     add("--max-num-seqs", type=int, default=4)
@@ -833,6 +823,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--headless", action="store_true", help="workers alone, for the EngineCore of node rank 0")
     add("--enforce-eager", action="store_true")
     add("--speculative-config", default="")
+    add("--no-enable-prefix-caching", action="store_true")
     add("--enable-prompt-tokens-details", action="store_true")
     add("--enable-auto-tool-choice", action="store_true")
     add("--tool-call-parser")
@@ -863,13 +854,15 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-gpu-mib", type=int, default=0, help="of that card beside the KV cache, as it is ready")
     add("--fake-gpu-growth-mib", type=int, default=0, help="more of it since a prompt of 2,000 tokens")
     add("--fake-segments", type=Path, metavar="FILE", help="its shared memory has a name, and it stands there")
-    options, rest = parser.parse_known_args(arguments)
-    options.rest = rest
+    verb, model, *words = arguments
+    assert verb == "serve", verb
+    options = knobs.parse(words)
+    options.model = Path(model)
     options.others = []
     return options
 
 
-def bind(options: argparse.Namespace, core: socket.socket) -> Api:
+def bind(options: SimpleNamespace, core: socket.socket) -> Api:
     try:
         return Api(options, core)
     except OSError as error:
@@ -877,7 +870,7 @@ def bind(options: argparse.Namespace, core: socket.socket) -> Api:
         leave(1)
 
 
-def start_core(options: argparse.Namespace) -> tuple[int, socket.socket]:
+def start_core(options: SimpleNamespace) -> tuple[int, socket.socket]:
     above, below = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -952,7 +945,7 @@ def main(arguments: list[str]) -> int:
         log(f"Route: {path}, Methods: {methods}", where="launcher.py:197")
     server.server_activate()
     write("INFO:     Application startup complete.\n")
-    server.serve_forever(poll_interval=0.05)
+    server.serve_forever(poll_interval=60.0)  # it ends by `leave`, which waits for nothing
     return 0
 
 

@@ -235,10 +235,14 @@ async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
         writer.close()
 
 
-async def main(socket_path: str) -> None:
+async def serve(socket_path: str) -> None:
     server = await asyncio.start_unix_server(serve_one, socket_path)
     await server.serve_forever()
 
 
+def main(arguments: list[str]) -> None:
+    asyncio.run(serve(arguments[0]))
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    main(sys.argv[1:])

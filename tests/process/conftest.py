@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import signal
 import tempfile
@@ -16,6 +14,7 @@ import pytest
 from tests.alone import be_alone
 from tests.fakes.machines import build_library
 from tests.process.stages.boot import Home
+from tests.process.stages.made_once import made_once
 from tests.process.stages.nvml import PutMachine, put_machine
 from tests.process.stages.own_process import own_process
 from tests.process.stages.supervisor import MakeCommand, fake_command
@@ -47,15 +46,8 @@ def _process_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    """One measured volume for the whole run, whichever worker makes it; a test takes a copy."""
-    own = tmp_path_factory.getbasetemp()
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    done = shared / "tuned-home"
-    with (shared / "tuned-home.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            done.write_text(str(Home.tuned(tmp_path_factory.mktemp("tuned") / "home").folder))
-    return Home(Path(done.read_text()))
+    """One measured volume for the whole run; a test takes a copy."""
+    return Home(made_once(tmp_path_factory, "tuned", lambda folder: Home.tuned(folder / "home").folder))
 
 
 @pytest.fixture
@@ -75,7 +67,7 @@ def make_command(socket_path: Path) -> MakeCommand:
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("gcc") is None:
         pytest.skip("no C compiler: the fake NVML is built from tests/fakes/nvml/nvml.c")
-    return build_library(tmp_path_factory.mktemp("nvml"))
+    return made_once(tmp_path_factory, "nvml", build_library)
 
 
 @pytest.fixture

@@ -460,7 +460,7 @@ def test_a_plan_that_fails_while_measuring_is_skipped_with_a_warning(home: Home)
     predicted = home.plan()
     bad = ("--die-before-ready", "1", "--error-line", "the first plan does not work")
     home.set_engine(*bad, where=f"--ubatch-size {predicted['launch']['ubatch']} ")
-    with home.serving(tune="first", budget_s="120", kv_type="f16", load_mode="mmap", speculation="off") as serving:
+    with home.serving(tune="first", budget_s="30", kv_type="f16", load_mode="mmap", speculation="off") as serving:
         failed = serving.event("tune_failed")
         assert failed["level"] == "warning"
         assert "the first plan does not work" in failed["message"]

@@ -11,6 +11,7 @@ import pytest
 
 from appliance.image_facts import dump_facts, parse_engine_facts
 from tests.process.stages.boot import Home, Serving, eventually, write_model
+from tests.process.stages.made_once import made_once
 
 QUICK = {"tune": "first", "idle_s": "1", "check_abilities": "off"}
 FEW_PLANS = {"threads": "1", "kv_type": "f16", "ubatch": "512"}
@@ -28,7 +29,11 @@ def copied(home: Home, folder: Path) -> Home:
 @pytest.fixture(scope="module")
 def speculating(tmp_path_factory: pytest.TempPathFactory) -> Home:
     """A home whose profile has speculative decoding."""
-    home = Home.make(tmp_path_factory.mktemp("speculating") / "home")
+    return Home(made_once(tmp_path_factory, "speculating", speculating_home))
+
+
+def speculating_home(folder: Path) -> Path:
+    home = Home.make(folder / "home")
     path = home.folder / "facts/engine_facts.json"
     facts = parse_engine_facts(path.read_text())
     path.write_text(dump_facts(replace(facts, flags=(*facts.flags, *FLAGS))))
@@ -36,7 +41,7 @@ def speculating(tmp_path_factory: pytest.TempPathFactory) -> Home:
     assert home.command("tune", beside=None, budget_s="60", **FEW_PLANS).returncode == 0
     home.calm()
     assert stored(home)["plan"]["speculation"]["kind"] == "ngram"
-    return home
+    return home.folder
 
 
 def stored(home: Home) -> dict[str, Any]:

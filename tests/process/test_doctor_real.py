@@ -18,6 +18,7 @@ from appliance.image_facts import ImageFacts, dump_facts, parse_engine_facts, pa
 from tests.fakes.machines import build_library, describe
 from tests.ports import free_port
 from tests.process.stages.boot import ROOT, Home
+from tests.process.stages.made_once import made_once
 
 COMPILER = shutil.which("gcc")
 HELP = ROOT / "tests/data/llama-server-help.txt"
@@ -107,7 +108,7 @@ def ward(tmp_path: Path) -> Ward:
 def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if COMPILER is None:
         pytest.skip("no C compiler to build a libnvidia-ml with")
-    return build_library(tmp_path_factory.mktemp("nvml"))
+    return made_once(tmp_path_factory, "nvml", build_library)
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])

@@ -30,6 +30,7 @@ from appliance.serve.background.drift_monitor import DriftMonitor
 from appliance.tune.trials.engine import running
 from tests.process.stages.boot import Home
 from tests.process.stages.engine import session_with
+from tests.process.stages.made_once import made_once
 from tests.process.stages.supervisor import MakeCommand, eventually
 
 LIMIT_S = 300.0
@@ -42,14 +43,18 @@ KINDS: Mapping[Kind | None, str] = {None: "none", "ngram": "ngram-mod", "mtp": "
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """Return the profile that the verb `tune` made of the fake engine."""
-    home = Home.make(tmp_path_factory.mktemp("tuned") / "home")
+    return parse_profile(made_once(tmp_path_factory, "drift", tuned_profile).read_text())
+
+
+def tuned_profile(folder: Path) -> Path:
+    home = Home.make(folder / "home")
     home.set_engine(*QUICK_TO_READ)
     few = {"kv_type": "f16", "load_mode": "mmap", "ubatch": "512", "speculation": "off"}
     done = home.command("tune", beside=None, budget_s="120", **few)  # at every depth, also on a busy machine
     assert done.returncode == 0, done.stderr
     home.calm()
     (path,) = home.profiles.glob("*.json")
-    return parse_profile(path.read_text())
+    return path
 
 
 @pytest.fixture(scope="module")

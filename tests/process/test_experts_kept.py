@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +24,11 @@ from appliance.plan import Plan, with_launch
 from appliance.settings import resolve_settings
 from appliance.supervisor import Supervisor
 from tests.builders import facts, model
+from tests.fakes.quick import program
 from tests.golden.machines import MACHINES
-from tests.process.stages.boot import FAKE, ROOT, Home
+from tests.process.stages.boot import Home
 from tests.shapes import SMALL, write_gguf
 
-PERPLEXITY = ROOT / "tests/fakes/fake_perplexity.py"
 FLAGS = ("--override-kv", "--moe-slots", "--moe-rates", "--moe-uses", "--moe-trace", "--metrics")
 MORE = {"expert_count": 16, "expert_used_count": 4}
 
@@ -66,10 +65,10 @@ def test_routes_are_recorded_on_request_and_can_be_replayed(home: Home) -> None:
 
 
 def test_the_loss_by_fewer_experts_is_measured_once_and_shown(home: Home) -> None:
-    run = [sys.executable, "-I", "-S", str(PERPLEXITY), "--by-fewer", "0.05"]
-    program, count = home.folder / "engine/llama-perplexity", home.folder / "runs"
-    program.write_text(f'#!/bin/sh\necho run >>{shlex.quote(str(count))}\nexec {shlex.join(run)} "$@"\n')
-    program.chmod(0o755)
+    run = [*program("fake_perplexity"), "--by-fewer", "0.05"]
+    script, count = home.folder / "engine/llama-perplexity", home.folder / "runs"
+    script.write_text(f'#!/bin/sh\necho run >>{shlex.quote(str(count))}\nexec {shlex.join(run)} "$@"\n')
+    script.chmod(0o755)
     given: Any = {"experts_used": "2", "tune": "idle", "idle_s": "1", "check_abilities": "off"}
     assert "loss unknown: it is measured while idle" in home.command("plan", "--explain", **given).stdout
     words = "perplexity +5.13 % ± 0.00 % over 4,096 tokens"
@@ -100,7 +99,7 @@ def of_laptop(**flags: Any) -> Plan:
 def run(folder: Path, plan: Plan, check: Callable[[Path], Awaitable[None]], *knobs: str) -> FatalError | None:
     """Start the fake engine with this plan, as a start that serves. Returns its error if it did not become ready."""
     path = folder / "llama-server"
-    path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", str(FAKE), *knobs])} "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*program("fake_engine"), *knobs])} "$@"\n')
     path.chmod(0o755)
     install = Install(engine_dir=folder, facts=facts(has_cuda=True)[1], cache_dir=folder / "cache")
     socket = folder / "e.sock"

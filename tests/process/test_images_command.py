@@ -11,12 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.process.stages.made_once import made_once
+
 PROJECT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def project() -> Path:
     return PROJECT
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project in which everything was rendered; a test takes a copy of it."""
+    return made_once(tmp_path_factory, "rendered", _render)
+
+
+def _render(folder: Path) -> Path:
+    _copy(PROJECT, folder)
+    assert _run(folder, "render").returncode == 0
+    return folder
 
 
 def test_render_check_names_the_file_that_differs(project: Path, tmp_path: Path) -> None:
@@ -39,9 +53,8 @@ def test_a_wheel_without_a_hash_is_exit_10_and_named(project: Path, tmp_path: Pa
     assert "images/locks/appliance.txt holds a requirement without a version or a hash: idna==" in done.stderr
 
 
-def test_generated_files_are_held_to_the_matrix(project: Path, tmp_path: Path) -> None:
-    _copy(project, tmp_path)
-    assert _run(tmp_path, "render").returncode == 0
+def test_generated_files_are_held_to_the_matrix(rendered: Path, tmp_path: Path) -> None:
+    shutil.copytree(rendered, tmp_path, dirs_exist_ok=True)
     assert _run(tmp_path, "render", "--check").returncode == 0
     for name in ("docker-bake.json", ".github/images.json"):
         path = tmp_path / name
@@ -143,9 +156,8 @@ def test_a_folder_of_a_cell_that_is_gone_fails_the_check(project: Path, tmp_path
         *("images/locks/cuda-11.8.txt", "images/locks/old.in", "images/locks/debian-buster-slim-amd64.json"),
     ],
 )
-def test_what_the_matrix_names_no_more_fails_the_check(project: Path, tmp_path: Path, path: str) -> None:
-    _copy(project, tmp_path)
-    assert _run(tmp_path, "render").returncode == 0
+def test_what_the_matrix_names_no_more_fails_the_check(rendered: Path, tmp_path: Path, path: str) -> None:
+    shutil.copytree(rendered, tmp_path, dirs_exist_ok=True)
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text("x", "utf-8")
     done = _run(tmp_path, "render", "--check")
@@ -169,11 +181,10 @@ def _run(root: Path, *argv: str, before: tuple[str, ...] = ()) -> subprocess.Com
 
 
 def _copy(project: Path, target: Path) -> None:
-    """Copy the files that `render` reads, so that a test may damage them."""
-    needed = ("__init__.py", "documents.py", "image_facts.py", "values.py")
-    sources = [project / "build_matrix.yaml", *(project / "appliance" / name for name in needed)]
-    sources += [path for path in (project / "images").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    for source in sources:
-        copy = target / source.relative_to(project)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(source.read_bytes())
+    """Copy the files that `render` reads, so that a test may damage them. Their times are kept, so that the bytecode is
+    that of the copies as well."""
+    shutil.copy2(project / "build_matrix.yaml", target)
+    (target / "appliance").mkdir()
+    for name in ("__init__.py", "documents.py", "image_facts.py", "values.py"):
+        shutil.copy2(project / "appliance" / name, target / "appliance")
+    shutil.copytree(project / "images", target / "images")

@@ -6,14 +6,15 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from appliance.moe.cache import GUARD_TOKENS, Decision, Rule, Upload, layer_caches
 from appliance.moe.cost import Cost, Rates
+from tests.process.stages.made_once import made_once
 from tests.unit.moe.routing import DESKTOP, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("policy")
+    return made_once(tmp_path_factory, "policy", partial(build, compiler))
+
+
+def build(compiler: str, folder: Path) -> Path:
     patch = PATCH.read_text(encoding="utf-8")
     for name in ("llama-moe-policy.h", "llama-moe-policy.cpp"):
         (folder / name).write_text(added_file(patch, f"src/{name}"), encoding="utf-8")
@@ -131,8 +135,9 @@ class Both:
             self.land(*each)
 
 
-def cases() -> Iterator[tuple[str, Both]]:
-    made: list[tuple[Rates, Rule, bool, int, int, int]] = [
+CASES: dict[str, tuple[Rates, Rule, bool, int, int, int]] = {
+    f"{made[1]}-{made[3]}-of-{made[4]}": made
+    for made in (
         (DESKTOP, "priced", True, 12, 64, 6),
         (DESKTOP, "priced", False, 8, 128, 8),
         (FAST_LINK, "priced", True, 6, 24, 4),
@@ -141,15 +146,14 @@ def cases() -> Iterator[tuple[str, Both]]:
         (DESKTOP, "lru-1", False, 4, 16, 2),
         (DESKTOP, "cpu", True, 6, 24, 4),
         (DESKTOP, "priced", True, 0, 24, 4),
-    ]
-    for rates, rule, guarded, slots, experts, k in made:
-        named = f"{rule}-{slots}-of-{experts}"
-        yield named, Both(rates, rule=rule, guarded=guarded, slots=slots, experts=experts, top_k=k)
+    )
+}
 
 
-@pytest.mark.parametrize("case", [name for name, _ in cases()])
+@pytest.mark.parametrize("case", CASES)
 def test_both_decide_the_same(program: Path, case: str) -> None:
-    both = dict(cases())[case]
+    rates, rule, guarded, slots, experts, k = CASES[case]
+    both = Both(rates, rule=rule, guarded=guarded, slots=slots, experts=experts, top_k=k)
     draw = random.Random(case)
     if both.caches[0].slots > 5:
         both.begin(draw)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,8 @@ CARDS = (CardPeak(device=ON_CARD.placement.shares[0].gpu.id, kv_mib=9000.5, read
 PEAK, HIGHER = MemoryPeak(plan=ON_CARD, cards=CARDS), MemoryPeak(plan=ON_CARD, cards=CARDS, is_whole=True)
 BEGUN = Partial(measurements=OLD.measurements[:1])
 FURTHER = replace(PARTIAL, measurements=(*OLD.measurements, measured(OLD.plan, conditions=BUSY)))
+DUMPS = frozenset(dump_profile(one) for one in (OLD, NEW, OTHER))
+BEGINNINGS = frozenset(dump_partial(OLD.key, seen) for seen in (BEGUN, FURTHER))
 OPERATIONS = (
     *("names", "read", "modified_ns", "create", "open_lock", "open_folder", "lock"),
     *("write", "set_modified", "sync", "close", "rename", "remove"),
@@ -144,13 +147,13 @@ def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
     assert all(one in (OLD, NEW, OTHER) for one in store.all())
     assert store.foreign() == ()
     for path in folder.glob("[!.]*.json"):
-        assert path.read_text() in {dump_profile(one) for one in (OLD, NEW, OTHER)}
+        assert path.read_text() in DUMPS
     if found is not None:
         assert store.why_stale(found) in ((None, BEFORE, WORDS) if found == OLD else (None,))
     for path in folder.glob("[!.]*.stale"):
         assert json.loads(path.read_text())["words"] in (BEFORE, WORDS)
     for path in folder.glob("[!.]*.partial"):
-        assert path.read_text() in {dump_partial(OLD.key, seen) for seen in (BEGUN, FURTHER)}
+        assert path.read_text() in BEGINNINGS
     assert store.kept(OLD.key) in (BEGUN, FURTHER, Partial())
     assert store.peaks(OLD.key, GPUS) in ((), (PEAK,), (HIGHER,))
     # And it works: a pin that is there is one that can be lifted.
@@ -182,9 +185,9 @@ def test_a_fault_at_any_operation_leaves_a_whole_store(tmp_path: Path, action: s
     count = len(traced(tmp_path / "traced", action))
     assert count >= 2
     failed = 0
+    prepared(tmp_path / "prepared", action)
     for number in range(count):
-        folder = tmp_path / f"at{number}"
-        prepared(folder, action)
+        folder = shutil.copytree(tmp_path / "prepared", tmp_path / f"at{number}")
         error, torn = FAULTS[fault]()
         disk = Flawed(number, error, torn=torn)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -24,11 +23,11 @@ from appliance.tune.trials.kv_quality import SILENT_TRIES, TEXT, check
 from appliance.tune.trials.run_trial import Step
 from benchmarks.memory import planned_for
 from tests.builders import facts
+from tests.fakes.quick import program
 from tests.process.stages.engine import COPIED, find_engine
 from tests.process.stages.supervisor import eventually
 from tests.shapes import SMALL, write_gguf
 
-FAKE = Path(__file__).parents[1] / "fakes" / "fake_perplexity.py"
 SMOLLM2 = COPIED.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _, ENGINE = facts(has_cuda=False)
 DAY_S, SLOW = 86_400.0, 0.1113  # makes twelve pieces of 256 tokens, however busy this machine is
@@ -51,7 +50,7 @@ def faked(knobs: Mapping[str, tuple[str, ...]], stall_timeout_s: float = 60.0) -
         words = (*arguments(plan, ENGINE, text, chunk_spec), *knobs.get(plan.kv_type, ()))
         reader = Perplexity(plan, INSTALL, chunk_spec, text)
         reader.command = Command(
-            argv=(sys.executable, "-I", "-S", str(FAKE), *words),
+            argv=(*program("fake_perplexity"), *words),
             is_ready=never,
             is_error=is_error,
             stall_timeout_s=stall_timeout_s,

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import signal
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ import pytest
 
 from appliance.image_facts import dump_facts
 from tests.builders import IMAGE
+from tests.fakes.quick import program
 from tests.mounts import fill_up, tmpfs
 from tests.process.stages.boot import ROOT, Home, Serving, eventually
 from tests.shapes.shape import SMALL
 from tests.shapes.write import write_gguf
 
-QUANTIZE, PERPLEXITY = ROOT / "tests/fakes/fake_quantize.py", ROOT / "tests/fakes/fake_perplexity.py"
+QUANTIZE, PERPLEXITY = program("fake_quantize"), program("fake_perplexity")
 SHAPE = SMALL["gqa"]
 FAST: Any = {"quantize": "Q8_0"}  # whatever this machine's memory and bandwidth let `auto` decide
 # A model whose weights need more memory than everything else: F16 does not fit into LIMIT_MIB, and Q8_0 does.
@@ -43,9 +44,9 @@ def home(tmp_path: Path) -> Home:
     return home_of(tmp_path / "home")
 
 
-def set_program(home: Home, name: str, program: Path, *knobs: str) -> None:
+def set_program(home: Home, name: str, run: Sequence[str], *knobs: str) -> None:
     path = home.folder / "engine" / name
-    path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", str(program), *knobs])} "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*run, *knobs])} "$@"\n')
     path.chmod(0o755)
 
 
@@ -219,7 +220,7 @@ def test_a_damaged_file_is_made_again(home: Home) -> None:
 def test_a_file_without_probabilities_is_refused_for_good(home: Home) -> None:
     # The fake tells nan for the second run, which reads the quantized file.
     script = home.folder / "engine/llama-perplexity"
-    words = shlex.join([sys.executable, "-I", "-S", str(PERPLEXITY)])
+    words = shlex.join(PERPLEXITY)
     script.write_text(f'#!/bin/sh\ncase "$*" in *Q8_0*) exec {words} --nan "$@" ;; *) exec {words} "$@" ;; esac\n')
     with home.serving(**FAST) as serving:
         serving.wait_ready()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import threading
 import time
@@ -361,7 +362,7 @@ async def test_a_binary_that_vanishes_fails_at_the_restart(
 ) -> None:
     binary = tmp_path / "engine"
     command = make_command()
-    binary.write_text("#!/bin/sh\nexec " + " ".join(command.argv) + "\n")
+    binary.write_text("#!/bin/sh\nexec " + shlex.join(command.argv) + "\n")
     binary.chmod(0o755)
     pid = await started(restarting, replace(command, argv=(str(binary),)))
     binary.unlink()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -32,11 +31,12 @@ from appliance.start.inputs import StartInputs
 from appliance.tune.checkpoint import Partial
 from appliance.tune.session import MORE_PLANS
 from tests.builders import facts, model, profile
+from tests.fakes.quick import program
 from tests.golden.machines import MACHINES
 from tests.process.stages.engine import Started
 from tests.process.stages.supervisor import eventually, fake_command
 
-READER = Path(__file__).parents[1] / "fakes/fake_perplexity.py"
+READER = program("fake_perplexity")
 KEY = Key(parts={"build": "b1", "model": "m1"})
 IMAGE, ENGINE = facts(has_cuda=False)
 # Every kind of step occurs: a type below q8_0 holds more context, drafts pay, and fewer slots than users may pay.
@@ -101,7 +101,7 @@ class Stage:
 
     def set_reader(self, *knobs: str, where: str = "") -> None:
         """`knobs` for starts whose command line holds `where`, none for the rest."""
-        run = shlex.join([sys.executable, "-I", "-S", str(READER)])
+        run = shlex.join(READER)
         path = self.folder / BINARY
         path.write_text(f"""#!/bin/sh
 echo >>{shlex.quote(str(self.starts))}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 
 from appliance.plan.parts.choice import Choice
+from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

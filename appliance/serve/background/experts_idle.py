@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for types only: it takes half a second to import
 
 
-def is_wanted(served: ServedModel) -> bool:
-    return served.settings.experts_used is not None and served.settings.tune != "off"
-
-
 async def measure_expert_loss(served: ServedModel, traffic: Traffic) -> None:
     """Measure and keep the loss, if it is not kept yet. A failure is a warning, and the next start tries again."""
     report, count = served.report, served.settings.experts_used

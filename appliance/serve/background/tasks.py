@@ -123,11 +123,13 @@ class BackgroundTasks:
         await QuantizeIdle(self._served, backend.traffic).run()
 
     async def _measure_expert_loss(self, backend: Backend) -> None:
-        from appliance.serve.background.experts_idle import is_wanted, measure_expert_loss  # here: few starts need it
+        served = self._served
+        if served.settings.experts_used is None or served.settings.tune == "off" or served.is_loss_measured:
+            return
+        from appliance.serve.background.experts_idle import measure_expert_loss  # here: few starts need it
 
-        if is_wanted(self._served) and not self._served.is_loss_measured:
-            await measure_expert_loss(self._served, backend.traffic)
-            self._served.is_loss_measured = True
+        await measure_expert_loss(served, backend.traffic)
+        served.is_loss_measured = True
 
     async def _know_machine(self, backend: Backend, *, waits: bool = False) -> None:
         """Measure the machine's bandwidths once, for the next start; tuning that a client waits for goes first.

@@ -24,11 +24,10 @@ import numpy as np
 
 from appliance.image_facts import CpuVariant, EngineFacts, dump_facts, parse_engine_facts
 from tests.builders import IMAGE
+from tests.fakes.quick import program
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
-FAKE = ROOT / "tests/fakes/fake_engine.py"
-KERNEL_CHECK = ROOT / "tests/fakes/fake_kernel_check.py"
 FLAGS = (
     *("--model", "--alias", "--host", "--fit", "--ctx-size", "--cache-type-k", "--cache-type-v", "--flash-attn"),
     *(
@@ -82,7 +81,7 @@ class Home:
     def tuned(cls, folder: Path) -> Home:
         """Make a home with a profile, measured by the verb `tune`. Tests take copies of it."""
         home = cls.make(folder)
-        done = home.command("tune", budget_s="60")  # for more than one plan, also where a start takes seconds
+        done = home.command("tune", budget_s="20")  # for more than one plan, also where a start takes seconds
         assert done.returncode == 0, done.stderr
         home.calm()
         return home
@@ -104,8 +103,7 @@ class Home:
         """Give the fake engine `knobs` at starts whose command line holds `where`, and none at others. The line ends
         with ` GGML_CPU_VARIANT=…` if the variable is set."""
         buffers = [word for line in BUFFERS for word in ("--log-line", line)]
-        # -I and -S: the fake starts in a third of the time.
-        run = shlex.join([sys.executable, "-I", "-S", str(FAKE), *buffers])
+        run = shlex.join([*program("fake_engine"), *buffers])
         script = f"""#!/bin/sh
 test "$*" = --list-devices && printf '%s\\n' {shlex.quote(self.devices)} && exit
 said="$*${{GGML_CPU_VARIANT:+ GGML_CPU_VARIANT=$GGML_CPU_VARIANT}}"
@@ -127,7 +125,7 @@ esac
 
     def set_kernel_check(self, *knobs: str) -> None:
         """A kernel check in the engine's folder; `checked` tells of its runs."""
-        argv = [sys.executable, "-I", "-S", str(KERNEL_CHECK), "--asked", str(self.folder / "checks"), *knobs]
+        argv = [*program("fake_kernel_check"), "--asked", str(self.folder / "checks"), *knobs]
         path = self.folder / "engine/kernel-check"
         path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n')
         path.chmod(0o755)
@@ -158,7 +156,7 @@ esac
             **settings,
         }
         variables = {f"APPLIANCE_{name.upper()}": value for name, value in found.items()}
-        own = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        own = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder)}
         return {**own, **self.variables, **variables}
 
     def command(self, *words: str, beside: Serving | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -344,10 +342,12 @@ class Serving:
 
 def eventually(ask: Callable[[], Any], *, timeout_s: float = ANSWER_S, what: Callable[[], str] = str) -> Any:
     """Return the first true answer. Fails after `timeout_s` with the text of `what`."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while not (found := ask()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what()}"
-        time.sleep(0.02)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"not within {timeout_s} s: {what()}"
+        # What takes long is asked for less often: each question costs a millisecond of a CPU that others compute with.
+        time.sleep(min(max(0.02, waited_s / 50), 0.1))
     return found
 
 

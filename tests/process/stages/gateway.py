@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,8 +32,8 @@ from appliance.gateway.clients.auth import Keys
 from appliance.gateway.clients.connections import Limits
 from appliance.gateway.engine.backend import Backend, ListedModel
 from appliance.gateway.server import END_S, Gateway
+from tests.fakes.quick import program
 
-FAKES = Path(__file__).parents[2] / "fakes"
 KEY = "sk-appliance-0123456789abcdef"
 ERROR_KEYS = {"message", "type", "param", "code"}
 
@@ -190,8 +189,7 @@ def _engine(stage: Stage, words: tuple[str, ...]) -> Iterator[None]:
         return
     name, *knobs = words
     before = {"fake_engine.py": ["--host"], "fake_vllm.py": ["serve", "/model", "--uds"]}.get(name, [])
-    # -I and -S: the fake starts in a third of the time.
-    argv = [sys.executable, "-I", "-S", str(FAKES / name), *before, str(stage.engine_socket), *knobs]
+    argv = [*program(name.removesuffix(".py")), *before, str(stage.engine_socket), *knobs]
     with stage.log.open("wb") as log:
         stage.engine = subprocess.Popen(argv, stderr=log, start_new_session=True)
     try:

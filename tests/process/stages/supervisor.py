@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Protocol
 
 from appliance.command import Command
 from appliance.engines.llama.process.log import is_error
-
-FAKE_ENGINE = Path(__file__).parents[2] / "fakes" / "fake_engine.py"
+from tests.fakes.quick import program
 
 
 class MakeCommand(Protocol):
@@ -21,8 +19,7 @@ class MakeCommand(Protocol):
 
 def fake_command(socket_path: Path, *knobs: str, stall_timeout_s: float = 60.0, stop_grace_s: float = 5.0) -> Command:
     return Command(
-        # -I and -S: the fake starts in a third of the time.
-        argv=(sys.executable, "-I", "-S", str(FAKE_ENGINE), "--host", str(socket_path), *knobs),
+        argv=(*program("fake_engine"), "--host", str(socket_path), *knobs),
         environment={"PATH": "/usr/bin:/bin"},
         is_ready=lambda: is_healthy(socket_path),
         is_error=is_error,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from appliance.command import Command
 from appliance.engines.vllm.process.log import is_error, is_fatal, is_waiting
 from appliance.engines.vllm.startup.ready import one_token
-
-FAKE_VLLM = Path(__file__).parents[2] / "fakes/fake_vllm.py"
+from tests.fakes.quick import program
 
 
 def vllm_command(socket_path: Path, *knobs: str, stall_timeout_s: float = 60.0, stop_grace_s: float = 2.0) -> Command:
     scratch = socket_path.with_suffix(".ipc")
     names = ("--served-model-name", "m")
     return Command(
-        # -I and -S: the fake starts in a third of the time.
-        argv=(sys.executable, "-I", "-S", str(FAKE_VLLM), "serve", "/m", "--uds", str(socket_path), *names, *knobs),
+        argv=(*program("fake_vllm"), "serve", "/m", "--uds", str(socket_path), *names, *knobs),
         environment={"PATH": "/usr/bin:/bin", "VLLM_RPC_BASE_PATH": str(scratch)},
         is_ready=one_token(socket_path, "m", is_embedding=False),
         is_error=is_error,

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,8 +14,8 @@ from typing import Self
 
 from appliance.image_facts import EngineFacts, dump_facts
 from tests.builders import IMAGE
+from tests.fakes.quick import program
 from tests.process.stages.boot import ROOT, Home, Serving
-from tests.process.stages.vllm import FAKE_VLLM
 from tests.shapes.folders import write_folder
 
 FACTS = ROOT / "appliance/engines/vllm/cells/vllm-cpu.json"
@@ -99,7 +98,7 @@ class VllmHome(Home):
         """Give the fake vLLM `knobs` at starts whose command line holds `where`, and only `always` at others."""
         blocks = ("--block-size", "128", "--fake-block-bytes", "2949120")  # as the CPU build has them of that model
         common = ("--fake-segments", str(self.folder / "segments"), *blocks, *self.always)
-        run = shlex.join([sys.executable, "-I", "-S", str(FAKE_VLLM)])
+        run = shlex.join(program("fake_vllm"))
         path = self.folder / "engine/bin/vllm"
         path.write_text(
             f"""#!/bin/sh
