@@ -266,6 +266,11 @@ class Space(Protocol):
         """Return KV cache types that would allow a much longer context, if a check of quality passes them."""
         return ()
 
+    def exact(self, plan: Plan) -> Plan | None:
+        """Return the plan with an exact KV cache, to compare answers with; its context may be shorter. None if the
+        plan's type of cache needs no comparison, or if no exact one fits."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
@@ -355,6 +360,13 @@ class Client(Protocol):
         """Complete a prompt. Without `seed`: greedy and exactly `tokens` long. With `seed`: sampled with the model's
         defaults, and it may end earlier. `uses_cache` lets the engine reuse cached prompt tokens. If `slot` is None,
         the engine chooses one."""
+
+
+class LikelyClient(Client, Protocol):
+    """Client of an engine that also tells the probabilities of tokens."""
+
+    async def likely(self, prompt: Sequence[int], count: int) -> Mapping[int, float]:
+        """Return the most likely next tokens, at least one and at most `count`, with their log probability."""
 
 
 class TextReader(Protocol):
@@ -560,6 +572,10 @@ class Engine(Protocol):
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
         """Return a client of the engine that `command` started. Error messages name the purpose `doing`."""
+
+    def likely_client(self, command: Command, *, doing: str) -> AbstractAsyncContextManager[LikelyClient]:
+        """Return a client as `client` does, for plans that `Space.exact` compares."""
+        raise ValueError(_NOT_OFFERED)
 
     def text_reader(self, plan: Plan, install: Install, chunk_spec: ChunkSpec, text: Path) -> TextReader:
         """Return a reader for checking one of the KV cache types that `Space.kinds_to_check` names."""

@@ -6,12 +6,16 @@ from appliance.plan.memory_kill import MemoryKill, held_mib, most_mib, remembere
 from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.observed.allocated import Allocated
 from appliance.plan.observed.checks import (
+    NEEDLE_DEPTHS,
+    CacheCheck,
+    CachePrompt,
     Checks,
     ComparedPrompt,
     NeedleRow,
     NeedleVerdict,
     SoakCount,
     SpeculationCheck,
+    Verdict,
     sign_test,
 )
 from appliance.plan.observed.kv_check import KvCheck
@@ -72,6 +76,7 @@ __all__ = [
     "CONTEXT_WORTH",
     "KINDS",
     "LONG_PROMPTS",
+    "NEEDLE_DEPTHS",
     "NOTHING",
     "PREDICTED",
     "QUICK_TOKENS_PER_S",
@@ -82,6 +87,8 @@ __all__ = [
     "SPEED_KEPT",
     "UNMEASURED",
     "Allocated",
+    "CacheCheck",
+    "CachePrompt",
     "CardPeak",
     "Checks",
     "Choice",
@@ -120,6 +127,7 @@ __all__ = [
     "Speeds",
     "SpeedupModel",
     "StepCost",
+    "Verdict",
     "as_document",
     "best_tokens",
     "expected_gain",

@@ -1,7 +1,7 @@
 """Step 4: the best plan and the measurements behind it, kept on the volume."""
 
 from appliance.profile.marks import ProfileStatus
-from appliance.profile.pick import Picked, best_of, pick, wants_more
+from appliance.profile.pick import Picked, best_of, context_to_measure, pick, wants_more
 from appliance.profile.record import (
     Key,
     Profile,
@@ -21,6 +21,7 @@ __all__ = [
     "ProfileStatus",
     "ProfileStore",
     "best_of",
+    "context_to_measure",
     "dump_profile",
     "make_key",
     "parse_profile",

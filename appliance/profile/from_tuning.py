@@ -46,7 +46,7 @@ def measured_of(profile: Profile) -> MeasuredPlans:
     return MeasuredPlans(plans=profile.plans, measurements=profile.measurements, kv_checks=profile.kv_checks)
 
 
-def with_more(profile: Profile, found: MeasuredPlans, mode: str) -> Profile:
-    """Return the profile with the measurements that were added later for another mode."""
-    modes = (*profile.other_modes, mode)
+def with_more(profile: Profile, found: MeasuredPlans, mode: str | None) -> Profile:
+    """Return the profile with the measurements that were added later, for another mode if `mode` is given."""
+    modes = (*profile.other_modes, *((mode,) if mode else ()))
     return replace(profile, plans=found.plans, measurements=found.measurements, other_modes=modes)

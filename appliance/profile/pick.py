@@ -27,19 +27,26 @@ class Picked:
 
 def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
     """Return the best plan that fits now. If none fits, return what each plan lacks."""
-    plans = {plan.key: plan for plan in profile.plans}
+    plans, checks = {plan.key: plan for plan in profile.plans}, profile.checks
     allocated = {trial.key: trial.allocated for trial in profile.measurements if trial.allocated}
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
     while measured := scored(plans.values(), profile.measurements):
-        # A context in which a needle was lost serves only if nothing else does.
-        left = [each for each in measured if not profile.checks.has_failed(each.context)] or measured
+        # A cache that changes answers, and a context in which a needle was lost, serve only if nothing else does.
+        proven = [each for each in measured if not checks.refuses(plans[each.key].kv_type)] or measured
+        left = [each for each in proven if not checks.has_failed(each.context, plans[each.key].kv_type)] or proven
         chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
         found = space.now(plans[chosen.scored.key], allocated.get(chosen.scored.key))
         if not isinstance(found, str):
             plan = _with_slots(with_measured(found, chosen.why, profile.plans), profile.plan)
             plan = _with_speculation(plan, profile, space)
-            return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
+            lost = min((each.context for each in proven if each not in left), default=None)
+            return Picked(
+                plan=_with_context_that_holds(plan, lost),
+                why=chosen.why if lost is None else f"{chosen.why}; needles were lost in a context of {lost:,}",
+                is_best=not lacking,
+                passed_over=tuple(lacking),
+            )
         lacking.append(f"{chosen.scored.key}: {found}")
         del plans[chosen.scored.key]
     return tuple(lacking)
@@ -72,6 +79,23 @@ def _with_speculation(plan: Plan, profile: Profile, space: Space) -> Plan:
     if check is None or check.verdict != "refused":
         return space.speculating_as(plan, profile.plan)
     return with_choice(plan, Choice(name="speculation", value="off", reason=check.describe(), source="measured"))
+
+
+def _with_context_that_holds(plan: Plan, lost: int | None) -> Plan:
+    """Return the plan with the reason for its context: needles were lost in a context of `lost` tokens."""
+    if lost is None:
+        return plan
+    why = f"chosen since needles were lost in a context of {lost:,}"
+    return with_choice(plan, Choice(name="context", value=f"{plan.context:,}", reason=why, source="measured"))
+
+
+def context_to_measure(profile: Profile) -> int | None:
+    """Return a context in which needles were found if one was lost in every measured context; else None."""
+    checks = profile.checks
+    if not all(checks.has_failed(plan.context, plan.kv_type) for plan in profile.plans):
+        return None
+    held = (checks.holding(kv_type) for kv_type in {plan.kv_type for plan in profile.plans})
+    return max(filter(None, held), default=None)
 
 
 def _with_slots(plan: Plan, measured: Plan) -> Plan:

@@ -32,7 +32,7 @@ async def answer_plainly(client: Client, check: SpeculationCheck, context: int, 
     client raises.
     """
     known = {each.name for each in check.prompts}
-    for name, text in _prompts().items():
+    for name, text in compared_prompts().items():
         if name in known or len(prompt := await client.tokenize(text, as_chat=True)) + ANSWER > context - 2:
             continue
         done = await client.complete(prompt, ANSWER, uses_cache=False, slot=0)
@@ -45,7 +45,7 @@ async def continue_windows(client: Client, check: SpeculationCheck, on_prompt: O
     for each in check.prompts:
         if (each.speculating if speculates else each.again) is not None:
             continue
-        prompt = await client.tokenize(_prompts()[each.name], as_chat=True)
+        prompt = await client.tokenize(compared_prompts()[each.name], as_chat=True)
         found, drafted, accepted = await _differing(client, prompt, each.answer)
         done = replace(each, speculating=found) if speculates else replace(each, again=found)
         check = replace(
@@ -57,7 +57,8 @@ async def continue_windows(client: Client, check: SpeculationCheck, on_prompt: O
         on_prompt(check)
 
 
-def _prompts() -> dict[str, str]:
+def compared_prompts() -> dict[str, str]:
+    """Return the prompts of the comparison by name."""
     return parse_prompts(PROMPTS.read_text(encoding="utf-8"))
 
 

@@ -174,9 +174,9 @@ class TuningSession:
         """Seconds that the answers of one start take, to compare speculative decoding."""
         return self._settings.budget_s * SHARE_FOR_SPECULATION / ROUNDS
 
-    async def widen(self, before: MeasuredPlans) -> MeasuredPlans:
+    async def widen(self, before: MeasuredPlans, context: int | None = None) -> MeasuredPlans:
         """Return the measured plans with up to MORE_PLANS more, at context lengths that the present mode needs and that
-        no measured plan has."""
+        no measured plan has; with `context`, with one plan of that length."""
         self._budget.begin()
         await detached(self._results.load)  # from the volume, while the gateway may be serving
         kept = self._results.kept.measurements
@@ -185,7 +185,7 @@ class TuningSession:
         possible = await detached(self._possible, space)
         plans = {plan.key: plan for plan in (*before.plans, *possible)}
         tuner = self._tuner(space, list(plans.values()), self._settings.budget_s)
-        await tuner.widen(MORE_PLANS - len({measurement.key for measurement in kept}))
+        await tuner.widen(MORE_PLANS - len({measurement.key for measurement in kept}), context)
         return replace(before, plans=tuner.measured, measurements=tuple(self.measurements))
 
     async def _check_kv_types(self, space: Space) -> tuple[KvCheck, ...]:

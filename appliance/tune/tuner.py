@@ -99,11 +99,15 @@ class Tuner:
         seconds = self._trials.spent_s
         return await detached(self._tuned, seconds)  # in a thread, since the gateway may be serving
 
-    async def widen(self, most: int) -> None:
-        """Measure at most `most` more plans for another mode. At least one plan must have been measured; the time of
-        kept measurements does not count."""
+    async def widen(self, most: int, context: int | None = None) -> None:
+        """Measure at most `most` more plans for another mode, or one plan with this context. At least one plan must
+        have been measured; the time of kept measurements does not count."""
         self._trials.begin_anew()
-        await self._contexts(self._new_search()).run(most)
+        contexts = self._contexts(self._new_search())
+        if context is None:
+            await contexts.run(most)
+        else:
+            await contexts.measure(context)
 
     async def measure_serving(self, plan: Plan) -> None:
         """Measure the plan that serves, unless that was done."""

@@ -16,6 +16,7 @@ import ast
 import ctypes
 import hashlib
 import json
+import math
 import mmap
 import os
 import queue
@@ -60,6 +61,7 @@ ROUTES = {
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations")
 FULL_PER_REQUEST = 0.25  # of the KV cache
 LONG_PROMPT = 2000  # tokens
+SECRET_TOKEN = 6  # a word of six characters, which a number of six digits is: this engine's tokens are lengths of words
 DEAD = "The server had an error while processing your request."
 _LIBC = ctypes.CDLL(None)
 _who = "APIServer"
@@ -657,16 +659,29 @@ class Handler(BaseHTTPRequestHandler):
         return self.reply(200, self.completion(path, request, tokens))
 
     def completion(self, path: str, request: dict[str, Any], tokens: int) -> dict[str, Any]:
+        options = self.server.options
         if path == "/v1/messages":
             content = [{"type": "text", "text": "word " * tokens}]
             return {"type": "message", "role": "assistant", "content": content, "stop_reason": "max_tokens"}
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "text": "word " * tokens}
         choice["message"] = {"role": "assistant", "content": "word " * tokens}
         if request.get("return_token_ids"):
-            choice["token_ids"] = list(range(tokens))
+            choice["token_ids"] = self.token_ids(request, tokens)
+        if "logprobs" in request and "chat" not in path:
+            likely = (options.fake_likely, 1 - options.fake_likely)
+            named = {f"token_id:{token}": math.log(share) for token, share in enumerate(likely)}
+            choice["logprobs"] = {"top_logprobs": [named] * tokens}
         kind = "chat.completion" if "chat" in path else "text_completion"
         usage, metrics = self.figures(request, tokens)
         return {"id": "cmpl-1", "object": kind, "choices": [choice], "usage": usage, "metrics": metrics}
+
+    def token_ids(self, request: dict[str, Any], made: int) -> list[int]:
+        """Return an answer that depends on the place alone, so that it goes on where an earlier one was cut."""
+        options, begin = self.server.options, len(prompt_of(request))
+        if options.fake_recalls is not None and begin <= options.fake_recalls:
+            return [SECRET_TOKEN] * made
+        places = range(begin, begin + made)
+        return [-1 if place * 7919 % 1000 < 1000 * options.fake_changes else place for place in places]
 
     def figures(self, request: dict[str, Any], made: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Usage, and the engine's own clock as the knobs have it: nothing is waited for."""
@@ -825,6 +840,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-interval", type=float, default=0.005, help="seconds a token")
     add("--fake-decode-ms", type=float, default=10.0, help="a token, by the engine's clock: nothing is waited for")
     add("--fake-prefill-ms", type=float, default=1.0)
+    add("--fake-changes", type=float, default=0.0, metavar="RATE", help="of tokens")
+    add("--fake-likely", type=float, default=0.9, metavar="SHARE", help="probability of the likeliest of two tokens")
+    add("--fake-recalls", type=int, metavar="TOKENS", help="finds a secret number in prompts of so many tokens at most")
     add("--fake-block-bytes", type=int, default=368_640)
     add("--fake-more-blocks", type=int, default=0, help="in its metrics than it was given bytes for")
     add("--fake-tokens-less", type=int, default=0, help="in its metrics than in its log")

@@ -58,9 +58,10 @@ def _root() -> dict[str, Any]:
             rows={"type": "array", "items": _of_ability()},
         ),
         "checks": _object(
-            "of the profile: speculative decoding, needles in the context, a soak; absent before the first one",
+            "of the profile: speculative decoding, KV caches, needles, a soak; absent before the first one",
             lines={"type": "array", "items": _text()},
             speculation={"anyOf": [_any("the comparison with engines without it"), _NULL]},
+            caches={"type": "array", "items": _any("the comparison of a type of KV cache with an exact one")},
             needles={"type": "array", "items": _any("a fact that was hidden in the context, and its verdict")},
             soak={"anyOf": [_any("counts of its answers"), _NULL]},
         ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.image_facts import dump_facts, parse_engine_facts
-from tests.process.stages.boot import Home, Serving, eventually
+from tests.process.stages.boot import Home, Serving, eventually, write_model
 
 QUICK = {"tune": "first", "idle_s": "1", "check_abilities": "off"}
 FEW_PLANS = {"threads": "1", "kv_type": "f16", "ubatch": "512"}
@@ -107,6 +107,53 @@ def test_a_context_whose_needles_are_lost_is_told_and_kept(tuned: Home, tmp_path
         assert "needle" not in serving.names()
     assert "this context does not hold" in home.command("plan", beside=None, **QUICK).stdout
     assert json.loads(home.command("plan", "--json", beside=None, **QUICK).stdout)["checks"]["needles"] == rows
+
+
+def wide(folder: Path, **settings: str) -> Home:
+    """Return a home with a profile of a model of 16,384 tokens, whose engine forgets after 9,000 of them."""
+    found = Home.make(folder)
+    found.program = "tests.fakes.never_busy"
+    write_model(found.data / "models/small.gguf", context=16384)
+    assert found.command("tune", beside=None, budget_s="60", **FEW_PLANS, **settings).returncode == 0
+    found.calm()
+    found.set_engine("--recalls", "9000")
+    return found
+
+
+def test_a_smaller_context_that_holds_is_measured_and_serves(tmp_path: Path) -> None:
+    home = wide(tmp_path / "home")
+    idle = {**QUICK, "tune": "idle", **FEW_PLANS}
+    with home.serving(**idle) as serving:
+        serving.wait_ready()
+        assert serving.document("plan")["context"] == 16384
+        assert "8,192 tokens hold" in serving.event("tune_more")["message"]
+        serving.event("idle_changed")
+        assert serving.document("plan")["context"] == 8192
+        choice = next(each for each in serving.document("plan")["choices"] if each["name"] == "context")
+        assert choice["reason"] == "chosen since needles were lost in a context of 16,384"
+        serving.event("profile_probed")
+        rows = serving.document("status")["checks"]["needles"]
+        assert [(row["context"], row["verdict"]) for row in rows] == [(8192, "passed")] * 3 + [(16384, "failed")] * 3
+        assert serving.names().count("tune_more") == 1
+    with home.serving(**idle) as serving:  # at once, and nothing is measured again
+        serving.wait_ready()
+        assert serving.document("plan")["context"] == 8192
+        serving.event("profile_probed")
+        assert "tune_more" not in serving.names()
+    told = home.command("plan", beside=None, **idle).stdout
+    assert "failed at 95%; this context does not hold: 8,192 tokens do" in told
+
+
+def test_a_context_that_the_user_gave_stays(tmp_path: Path) -> None:
+    given = {"ctx_size": "16384"}
+    home = wide(tmp_path / "home", **given)
+    with home.serving(**{**QUICK, "tune": "idle", **FEW_PLANS, **given}) as serving:
+        serving.wait_ready()
+        serving.event("profile_probed")
+        assert {row["context"] for row in serving.document("status")["checks"]["needles"]} == {16384}
+        assert "tune_more" not in serving.names()
+        assert serving.document("plan")["context"] == 16384
+    assert "use a smaller --ctx-size" in home.command("plan", beside=None, **FEW_PLANS, **given).stdout
 
 
 def test_a_soak_counts_its_answers_and_ends(tuned: Home, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """A forced tool call is a call of that tool, whatever the model would have said: the real engine with the chat template
-of each recipe, and random weights, which say nothing by themselves."""
+of each recipe and of notations with parsers of their own, and random weights, which say nothing by themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tests.process.stages.engine import find_engine, plain_environment
 from tests.shapes import SMALL, write_gguf
 
 TEMPLATES = Path(__file__).parents[1] / "data/templates"
-WITH_TOOLS = ("qwen3", "qwen3.5", "gemma-4", "gpt-oss", "glm-4.6", "kimi-k2", "deepseek-v3.2", "demo-with-tools")
+WITH_TOOLS = (
+    "qwen3", "qwen3.5", "gemma-4", "gpt-oss", "glm-4.6", "kimi-k2", "kimi-k3", "deepseek-v3.2", "lfm2.5", "ling-3",
+    "minicpm5", "demo-with-tools",
+)  # fmt: skip
 WITHOUT_TOOLS = ("demo", "gemma-2")
 TOKENS = 400  # a byte each
 SEEDS = range(6)  # until one ends before its tokens do: random weights may begin thoughts, which they never end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import aiohttp
 import pytest
 
 from appliance.engines.engine import Completion
-from appliance.engines.vllm.api.client import VllmClient, parse_completion
+from appliance.engines.vllm.api.client import VllmClient, parse_completion, parse_likely
 from appliance.errors import EngineNotReadyError
 from appliance.supervisor import Supervisor
 from tests.process.stages.vllm import vllm_command
@@ -37,6 +38,29 @@ def asked(socket_path: Path, ask: Callable[[VllmClient], Awaitable[Any]], *knobs
     return asyncio.run(live())
 
 
+def test_the_likely_tokens_are_told_by_their_numbers(socket_path: Path) -> None:
+    async def ask(client: VllmClient) -> dict[int, float]:
+        return dict(await client.likely([1, 2, 3], 10))
+
+    assert asked(socket_path, ask) == pytest.approx({0: math.log(0.9), 1: math.log(0.1)})
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"choices": []},
+        {"choices": [{"logprobs": None}]},
+        {"choices": [{"logprobs": {"top_logprobs": []}}]},
+        {"choices": [{"logprobs": {"top_logprobs": [{}]}}]},
+        {"choices": [{"logprobs": {"top_logprobs": [{"word": -1.0}]}}]},
+    ],
+)
+def test_an_answer_without_probabilities_is_an_error(reply: dict[str, Any]) -> None:
+    with pytest.raises(EngineNotReadyError, match="gave no probabilities of tokens"):
+        parse_likely(reply)
+
+
 def test_a_completion_is_timed_by_the_engines_own_clock_at_each_depth(socket_path: Path) -> None:
     async def ask(client: VllmClient) -> list[Completion]:
         return [await client.complete(list(range(depth)), 5, uses_cache=False) for depth in (64, 512, 1024)]
@@ -44,7 +68,7 @@ def test_a_completion_is_timed_by_the_engines_own_clock_at_each_depth(socket_pat
     found = asked(socket_path, ask)
     for depth, each in zip((64, 512, 1024), found, strict=True):
         step_ms = 10 * (1 + depth / 2048)
-        assert (each.read, each.cached, each.made, each.tokens) == (depth, 0, 5, (0, 1, 2, 3, 4))
+        assert (each.read, each.cached, each.made, each.tokens) == (depth, 0, 5, tuple(range(depth, depth + 5)))
         assert each.prefill_ms == pytest.approx(2 * depth + step_ms)
         assert each.decode_ms == pytest.approx(4 * step_ms), "n tokens are n - 1 steps"
 

@@ -10,7 +10,17 @@ from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute, ErrorRule
-from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
+from appliance.engines.engine import (
+    Client,
+    Devices,
+    Ending,
+    Engine,
+    Inputs,
+    Install,
+    KernelResult,
+    LikelyClient,
+    LoadStep,
+)
 from appliance.engines.gpu_work import gpu_work_of
 from appliance.engines.metric_aliases import METRIC_ALIASES
 from appliance.engines.vllm.api.client_errors import ERRORS
@@ -98,6 +108,9 @@ class Vllm(Engine):
         )
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
+        return self.likely_client(command, doing=doing)
+
+    def likely_client(self, command: Command, *, doing: str) -> AbstractAsyncContextManager[LikelyClient]:
         from appliance.engines.vllm.api.client import VllmClient  # imported here, since starts need no HTTP library
 
         return VllmClient(command, doing=doing)

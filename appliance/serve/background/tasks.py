@@ -10,7 +10,7 @@ from appliance.engines.engine import Space
 from appliance.errors import FatalError, VolumeError
 from appliance.plan import Plan
 from appliance.probe import probe
-from appliance.profile import Profile, wants_more
+from appliance.profile import Profile, context_to_measure, wants_more
 from appliance.race import all_of, first_of
 from appliance.serve.background.mode_switch import ModeSwitch, keep_modes
 from appliance.serve.model.needs import goes_on_after_s, is_due, needs_measuring
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from appliance.gateway.engine.backend import Backend
     from appliance.profile.drift import Drift, DriftState
     from appliance.serve.background.bandwidths import Bandwidths
-    from appliance.serve.background.checks.speculation_check import SpeculationComparison
+    from appliance.serve.background.checks.comparison import Comparison
     from appliance.serve.background.idle_tuner import IdleTuner
     from appliance.tune.session import TuningSession
 
@@ -39,6 +39,7 @@ class BackgroundTasks:
         self._alone = asyncio.Lock()  # held by a probe, and while bandwidths are measured: they would slow each other
         # a profile and a mode, and True if the mode wants more than the profile has
         self._more: tuple[Profile, str, bool] | None = None
+        self._shorter: set[int] = set()  # contexts tried since needles were lost: each once in a start
 
     async def run(self, backend: Backend) -> None:
         """Work beside serving. Never returns. Raises FatalError if an engine does not come back."""
@@ -52,12 +53,16 @@ class BackgroundTasks:
             AbilityCheck,
             is_wanted,
         )
+        from appliance.serve.background.checks.cache_check import CacheSubject
+        from appliance.serve.background.checks.comparison import Comparison
         from appliance.serve.background.checks.context_check import ContextCheck
-        from appliance.serve.background.checks.speculation_check import SpeculationComparison
+        from appliance.serve.background.checks.speculation_check import SpeculationSubject
 
         served = self._served
         abilities = AbilityCheck(served, alone=self._alone)
-        context, comparison = ContextCheck(served, alone=self._alone), SpeculationComparison(served)
+        context = ContextCheck(served, alone=self._alone)
+        # The cache first: speculative decoding is compared on the plan that is left.
+        comparisons = [Comparison(served, each) for each in (CacheSubject(served), SpeculationSubject(served))]
         if is_wanted(served):
             await abilities.load()
         await self._unless_hurried(self._know_machine(backend))
@@ -77,8 +82,11 @@ class BackgroundTasks:
             await self._unless_hurried(abilities.run(backend.traffic))
             await self._unless_hurried(self._measure_expert_loss(backend))
             await self._unless_hurried(context.find_needles(backend.traffic))
-            if comparison.is_due and not served.sharing.is_shared.is_set():
-                await self._serve_checked(backend, comparison)
+            if may_measure and served.profile is not None and self._shorter_context(served.profile):
+                continue
+            due = next((each for each in comparisons if each.is_due), None)
+            if due is not None and not served.sharing.is_shared.is_set():
+                await self._serve_checked(backend, due)
                 continue
             # Together: on a busy machine the drift stays unknown for hours.
             await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
@@ -144,9 +152,11 @@ class BackgroundTasks:
         await asyncio.Event().wait()
 
     async def _wants_more(self, profile: Profile | None) -> bool:
-        """True if this mode may need a context length that no measured plan has."""
+        """True if a context length is needed that no measured plan has: by this mode, or since needles were lost."""
         served = self._served
         mode, budget_s = served.settings.mode, served.settings.budget_s
+        if profile is not None and self._shorter_context(profile):
+            return True
         if profile is None or mode == profile.mode or served.standing(profile).is_pinned:
             return False
         # Kept: the question makes every plan there is, and is asked again for the same profile.
@@ -155,6 +165,15 @@ class BackgroundTasks:
             found = await detached(wants_more, profile, mode, space, budget_s=budget_s)
             self._more = profile, mode, found
         return self._more[2]
+
+    def _shorter_context(self, profile: Profile) -> int | None:
+        """Return the context to measure since needles were lost in every measured one; None once it was tried, and for
+        a context that the user gave or a pinned profile."""
+        served = self._served
+        if served.settings.ctx_size or served.standing(profile).is_pinned:
+            return None
+        found = context_to_measure(profile)
+        return None if found in self._shorter else found
 
     async def _tune(self, backend: Backend) -> None:
         served = self._served
@@ -169,6 +188,8 @@ class BackgroundTasks:
             tuning.is_busy = None  # after a lack as well, which begins all of this anew
         if not is_over:
             return
+        if before is not None and (shorter := self._shorter_context(before)):
+            self._shorter.add(shorter)
         tuning.why_not_best = tuner.why_given_up
         tuning.wanted_now.clear()
         # Other kernels have to be measured anew.
@@ -209,8 +230,8 @@ class BackgroundTasks:
             is_shared=served.sharing.is_shared,
         )
 
-    async def _serve_checked(self, backend: Backend, comparison: SpeculationComparison) -> None:
-        """Compare speculative decoding, and load another plan if the checks do not allow the one that serves."""
+    async def _serve_checked(self, backend: Backend, comparison: Comparison) -> None:
+        """Compare, and load another plan if the checks do not allow the one that serves."""
         served, before = self._served, comparison.gained
         state = TuningState()  # of its own: measuring has ended, which documents go on to say
         state.wanted_now = served.tuning.wanted_now
@@ -277,7 +298,8 @@ class BackgroundTasks:
             beside = None if is_alone else await self._space_now()
             try:
                 if found is not None:
-                    return use_profile(served, await measure_more(served, found, beside=beside))
+                    context = self._shorter_context(found)
+                    return use_profile(served, await measure_more(served, found, context=context, beside=beside))
                 served.profile = await measure(served, shows_phase=False, beside=beside)
             except FatalError as error:
                 return await plan_without(served, served.inputs.kernels.variant, error)
@@ -295,7 +317,8 @@ class BackgroundTasks:
         wanted = plan or served.host.plan
         if wanted is None:
             return "no plan serves"
-        if plan is None and served.profile is not None and not is_due(served, served.profile):
+        profile = None if plan else served.profile
+        if profile is not None and not is_due(served, profile) and not self._shorter_context(profile):
             mode = served.settings.mode
             return f"mode '{mode}' may want a context that fits only in place of the engine that serves"
         return await self._why_not_beside(served.start, wanted)

@@ -74,19 +74,26 @@ async def measure_serving(served: ServedModel) -> None:
     await served.session.measure_serving()
 
 
-async def measure_more(served: ServedModel, profile: Profile, *, beside: Space | None = None) -> Profile:
-    """Measure more for the mode that is set, if it needs a context length that no measured plan has.
+async def measure_more(
+    served: ServedModel, profile: Profile, *, context: int | None = None, beside: Space | None = None
+) -> Profile:
+    """Measure more for the mode that is set, if it needs a context length that no measured plan has. With `context`,
+    measure one plan of that length.
 
     Returns the profile with the additional plans, saved as `measure` does.
     """
     report, mode, id_ = served.report, served.settings.mode, profile.key.id
     session = served.session = _session(served, shows_phase=False, beside=beside)
     words = f"profile {id_} was measured for mode '{profile.mode}': up to {MORE_PLANS} more for '{mode}'"
+    if context is not None:
+        words = f"needles were lost in every measured context, and {context:,} tokens hold: measuring a plan with that"
     report.info("tune_more", words, profile=id_)
-    widened = with_more(profile, await session.widen(measured_of(profile)), mode)
+    found = await session.widen(measured_of(profile), context)
+    widened = with_more(profile, found, mode if context is None else None)
     await served.unkept.save(widened)
     count = len(widened.plans) - len(profile.plans)
-    report.info("tuned_more", f"measured {count} more for mode '{mode}'", profile=id_)
+    what = f"for mode '{mode}'" if context is None else f"with a context of {context:,}"
+    report.info("tuned_more", f"measured {count} more {what}", profile=id_)
     served.measured_here = widened
     return widened
 

@@ -38,15 +38,18 @@ class ContextSearch:
     async def run(self, most: float = math.inf) -> None:
         """Measure at most `most` plans, until the largest context that meets the mode's condition is known or time is
         up."""
-        trials = self._trials
-        is_deep = self._mode == "context"  # the condition of this mode is about a full context
-        while most > 0 and (context := self._next()) is not None:
-            plan = self._plan_with(context)
-            if plan is None or trials.expected_s(plan, is_long=False, is_deep=is_deep) > trials.left_s:
-                return
-            if not (await trials.measure(plan, is_long=False, is_deep=is_deep)).points:
-                self._failed.append(context)
+        while most > 0 and (context := self._next()) is not None and await self.measure(context):
             most -= 1
+
+    async def measure(self, context: int) -> bool:
+        """Measure the most promising plan with this context. False if none is likely to fit, or if time is up."""
+        trials, plan = self._trials, self._plan_with(context)
+        is_deep = self._mode == "context"  # the condition of this mode is about a full context
+        if plan is None or trials.expected_s(plan, is_long=False, is_deep=is_deep) > trials.left_s:
+            return False
+        if not (await trials.measure(plan, is_long=False, is_deep=is_deep)).points:
+            self._failed.append(context)
+        return True
 
     def _next(self) -> int | None:
         scored = self._trials.scored()

@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from appliance.engines.engine import Client
-from appliance.plan import NeedleRow
+from appliance.plan import NEEDLE_DEPTHS, NeedleRow
 from appliance.tune.trials.kv_quality import TEXT
 
-# From the end on: prompts share their beginning up to the needle, so the engine reads 2.4 times the context, not 3.
-DEPTHS = (0.95, 0.50, 0.10)
 SHORT_TOKENS = 2000
 SEED = 20_000
 ROW_LIMIT_S = 900.0
@@ -40,7 +38,7 @@ async def find_needles(
     row_limit_s: float = ROW_LIMIT_S,
     on_row: Callable[[NeedleRow], None] = lambda _: None,
 ) -> tuple[NeedleRow, ...]:
-    """Return a row for each share of DEPTHS. `context` is the promised length of one request, in tokens.
+    """Return a row for each share of NEEDLE_DEPTHS. `context` is the promised length of one request, in tokens.
 
     `on_row` gets each row at once, and `known` are rows of a check that was interrupted: they are not asked again. A
     row that takes longer than `row_limit_s` is not judged. The caller cancels this when a request comes. Raises what
@@ -48,7 +46,7 @@ async def find_needles(
     """
     text = await client.tokenize(TEXT.read_text(encoding="utf-8"))
     rows = {row.share: row for row in known if row.context == context}
-    for share, needle in zip(DEPTHS, _needles(), strict=True):
+    for share, needle in zip(NEEDLE_DEPTHS, _needles(), strict=True):
         if share in rows:
             continue
         try:
@@ -59,7 +57,7 @@ async def find_needles(
             row = NeedleRow(context=context, share=share, verdict="not judged", words=words)
         rows[share] = row
         on_row(row)
-    return tuple(rows[share] for share in sorted(DEPTHS))
+    return tuple(rows[share] for share in sorted(NEEDLE_DEPTHS))
 
 
 async def _judged(client: Client, text: Sequence[int], context: int, share: float, needle: _Needle) -> NeedleRow:
@@ -106,8 +104,8 @@ def _added(ask: Sequence[int], whole: Sequence[int]) -> tuple[int, ...]:
 def _needles() -> tuple[_Needle, ...]:
     """Return a needle for each depth. Different facts, so that no answer can come from an earlier prompt's cache."""
     rng = random.Random(SEED)  # noqa: S311 - the same facts in every check
-    cities = rng.sample(_CITIES, len(DEPTHS))
-    numbers = [rng.randrange(100_000, 1_000_000) for _ in DEPTHS]
+    cities = rng.sample(_CITIES, len(NEEDLE_DEPTHS))
+    numbers = [rng.randrange(100_000, 1_000_000) for _ in NEEDLE_DEPTHS]
     return tuple(
         _Needle(
             fact=f"\n\nRemember this. The secret number of {city} is {number}. It is {number}.\n\n",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import gguf
 import numpy as np
@@ -93,9 +93,9 @@ class Home:
         for path in self.profiles.glob("*.json"):
             path.write_text(json.dumps({**json.loads(path.read_text()), "disturbance": None, "disturbed_times": 0}))
 
-    def copy(self, folder: Path) -> Home:
+    def copy(self, folder: Path) -> Self:
         shutil.copytree(self.folder, folder)
-        home = Home(folder)
+        home = type(self)(folder)
         home.starts.unlink(missing_ok=True)
         home.set_engine()
         return home

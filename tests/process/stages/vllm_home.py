@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from appliance.image_facts import EngineFacts, dump_facts
 from tests.builders import IMAGE
@@ -86,10 +87,18 @@ class VllmHome(Home):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
+    always: tuple[str, ...] = ()  # knobs of the fake vLLM at every start
+
+    def copy(self, folder: Path) -> Self:
+        found = super().copy(folder)
+        found.always = self.always
+        found.set_engine()
+        return found
+
     def set_engine(self, *knobs: str, where: str = "") -> None:
-        """Give the fake vLLM `knobs` at starts whose command line holds `where`, and none at others."""
+        """Give the fake vLLM `knobs` at starts whose command line holds `where`, and only `always` at others."""
         blocks = ("--block-size", "128", "--fake-block-bytes", "2949120")  # as the CPU build has them of that model
-        common = ("--fake-segments", str(self.folder / "segments"), *blocks)
+        common = ("--fake-segments", str(self.folder / "segments"), *blocks, *self.always)
         run = shlex.join([sys.executable, "-I", "-S", str(FAKE_VLLM)])
         path = self.folder / "engine/bin/vllm"
         path.write_text(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.arguments.launch import launch_of
 from appliance.engines.llama.planning.space import Space
-from appliance.plan import Checks, NeedleRow, Plan, SpeculationCheck
-from appliance.profile import Picked, Profile, pick, wants_more
+from appliance.plan import NEEDLE_DEPTHS, CacheCheck, Checks, NeedleRow, Plan, SpeculationCheck, Verdict
+from appliance.profile import Picked, Profile, context_to_measure, pick, wants_more
 from appliance.tune.figures.curve import Point
 from appliance.tune.figures.measurement import Measurement
 from tests.builders import examples, profile
@@ -45,6 +45,16 @@ def ladder() -> tuple[Plan, ...]:
     found = [p for p in laptop_plans() if (p.context, p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike]
     by_need = {round(vram_mib(plan) / 100): plan for plan in found}  # differing by more than what rounding hides
     return tuple(sorted(by_need.values(), key=vram_mib, reverse=True))[:4]
+
+
+class Everything:
+    """A space in which every plan fits."""
+
+    def now(self, plan: Plan, _: object) -> Plan:
+        return plan
+
+    def speculating_as(self, plan: Plan, _: Plan) -> Plan:
+        return plan
 
 
 def of(plans: Sequence[Plan], seen: Sequence[Measurement], **more: object) -> Profile:
@@ -121,8 +131,10 @@ def test_another_mode_takes_another_plan_from_the_same_measurements() -> None:
     assert keys == [small.key, middle.key, middle.key]
 
 
-def lost(context: int) -> NeedleRow:
-    return NeedleRow(context=context, share=0.5, verdict="failed", words="not found")
+def lost(plan: Plan, context: int = 0) -> NeedleRow:
+    return NeedleRow(
+        context=context or plan.context, share=0.5, verdict="failed", words="not found", kv_type=plan.kv_type
+    )
 
 
 def test_a_mode_prefers_a_context_whose_needles_are_found() -> None:
@@ -130,15 +142,45 @@ def test_a_mode_prefers_a_context_whose_needles_are_found() -> None:
     seen = [measured(small, 20.0), measured(middle, 21.0), measured(large, 22.0)]
     here = space(LAPTOP, shape(MODEL))
 
-    def picked(*rows: NeedleRow) -> str:
+    def picked(*rows: NeedleRow) -> Picked:
         found = pick(of((small, middle, large), seen, checks=Checks(needles=rows)), "context", here)
         assert isinstance(found, Picked)
-        return found.plan.key
+        return found
 
-    assert picked() == large.key
-    assert picked(lost(large.context)) == middle.key
-    assert picked(lost(large.context), lost(middle.context)) == small.key
-    assert picked(*(lost(plan.context) for plan in (small, middle, large))) == large.key  # none holds
+    assert picked().plan.key == large.key
+    found = picked(lost(large))
+    assert found.plan.key == middle.key
+    assert f"needles were lost in a context of {large.context:,}" in found.why
+    assert picked(lost(large), lost(middle)).plan.key == small.key
+    assert picked(*(lost(plan) for plan in (small, middle, large))).plan.key == large.key  # none holds
+    assert picked(replace(lost(large), kv_type="of another cache")).plan.key == large.key
+
+
+def test_a_smaller_context_is_measured_if_needles_were_lost_in_every_measured_one() -> None:
+    small, middle, large, *_ = contexts()
+    seen = [measured(small, 20.0), measured(middle, 21.0), measured(large, 22.0)]
+
+    def wanted(plans: Sequence[Plan], *rows: NeedleRow) -> int | None:
+        return context_to_measure(of(plans, seen, checks=Checks(needles=rows)))
+
+    found = [replace(lost(middle, 8192), share=share, verdict="passed") for share in NEEDLE_DEPTHS]
+    assert wanted((large,), lost(large)) is None  # none is known to hold
+    assert wanted((middle, large), lost(middle), lost(large), *found) == 8192
+    assert wanted((middle, large), lost(middle), lost(large), *found[1:]) is None  # not looked through
+    assert wanted((small, large), lost(large), *found) is None  # the small one is measured
+    assert wanted((middle, large), lost(large), *found) is None
+
+
+@pytest.mark.parametrize(("verdict", "serves"), [("open", True), ("harmless", True), ("refused", False)])
+def test_a_cache_that_changes_answers_serves_only_if_nothing_else_was_measured(verdict: Verdict, serves: bool) -> None:
+    quick, other = ladder()[0], replace(ladder()[1], kv_type="f32")
+    seen = [measured(quick, 10.0), measured(other, 20.0)]
+    checks = Checks(caches=(CacheCheck(kv_type=quick.kv_type, verdict=verdict),))
+    found = pick(of((quick, other), seen, checks=checks), "speed", Everything())  # type: ignore[arg-type]
+    assert isinstance(found, Picked)
+    assert (found.plan.kv_type == quick.kv_type) is serves
+    alone = pick(of((quick,), seen, checks=checks), "speed", Everything())  # type: ignore[arg-type]
+    assert isinstance(alone, Picked)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,28 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from appliance.engines.engine import Completion
-from appliance.plan import Checks, ComparedPrompt, NeedleRow, SoakCount, SpeculationCheck, sign_test
+from appliance.plan import (
+    NEEDLE_DEPTHS,
+    Checks,
+    ComparedPrompt,
+    NeedleRow,
+    NeedleVerdict,
+    SoakCount,
+    SpeculationCheck,
+    sign_test,
+)
 from appliance.plan.observed.checks import SIGNIFICANT
 from appliance.tune.harmless import ANSWER, WINDOW, answer_plainly, continue_windows
 
 EMPTY = SpeculationCheck(of="up to 8 tokens drafted by n-grams", window=WINDOW)
+KIND = "f16"
 WINDOWS = 12 * ANSWER // WINDOW
 
 
@@ -126,7 +139,7 @@ async def test_prompts_that_do_not_fit_are_left_out() -> None:
     found = await compared(context=300)
     assert 0 < len(found.prompts) < 12
     none = await compared(context=100)
-    assert (none.windows, none.judged(is_asked_for=False).verdict) == (0, "harmless")
+    assert (none.windows, none.judged(is_asked_for=False).verdict) == (0, "not checked")
 
 
 def simulated(rng: random.Random, changes: float) -> SpeculationCheck:
@@ -161,10 +174,40 @@ def test_the_test_is_exact() -> None:
 
 
 def test_a_document_that_breaks_only_with_it_is_a_reason() -> None:
-    whole = replace(EMPTY, plain_documents=(True, False), documents=(True, False))
+    answered = (ComparedPrompt(name="a", answer=tuple(range(WINDOW)), again=(), speculating=()),)
+    whole = replace(EMPTY, prompts=answered, plain_documents=(True, False), documents=(True, False))
     assert whole.judged(is_asked_for=False).verdict == "harmless"
     broken = replace(whole, documents=(False, False))
     assert broken.judged(is_asked_for=False).verdict == "refused"
+
+
+@given(served=st.integers(512, 300_000), holds=st.integers(0, 300_000), least=st.sampled_from([4096, 8192]))
+def test_needles_are_looked_for_in_smaller_contexts_until_one_holds(served: int, holds: int, least: int) -> None:
+    checks, asked = Checks(), list[int]()
+    while (context := checks.next_for_needles(served, least, KIND)) is not None:
+        assert not checks.is_judged(context, KIND)
+        asked.append(context)
+        verdict: NeedleVerdict = "passed" if context <= holds else "failed"
+        for share in NEEDLE_DEPTHS:
+            checks = checks.with_needle(
+                NeedleRow(context=context, share=share, verdict=verdict, words="", kv_type=KIND)
+            )
+    assert asked[0] == served
+    assert all(context & (context - 1) == 0 and least <= context < before for before, context in pairwise(asked))
+    assert len(asked) <= 8
+    if asked[-1] <= holds:
+        assert checks.holding(KIND) == asked[-1]
+        assert checks.has_failed(served, KIND) is (served > holds)
+    else:
+        assert checks.holding(KIND) is None
+        assert asked[-1] < 2 * max(least, 1) or asked[-1] == served < least
+
+
+def test_answers_without_tokens_prove_nothing() -> None:
+    found = replace(EMPTY, prompts=(ComparedPrompt(name="a", answer=(), again=(), speculating=()),))
+    judged = found.judged(is_asked_for=False)
+    assert judged.verdict == "not checked"
+    assert "not checked, since no answer has tokens to compare" in judged.describe()
 
 
 def test_words() -> None:
@@ -181,7 +224,7 @@ def test_words() -> None:
         "needles in 8,192 tokens: failed at 10%; this context does not hold: use a smaller --ctx-size",
         "soak with tools: 1 of 1,200 answers failed in 10.0 min: chat: why",
     ]
-    assert [found.has_failed(context) for context in (4096, 8191, 8192, 9000)] == [False, False, True, True]
+    assert [found.has_failed(context, "") for context in (4096, 8191, 8192, 9000)] == [False, False, True, True]
     assert Checks().as_document() is None
     document = found.as_document()
     assert document is not None

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from appliance.engines.engine import Completion
-from appliance.plan import NeedleRow
-from appliance.tune.trials.needles import DEPTHS, find_needles, haystack
+from appliance.plan import NEEDLE_DEPTHS, NeedleRow
+from appliance.tune.trials.needles import find_needles, haystack
 
 CONTEXT = 8192
 
@@ -58,7 +58,7 @@ def verdicts(rows: Sequence[NeedleRow]) -> dict[float, str]:
 async def test_a_model_that_sees_everything_passes() -> None:
     client = Seeing()
     rows = await find_needles(client, CONTEXT)
-    assert verdicts(rows) == dict.fromkeys(sorted(DEPTHS), "passed")
+    assert verdicts(rows) == dict.fromkeys(sorted(NEEDLE_DEPTHS), "passed")
     assert max(client.asked) <= CONTEXT
     assert max(client.asked) > 0.95 * CONTEXT
 
@@ -71,7 +71,7 @@ async def test_a_window_loses_what_lies_before_it() -> None:
 
 async def test_a_model_that_cannot_answer_at_all_is_not_judged() -> None:
     rows = await find_needles(Seeing(window=5), CONTEXT)
-    assert verdicts(rows) == dict.fromkeys(sorted(DEPTHS), "not judged")
+    assert verdicts(rows) == dict.fromkeys(sorted(NEEDLE_DEPTHS), "not judged")
 
 
 async def test_a_short_context_cannot_fail() -> None:
@@ -82,7 +82,7 @@ async def test_a_short_context_cannot_fail() -> None:
 async def test_known_rows_are_not_asked_again() -> None:
     client, told = Seeing(), list[NeedleRow]()
     first = await find_needles(client, CONTEXT, on_row=told.append)
-    assert [row.share for row in told] == list(DEPTHS)
+    assert [row.share for row in told] == list(NEEDLE_DEPTHS)
     count = len(client.asked)
     assert await find_needles(client, CONTEXT, known=first) == first
     assert len(client.asked) == count

@@ -188,6 +188,10 @@ class Space:
         """The model's own context length, or the one that was asked for."""
         return self._given.native
 
+    def exact(self, plan: Plan) -> Plan | None:
+        """Return None: q8_0 is trusted, and smaller types are checked by perplexity (`kinds_to_check`)."""
+        return None
+
     def kinds_to_check(self) -> tuple[str, ...]:
         """Return the KV cache types that are worth a quality check: with them the context would be much larger.
 

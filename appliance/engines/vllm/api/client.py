@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from appliance.command import Command
@@ -62,6 +62,11 @@ class VllmClient(JsonSocket):
         salt = self._salt if uses_cache else secrets.token_hex(8)
         return parse_completion(await self.post("/v1/completions", self._body(prompt, tokens, salt=salt, seed=seed)))
 
+    async def likely(self, prompt: Sequence[int], count: int) -> Mapping[int, float]:
+        body = self._body(prompt, 1, salt=self._salt, seed=None)
+        body |= {"logprobs": count, "return_tokens_as_token_ids": True}  # else unlike tokens may have one text
+        return parse_likely(await self.post("/v1/completions", body))
+
     def _body(self, prompt: Sequence[int], tokens: int, *, salt: str, seed: int | None) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
@@ -79,6 +84,20 @@ def parse_completion(reply: dict[str, Any]) -> Completion:
         return _completion(reply)
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         message = f"engine gave no timings: {reply!r:.200}"
+        raise EngineNotReadyError(message) from error
+
+
+def parse_likely(reply: dict[str, Any]) -> Mapping[int, float]:
+    """Return the log probability of each token that the answer names in its first position.
+
+    vLLM names the sampled token too, even if it is not among the most likely. Raises EngineNotReadyError (43).
+    """
+    try:
+        likely = reply["choices"][0]["logprobs"]["top_logprobs"][0].items()
+        (first, *others) = ((int(name.removeprefix("token_id:")), float(nats)) for name, nats in likely)
+        return dict((first, *others))
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        message = f"engine gave no probabilities of tokens: {reply!r:.200}"
         raise EngineNotReadyError(message) from error
 
 

@@ -16,6 +16,7 @@ from appliance.engines.vllm.planning.decide import plan_of
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import Facts, read_facts, total_mib
 from appliance.engines.vllm.planning.memory.memory import MIB, Layout
+from appliance.engines.vllm.planning.model.precision import OUR_TYPES
 from appliance.engines.vllm.planning.observed_limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.options import around, choose
 from appliance.engines.vllm.planning.speculation import (
@@ -32,6 +33,7 @@ from appliance.engines.vllm.planning.speed import costs_of
 from appliance.engines.vllm.planning.stages import Option
 from appliance.errors import ModelDoesNotFitError
 from appliance.plan import (
+    SMALLEST_CONTEXT,
     Allocated,
     Choice,
     Costs,
@@ -104,6 +106,20 @@ class Space(doors.Space):
             return None
         narrowed = replace(estimate, facts=replace(estimate.facts, wanted=context))
         return self._kept(narrowed) if narrowed.fits and narrowed.context == context else None
+
+    def exact(self, plan: Plan) -> Plan | None:
+        facts, own = self._facts, OUR_TYPES[self._facts.dtype]
+        is_given = facts.settings.kv_type != "auto" or plan.kv_type in (own, facts.kv_type)
+        estimate = None if is_given else self._estimate_of(plan)
+        if estimate is None:
+            return None
+        option = replace(estimate.option, kv_type=own, kv_bytes=None, drafted=0, has_draft_layers=False)
+        # With the plan's own context first: what torch.compile kept is for one context.
+        found = (self._estimate(option, wanted) for wanted in (plan.context, min(plan.context, SMALLEST_CONTEXT)))
+        return next((self._kept(each) for each in found if each.fits), None)
+
+    def _estimate(self, option: Option, context: int) -> Estimate:
+        return Estimate(facts=replace(self._facts, wanted=context), option=option)
 
     def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
         """Return the plan with the cache size of the earlier start in bytes, so that vLLM does not profile its memory

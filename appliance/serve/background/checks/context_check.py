@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from appliance.abilities import Result
 from appliance.errors import EngineNotReadyError
-from appliance.plan import SoakCount
+from appliance.plan import SMALLEST_CONTEXT, SoakCount
 from appliance.serve.background.checks.ability_check import CHAT
 from appliance.serve.background.checks.idle_turns import AFTER_S, IdleTurns
 
@@ -41,37 +41,39 @@ class ContextCheck:
         self._soak = IdleTurns(served, alone=alone, after_s=AFTER_S, limit_s=served.settings.soak_s - done_s)
 
     async def find_needles(self, traffic: Traffic) -> None:
-        """Look for the needles in the context that serves; returns when all are judged, or when the time is used up."""
+        """Look for the needles in the context that serves, and in smaller ones while one is lost, unless the user gave
+        the context. Returns when one holds, when none is left, or when the time is used up."""
         served = self._served
         while is_wanted(served) and self._needles.left_s > 0:
-            from appliance.tune.trials.needles import DEPTHS  # here: no start needs it
-
             plan, profile = served.host.plan, served.profile
             if plan is None or profile is None or plan.context < LEAST_CONTEXT:
                 return
-            known = [row for row in profile.checks.needles if row.context == plan.context]
-            if len(known) == len(DEPTHS):
+            # On the engine that serves: a prompt of that length is all that a smaller context has.
+            least = plan.context if served.settings.ctx_size else SMALLEST_CONTEXT
+            context = profile.checks.next_for_needles(plan.context, least, plan.kv_type)
+            if context is None:
                 return
             await self._needles.until_idle(traffic)
             if served.host.plan is not plan:
                 continue
             found: list[NeedleRow] = []
             try:
-                await self._needles.take(self._look(plan, known, found), traffic)
+                await self._needles.take(self._look(plan, context, found), traffic)
             except EngineNotReadyError as error:
-                served.report.warning("needles", f"needles in {plan.context:,} tokens: {error.message}")
+                served.report.warning("needles", f"needles in {context:,} tokens: {error.message}")
             if found:
-                self._keep(found)
+                self._keep([replace(row, kv_type=plan.kv_type) for row in found])
 
-    async def _look(self, plan: Plan, known: list[NeedleRow], found: list[NeedleRow]) -> None:
+    async def _look(self, plan: Plan, context: int, found: list[NeedleRow]) -> None:
         from appliance.tune.trials.needles import find_needles  # here: no start needs it
 
-        socket_path = self._served.host.socket_path
+        served = self._served
+        socket_path = served.host.socket_path
         if socket_path is None:
             return
-        command = self._served.command(plan, socket_path)
-        async with self._served.start.engine.client(command, doing="looking for needles") as client:
-            await find_needles(client, plan.context, known=known, on_row=found.append)
+        known = served.profile.checks.needles_in(context, plan.kv_type) if served.profile else ()
+        async with served.start.engine.client(served.command(plan, socket_path), doing="looking for needles") as client:
+            await find_needles(client, context, known=known, on_row=found.append)
 
     def _keep(self, found: list[NeedleRow]) -> None:
         served = self._served

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from appliance.engines.vllm.planning.model.quantization import quantization_of
+from appliance.engines.vllm.planning.space import Space
 from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.model import Model
+from appliance.plan import Plan
 from appliance.probe import Hardware
 from tests.golden.vllm_plans import arguments, hardware
 from tests.shapes.folders import folder_model
-from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, SERVER, TURINGS, best, reason, space
+from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, SERVER, TURINGS, best, reason, space, with_cards
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "kv_cache_scheme": SCHEME}
@@ -162,3 +164,44 @@ def test_weights_count_in_the_type_that_serves(stored: str, dtype: str, factor: 
     plan = best(SERVER, held, engine_arg=f"--dtype {dtype}")
     expected = model.weights_bytes * factor / 2**20
     assert plan.placement.shares[0].memory.weights * len(plan.placement.shares) == pytest.approx(expected, rel=0.01)
+
+
+def of_kind(kv_type: str, *args: Any) -> tuple[Space, Plan]:
+    """Return a space and its first plan with this type of cache."""
+    found = space(*args)
+    return found, next(plan for plan in found.all() if plan.kv_type == kv_type)
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "kv_type"),
+    [
+        (ADA, "qwen3-8b-fp8", "fp8_e4m3"),
+        (SERVER, "qwen3-30b-a3b", "int8_per_token_head"),
+        (cpu_with("amx_tile"), "smollm2-135m", "fp8_e5m2"),
+    ],
+)
+def test_a_cache_that_won_by_speed_is_compared_with_an_exact_one(
+    machine: str | Hardware, model: str, kv_type: str
+) -> None:
+    here, plan = of_kind(kv_type, machine, model)
+    exact = here.exact(replace(plan, speculation=here.speculation(plan, "ngram", 4)))
+    assert exact is not None
+    assert (exact.kv_type, exact.context, exact.speculation) == ("bf16", plan.context, None)
+    changed = {name for name, value in dict(exact.knobs).items() if dict(plan.knobs)[name] != value}
+    assert changed == {"kv_type"}
+    assert here.exact(exact) is None, "exact itself"
+
+
+def test_the_exact_cache_may_have_a_shorter_context() -> None:
+    here, plan = of_kind("fp8_e4m3", with_cards(ADA, vram_free_mib=13000))
+    exact = here.exact(plan)
+    assert exact is not None
+    assert 8192 <= exact.context < plan.context < 40960
+
+
+def test_a_cache_that_somebody_asked_for_is_not_compared() -> None:
+    asked = space(ADA, kv_type="fp8_e4m3")
+    assert asked.exact(asked.best) is None
+    scaled = space(ADA, stored_as(COMPRESSED))
+    assert scaled.best.kv_type == "fp8_e4m3"
+    assert scaled.exact(scaled.best) is None, "the checkpoint's own, with its scales"
