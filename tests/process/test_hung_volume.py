@@ -60,7 +60,7 @@ def test_loaded_models_answer_on_it_is_told_once_and_over_once(home: Home, disk:
         disk.thaw()
         front.event("volume_answers")
         for name in ("b", "c"):
-            eventually(lambda name=name: chat(front, name)[0] == 200, what=lambda: front.text)
+            eventually(lambda: chat(front, name)[0] == 200, what=lambda: front.text)  # noqa: B023 - called at once
         assert front.document("status")["volume_problem"] is None
         assert [front.names().count(name) for name in ("volume_silent", "volume_answers")] == [1, 1]
         front.terminate()
