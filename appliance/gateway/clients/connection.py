@@ -7,7 +7,9 @@ import fcntl
 import socket
 import sys
 import termios
-from functools import partial
+import time
+from email.utils import formatdate
+from functools import lru_cache, partial
 from typing import Any
 
 import httptools
@@ -33,13 +35,18 @@ PIECE_BYTES = 16 * 2**10  # largest piece given to the parser at once, so that a
 PIPELINED = 16  # most pipelined requests; each takes some kilobytes before a key was checked
 
 
-def write_now(cycle: RequestResponseCycle, piece: bytes) -> bool:
-    """Write a piece of a begun stream at once, without a task's turn. False if nothing was written: the client is slow
-    or gone, or its answer is not in chunks. The application's `send` does that better."""
+def write_now(cycle: RequestResponseCycle, frames: bytes) -> bool:
+    """Write whole chunks of a begun stream at once, without a task's turn. False if nothing was written: the client is
+    slow or gone, or its answer is not in chunks. The application's `send` does that better."""
     if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
         return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    cycle.transport.write(frames)
     return True
+
+
+@lru_cache(maxsize=1)
+def _date_header(second: int) -> list[tuple[bytes, bytes]]:
+    return [(b"date", formatdate(second, usegmt=True).encode())]
 
 
 class Connection(HttpProtocol):
@@ -153,6 +160,7 @@ class Connection(HttpProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - uvicorn's own type
         self._running = cycle
+        cycle.default_headers = _date_header(int(time.time()))
         cycle.scope[WRITE_NOW] = partial(write_now, cycle)  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
 
