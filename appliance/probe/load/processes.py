@@ -36,11 +36,17 @@ def _below(head: psutil.Process) -> Iterator[psutil.Process]:
         return
     pids = [head.pid]
     while pids:
-        for listing in Path(f"/proc/{pids.pop()}/task").glob("*/children"):
-            with suppress(OSError, psutil.NoSuchProcess):  # a thread or a process ended meanwhile
-                for child in map(int, listing.read_text().split()):
-                    pids.append(child)
-                    yield psutil.Process(child)
+        for child in _children(pids.pop()):
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or /proc hides it
+                yield psutil.Process(child)
+                pids.append(child)
+
+
+def _children(pid: int) -> Iterator[int]:
+    with suppress(OSError):  # the process ended meanwhile, or /proc hides it
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+                yield from map(int, (thread / "children").read_text().split())
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
