@@ -21,6 +21,7 @@ from appliance.gateway.clients.connections import (
     BUSY,
     BYTES_PER_S,
     KNOWN,
+    LEFT,
     WRITE_NOW,
     Closed,
     Connections,
@@ -60,6 +61,7 @@ class Connection(HttpProtocol):
         self._all = connections
         # the request being answered; `cycle` is the one that was parsed last
         self._running: RequestResponseCycle | None = None
+        self._left: asyncio.Future[None] = self.loop.create_future()  # done if the client of that request has left
         self._is_in_message = False  # True while the parser is between the beginning and the end of a request
         self._is_in_header = False
         # True if the current piece contains neither the beginning of a request nor a part of a body
@@ -151,6 +153,8 @@ class Connection(HttpProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_in_message = self.parser.should_upgrade()  # an offered protocol upgrade: the body follows
+        if self.cycle is self._running:
+            self.flow.resume_reading()  # a large body has paused it, and the client's leaving is read, too
 
     # Called by the application.
 
@@ -160,6 +164,8 @@ class Connection(HttpProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - uvicorn's own type
         self._running = cycle
+        self._left = self.loop.create_future()
+        cycle.scope[LEFT] = self._left  # type: ignore[literal-required]
         cycle.default_headers = _date_header(int(time.time()))
         cycle.scope[WRITE_NOW] = partial(write_now, cycle)  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
@@ -251,6 +257,8 @@ class Connection(HttpProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+            if not self._left.done():
+                self._left.set_result(None)
 
     def _close(self) -> None:
         self.transport.close()

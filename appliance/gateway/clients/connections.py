@@ -39,6 +39,8 @@ BUSY = "appliance.busy"
 """Key in the scope of a request that came at the limit. Its function returns True if the request is one too many."""
 KNOWN = "appliance.known"
 """Key in the scope of each request: a function to call once its key was accepted, or if it needs none."""
+LEFT = "appliance.left"
+"""Key in the scope of each request: a future that is done when the client has left before the end of its answer."""
 WRITE_NOW = "appliance.write_now"
 """Key in the scope of each request: a function that writes whole chunks of the begun answer, framed, at once, or
 returns False."""

@@ -31,7 +31,8 @@ class Link:
         """Connect. Raises OSError; EAGAIN means that the engine's queue of connections is full."""
         self._loop = asyncio.get_running_loop()
         self._taker = taker
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        # The type below `socket.socket`, which would turn every constant into a member of an enumeration.
+        self._socket = socket.SocketType(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._socket.connect(str(path))
             self.resume_reading()

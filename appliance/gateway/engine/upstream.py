@@ -80,8 +80,8 @@ class Response:
         self._has_head = self._has_begun = False
         self._is_whole = False
         self._broken: BrokenError | None = None
-        self._moved = asyncio.Event()  # set when data came or the connection ended
-        self._writable = asyncio.Event()  # set too when nothing more has to be written
+        self._moved: asyncio.Future[None] | None = None
+        """Done when data came, the connection ended, or more can be written; None before anyone waited for that."""
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first header of that name, given in lower case; None if there is none."""
@@ -155,15 +155,11 @@ class Response:
                 if sent := link.send(left[:PIECE_BYTES]):
                     left = left[sent:]
                 else:
-                    await self._until_writable(link)
-
-    async def _until_writable(self, link: Link) -> None:
-        self._writable.clear()
-        link.on_writable(self._writable.set)
-        try:
-            await self._writable.wait()
-        finally:
-            link.off_writable()
+                    link.on_writable(self._wake)
+                    try:
+                        await self._until_moved()
+                    finally:
+                        link.off_writable()
 
     async def until_head(self) -> None:
         while not self._has_head:
@@ -255,14 +251,14 @@ class Response:
             self._linked().resume_reading()
 
     async def _until_moved(self) -> None:
-        self._moved.clear()
+        self._moved = asyncio.get_running_loop().create_future()
         self._reader_waits = self._has_begun
-        await self._moved.wait()
+        await self._moved
 
     def _wake(self) -> None:
         self._reader_waits = False
-        self._moved.set()
-        self._writable.set()
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
 
     def _break(self, error: BrokenError) -> None:
         self._broken = self._broken or error

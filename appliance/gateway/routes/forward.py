@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 from appliance.console.progress import Progress
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway.clients import request_queue
-from appliance.gateway.clients.connections import WRITE_NOW
+from appliance.gateway.clients.connections import LEFT, WRITE_NOW
 from appliance.gateway.clients.request_log import KEY_NAME, Exchange, RequestLog
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
@@ -234,7 +234,7 @@ class EngineEndpoint:
         if self._route.dialect == "anthropic":
             body = with_template_words(body)
         serving = self._through_gate(scope, body, reply, exchange)
-        await unless_over(serving, until_client_left(receive), must_end=must_end)
+        await unless_over(serving, must_end=must_end, left=scope.get(LEFT))
 
     async def _through_gate(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         if self._gate is None or not self._gate.waits:
@@ -475,19 +475,11 @@ async def read_body(receive: Receive, declared_bytes: int, most: int = BODY_BYTE
             return bytes(body)
 
 
-async def until_client_left(receive: Receive) -> None:
-    """Wait until the connection is gone, then raise ClientLeft. Never returns."""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-
-
 async def unless_over(
-    work: Coroutine[Any, Any, T], watcher: Coroutine[Any, Any, None] | None = None, *, must_end: asyncio.Future[None]
+    work: Coroutine[Any, Any, T], *, must_end: asyncio.Future[None], left: asyncio.Future[None] | None = None
 ) -> T:
-    """Return the result of `work`, unless the watcher raises or `must_end` is done first. The other is cancelled then.
-    Raises what the watcher raised, or ApiError if `must_end` is done.
+    """Return the result of `work`, unless the client has left or `must_end` is done first, which cancels it. Raises
+    ClientLeft or ApiError then. `left` None: nobody tells, or nobody has to know.
 
     Works in the caller's task, as `asyncio.timeout` does: tasks of their own would make every request slower.
     """
@@ -498,8 +490,7 @@ async def unless_over(
         over.append(future)
         task.cancel()
 
-    watching = None if watcher is None else asyncio.create_task(watcher)
-    ends = [must_end] if watching is None else [must_end, watching]
+    ends = [must_end] if left is None else [must_end, left]
     for each in ends:
         each.add_done_callback(end)
     try:
@@ -512,10 +503,8 @@ async def unless_over(
             each.remove_done_callback(end)
         for _ in over:
             task.uncancel()
-        if watching is not None and not watching.cancel() and not watching.cancelled():
-            watching.exception()  # looked at, or asyncio would log that nobody did
-    if watching is not None and watching in over:
-        watching.result()
+    if left in over:
+        raise ClientLeft
     raise api_error.shutting_down()
 
 
