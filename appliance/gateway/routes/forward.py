@@ -424,14 +424,15 @@ async def _relay_events(
     write_now = reply.write_now
 
     def pass_on(frames: bytes, content: bytes) -> bool:
-        if not (write_now is not None and watch.passes(content) and write_now(frames)):
+        if write_now is None or not watch.passes(content) or not (filled is None or filled.passes(content)):
+            return False
+        if not write_now(frames):
             return False
         rate.add(content)
         return True
 
     async for chunk in response.chunks():
-        if filled is None:
-            response.pass_on = pass_on  # from the second piece on: the first goes through everything that notes it
+        response.pass_on = pass_on  # from the second piece on: the first goes through everything that notes it
         rate.add(chunk)
         passed, error = watch.feed(chunk)
         if filled is not None and receipt is not None:
