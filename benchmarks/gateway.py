@@ -5,6 +5,12 @@ through nginx (those that are installed), in interleaved rounds of one run; medi
 threads (/proc/PID/task/TID/schedstat), so the fake engine and the client do not count. Times added are against the
 direct way of the same round.
 
+The ways differ in more than their cost. Ours checks keys, counts usage and watches requests for receipts; it lacks the
+fleet's look-up of a model. It writes usage 3 s after a request, 1 to 2 ms of CPU that mostly fall outside of what is
+counted. vllm-router checks no key and keeps its connections to the engine, on TCP; ours and nginx open one a request,
+on a unix socket. nginx only copies bytes. Clients open a connection for each request. On a busy machine
+Python suffers most, since other programs take its place in the caches.
+
     apt-get install nginx-light; pip install vllm-router==0.1.17   # in any environment
     python3 -m benchmarks.gateway [--rounds 10] [--router PATH] [--json]
     python3 -m benchmarks.gateway --soak-minutes 10    # ours only: 64 streams that leave at random moments
