@@ -9,7 +9,7 @@ import sys
 import termios
 import time
 from email.utils import formatdate
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import httptools
@@ -34,15 +34,6 @@ from appliance.gateway.wire.http_answers import HEADER_BYTES_MAX, HttpProtocol
 
 PIECE_BYTES = 16 * 2**10  # largest piece given to the parser at once, so that a header's size is counted as it arrives
 PIPELINED = 16  # most pipelined requests; each takes some kilobytes before a key was checked
-
-
-def write_now(cycle: RequestResponseCycle, frames: bytes) -> bool:
-    """Write whole chunks of a begun stream at once, without a task's turn. False if nothing was written: the client is
-    slow or gone, or its answer is not in chunks. The application's `send` does that better."""
-    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
-        return False
-    cycle.transport.write(frames)
-    return True
 
 
 @lru_cache(maxsize=1)
@@ -96,6 +87,10 @@ class Connection(HttpProtocol):
         self._all.remove(self)
         self._leave()
         super().connection_lost(exc)
+        # The scopes hold this connection: the circle would stay until the garbage collector comes.
+        self._running = None
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         for at in range(0, len(data), PIECE_BYTES):
@@ -162,12 +157,23 @@ class Connection(HttpProtocol):
         if not self.place[1]:
             self._all.put(self, (self._wait, True))
 
+    def _write_now(self, frames: bytes) -> bool:
+        """Write whole chunks of the begun stream at once, without a task's turn. False if nothing was written: the
+        client is slow or gone, or its answer is not in chunks. The application's `send` does that better."""
+        cycle = self._running
+        if cycle is None or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        if self.flow.write_paused:
+            return False
+        self.transport.write(frames)
+        return True
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - uvicorn's own type
         self._running = cycle
         self._left = self.loop.create_future()
         cycle.scope[LEFT] = self._left  # type: ignore[literal-required]
         cycle.default_headers = _date_header(int(time.time()))
-        cycle.scope[WRITE_NOW] = partial(write_now, cycle)  # type: ignore[literal-required]
+        cycle.scope[WRITE_NOW] = self._write_now  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:

@@ -169,7 +169,9 @@ class Response:
 
     def close(self) -> None:
         self._linked().close()
-        del self._parser  # it holds this answer: the circle would stay until the garbage collector comes
+        # Both hold this answer: the circles would stay until the garbage collector comes.
+        self._link = None
+        del self._parser
 
     # Called by the link.
 
