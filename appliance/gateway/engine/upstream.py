@@ -149,8 +149,7 @@ class Response:
     async def send(self, head: bytes, body: bytes) -> None:
         """Write the request. Returns when all is written, or when the engine has answered before that."""
         link = self._linked()
-        for part in (head + body[:PIECE_BYTES], body[PIECE_BYTES:]):
-            left = memoryview(part)
+        for left in (memoryview(head + body[:PIECE_BYTES]), memoryview(body)[PIECE_BYTES:]):
             while left and not self._has_head and self._broken is None:
                 if sent := link.send(left[:PIECE_BYTES]):
                     left = left[sent:]
