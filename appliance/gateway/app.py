@@ -182,7 +182,7 @@ def _engine_routes(roster: Roster, reading: Traffic, tell_every_s: float, reques
             errors=backend.errors,
             engines_name=backend.engines_name,
             tell_every_s=tell_every_s,
-            model=partial(_name_of, backend),
+            model=backend.shown_name,
             requests=requests,
             insight=backend.insight,
             gate=backend.gate,
@@ -198,10 +198,6 @@ def _engine_routes(roster: Roster, reading: Traffic, tell_every_s: float, reques
         )
         for route in roster.first.routes
     }
-
-
-def _name_of(backend: Backend) -> str:
-    return backend.listed().id
 
 
 def _elsewhere(words: str) -> Endpoint:

@@ -217,6 +217,13 @@ def test_a_streaming_client_leaves(endless: Stage) -> None:
     assert endless.engine_saw()["open_streams"] == 0
 
 
+def test_a_client_with_a_long_prompt_leaves(endless: Stage) -> None:
+    """A body above uvicorn's limit pauses reading, and only who reads notices that the client has left."""
+    with endless.post("/v1/completions", {"prompt": "word " * 200_000, "stream": True}) as connection:
+        read_until(connection, b"data: ")
+    eventually(lambda: endless.engine_saw()["disconnects"] == 1)
+
+
 def test_the_sdk_leaves(endless: Stage) -> None:
     with endless.openai() as client:
         events = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)

@@ -7,7 +7,9 @@ import fcntl
 import socket
 import sys
 import termios
-from functools import partial
+import time
+from email.utils import formatdate
+from functools import lru_cache
 from typing import Any
 
 import httptools
@@ -19,6 +21,7 @@ from appliance.gateway.clients.connections import (
     BUSY,
     BYTES_PER_S,
     KNOWN,
+    LEFT,
     WRITE_NOW,
     Closed,
     Connections,
@@ -33,13 +36,9 @@ PIECE_BYTES = 16 * 2**10  # largest piece given to the parser at once, so that a
 PIPELINED = 16  # most pipelined requests; each takes some kilobytes before a key was checked
 
 
-def write_now(cycle: RequestResponseCycle, piece: bytes) -> bool:
-    """Write a piece of a begun stream at once, without a task's turn. False if nothing was written: the client is slow
-    or gone, or its answer is not in chunks. The application's `send` does that better."""
-    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
-        return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-    return True
+@lru_cache(maxsize=1)
+def _date_header(second: int) -> list[tuple[bytes, bytes]]:
+    return [(b"date", formatdate(second, usegmt=True).encode())]
 
 
 class Connection(HttpProtocol):
@@ -53,6 +52,7 @@ class Connection(HttpProtocol):
         self._all = connections
         # the request being answered; `cycle` is the one that was parsed last
         self._running: RequestResponseCycle | None = None
+        self._left: asyncio.Future[None] = self.loop.create_future()  # done if the client of that request has left
         self._is_in_message = False  # True while the parser is between the beginning and the end of a request
         self._is_in_header = False
         # True if the current piece contains neither the beginning of a request nor a part of a body
@@ -87,6 +87,10 @@ class Connection(HttpProtocol):
         self._all.remove(self)
         self._leave()
         super().connection_lost(exc)
+        # The scopes hold this connection: the circle would stay until the garbage collector comes.
+        self._running = None
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         for at in range(0, len(data), PIECE_BYTES):
@@ -144,6 +148,8 @@ class Connection(HttpProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_in_message = self.parser.should_upgrade()  # an offered protocol upgrade: the body follows
+        if self.cycle is self._running:
+            self.flow.resume_reading()  # a large body has paused it, and the client's leaving is read, too
 
     # Called by the application.
 
@@ -151,9 +157,23 @@ class Connection(HttpProtocol):
         if not self.place[1]:
             self._all.put(self, (self._wait, True))
 
+    def _write_now(self, frames: bytes) -> bool:
+        """Write whole chunks of the begun stream at once, without a task's turn. False if nothing was written: the
+        client is slow or gone, or its answer is not in chunks. The application's `send` does that better."""
+        cycle = self._running
+        if cycle is None or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        if self.flow.write_paused:
+            return False
+        self.transport.write(frames)
+        return True
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - uvicorn's own type
         self._running = cycle
-        cycle.scope[WRITE_NOW] = partial(write_now, cycle)  # type: ignore[literal-required]
+        self._left = self.loop.create_future()
+        cycle.scope[LEFT] = self._left  # type: ignore[literal-required]
+        cycle.default_headers = _date_header(int(time.time()))
+        cycle.scope[WRITE_NOW] = self._write_now  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -243,6 +263,8 @@ class Connection(HttpProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+            if not self._left.done():
+                self._left.set_result(None)
 
     def _close(self) -> None:
         self.transport.close()

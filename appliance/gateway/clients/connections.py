@@ -39,8 +39,11 @@ BUSY = "appliance.busy"
 """Key in the scope of a request that came at the limit. Its function returns True if the request is one too many."""
 KNOWN = "appliance.known"
 """Key in the scope of each request: a function to call once its key was accepted, or if it needs none."""
+LEFT = "appliance.left"
+"""Key in the scope of each request: a future that is done when the client has left before the end of its answer."""
 WRITE_NOW = "appliance.write_now"
-"""Key in the scope of each request: a function that writes a piece of the begun answer at once, or returns False."""
+"""Key in the scope of each request: a function that writes whole chunks of the begun answer, framed, at once, or
+returns False."""
 
 _log = logging.getLogger(__name__)
 
@@ -153,6 +156,7 @@ class Connections:
             (wait, is_known): {} for wait in (None, *Wait) for is_known in (False, True)
         }
         self._coming = 0  # accepted, but not yet given to a protocol
+        self._in_rows = 0
         self._said: dict[Refused | Closed, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         seconds = (limits.header_s, limits.body_s, limits.unread_s, limits.keep_alive_s)
@@ -160,7 +164,7 @@ class Connections:
 
     @property
     def open(self) -> int:
-        return sum(map(len, self._rows.values())) + self._coming
+        return self._in_rows + self._coming
 
     @property
     def is_busy(self) -> bool:
@@ -173,14 +177,19 @@ class Connections:
 
     def put(self, connection: Connection, place: Place) -> None:
         """Put the connection at the end of that row, even if it is in the row already."""
-        self._rows[connection.place].pop(connection, None)
+        self._take_out(connection)
         connection.place = place
         self._rows[place][connection] = time.monotonic()
+        self._in_rows += 1
         self._counts.open = self.open
 
     def remove(self, connection: Connection) -> None:
-        self._rows[connection.place].pop(connection, None)
+        self._take_out(connection)
         self._counts.open = self.open
+
+    def _take_out(self, connection: Connection) -> None:
+        if self._rows[connection.place].pop(connection, None) is not None:
+            self._in_rows -= 1
 
     @property
     def must_wait(self) -> bool:

@@ -7,11 +7,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from appliance.gateway.wire import api_error
 
-RATE_S = 3.0
+RATE_S, STEP_S = 3.0, 0.1
 PAUSES_KEPT = 32
 
 
@@ -20,30 +20,35 @@ class Rate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: deque[tuple[float, int]] = deque()
+        self._steps: deque[list[float]] = deque()  # beginning of each `STEP_S`, and the events that came in it
+        self._step_ends = float("-inf")
         self.total = 0
         """Number of events since the start."""
 
     def add(self, chunk: bytes) -> None:
         count = chunk.count(b"\n\n")
         self.total += count
-        self._seen.append((self._clock(), count))
-        self._forget()
+        now = self._clock()
+        if now >= self._step_ends:
+            self._forget(now)
+            self._steps.append([now, 0])
+            self._step_ends = now + STEP_S
+        self._steps[-1][1] += count
 
     @property
     def per_s(self) -> float:
         """Events per second; 0 if none came in the last `RATE_S`. Divides by at least a quarter of `RATE_S`: few events
         give no meaningful rate."""
-        self._forget()
-        if not self._seen:
+        now = self._clock()
+        self._forget(now)
+        if not self._steps:
             return 0.0
-        seconds = max(self._clock() - self._seen[0][0], RATE_S / 4)
-        return sum(count for _, count in self._seen) / seconds
+        seconds = max(now - self._steps[0][0], RATE_S / 4)
+        return sum(count for _, count in self._steps) / seconds
 
-    def _forget(self) -> None:
-        oldest = self._clock() - RATE_S
-        while self._seen and self._seen[0][0] < oldest:
-            self._seen.popleft()
+    def _forget(self, now: float) -> None:
+        while self._steps and self._steps[0][0] < now - RATE_S:
+            self._steps.popleft()
 
 
 class Traffic:
@@ -94,39 +99,36 @@ class Traffic:
         if closed."""
         if self.is_closed:
             raise api_error.shutting_down()
-        with self._at_work() if is_work else nullcontext(), self._counted() as must_end:
-            yield must_end
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        if self.arrivals and not self._working:
-            self.pauses.append(self.idle_s)
-        self.arrivals += 1
-        self._count_work(1)
-        self._is_working.set()
-        try:
-            yield
-        finally:
-            self._count_work(-1)
-            if not self._working:
-                self._is_working.clear()
-                self._rests_since = time.monotonic()
-
-    def _count_work(self, more: int) -> None:
-        self._work_s, self._work_changed = self.work_s, time.monotonic()
-        self._working += more
-
-    @contextmanager
-    def _counted(self) -> Iterator[asyncio.Future[None]]:
         must_end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running.add(must_end)
         self._is_idle.clear()
+        if is_work:
+            self._begin_work()
         try:
             yield must_end
         finally:
             self._running.discard(must_end)
             if not self._running:
                 self._is_idle.set()
+            if is_work:
+                self._end_work()
+
+    def _begin_work(self) -> None:
+        if self.arrivals and not self._working:
+            self.pauses.append(self.idle_s)
+        self.arrivals += 1
+        self._count_work(1)
+        self._is_working.set()
+
+    def _end_work(self) -> None:
+        self._count_work(-1)
+        if not self._working:
+            self._is_working.clear()
+            self._rests_since = time.monotonic()
+
+    def _count_work(self, more: int) -> None:
+        self._work_s, self._work_changed = self.work_s, time.monotonic()
+        self._working += more
 
     @property
     def is_closed(self) -> bool:

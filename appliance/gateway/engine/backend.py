@@ -55,7 +55,8 @@ class Backend:
     """One model: its engine's routes and socket, its requests, and what is shown of it.
 
     `documents` are served as /appliance/v1/<name>; `actions` answer a POST there. `listed` returns the model's entry in
-    the list; without it the entry has only name and phase. `dropped_headers`, in lower case, are not sent to the
+    the list; without it the entry has only name and phase. `shown_name` returns the entry's name alone, which each
+    request needs. `dropped_headers`, in lower case, are not sent to the
     engine. `slots` returns how many requests the engine works on in parallel; 0 while none serves. `kv_use` is the
     engine's path that reports its KV cache, with the parser of that answer, and `counts` the one that counts prompts
     on disk and uses of experts. `errors` replace the engine's own messages.
@@ -78,6 +79,7 @@ class Backend:
         documents: Mapping[str, Document],
         actions: Mapping[str, Action] | None = None,
         listed: Callable[[], ListedModel] | None = None,
+        shown_name: Callable[[], str] | None = None,
         engine_restarts: Callable[[], int] | None = None,
         dropped_headers: frozenset[bytes] = frozenset(),
         slots: Callable[[], int] | None = None,
@@ -96,6 +98,7 @@ class Backend:
         self.documents = documents
         self.actions = actions or {}
         self.listed = listed or (lambda: ListedModel(id=name, phase=progress().phase))
+        self.shown_name = shown_name or (lambda: self.listed().id)
         self.engine_restarts = engine_restarts
         self.traffic = Traffic()
         self.upstream = UpstreamPool(socket_path, dropped_headers)
@@ -109,7 +112,7 @@ class Backend:
 
     def engines_name(self) -> str | None:
         """Return the engine's name of the model if the engine refuses every other name, else None."""
-        return self.listed().id if self._checks_model_name else None
+        return self.shown_name() if self._checks_model_name else None
 
     def load(self) -> Load | None:
         """Return the current load; None if the number of parallel requests is unknown."""

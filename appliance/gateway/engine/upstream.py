@@ -12,16 +12,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
 
 import httptools
 
+from appliance.gateway.engine.link import Link
+from appliance.gateway.wire.chunks import content_of
 from appliance.gateway.wire.edges import Edges
 from appliance.gateway.wire.events import has_content
 from appliance.system.lack import is_lack, tell
 
-# a local socket answers at once; on a machine with a load of 30 this program itself was delayed by 2 s
-CONNECT_S = 10.0
 # Most bytes read ahead of a slow client. Then the engine has to wait, as it would with the client itself.
 BUFFER_BYTES = 256 * 2**10
 # Writing 64 MiB in one piece would stop every other stream meanwhile.
@@ -47,41 +46,46 @@ class HungError(BrokenError):
     """The engine hangs and is about to be killed."""
 
 
-class Response(asyncio.Protocol):
+class Response:
     """One answer of the engine. `status` and `headers` are set once `request` has yielded it; header names are as the
     engine spelt them.
 
-    `on_body` is called with each piece of the body as it arrives, unless the answer is an error.
+    Whole chunks of the body skip the parser if `pass_on` takes them.
     """
 
-    def __init__(self, method: str, on_body: Callable[[bytes], None] | None = None) -> None:
+    def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.method = method
-        self._on_body = on_body
+        self._clock = clock
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self._named: dict[bytes, bytes] = {}
         self.first_content: float | None = None
-        """time.monotonic() when the first content of the answer came."""
+        self.last_content: float | None = None
+        """When the first and the latest content of the answer came, by the clock. Content is what only a working model
+        sends: no error, and no event that may precede it."""
+        self.is_stream = False
+        """True if one of our events can be inserted into it: an uncompressed event stream."""
         self._first_piece = b""
         self._last_pieces: deque[bytes] = deque(maxlen=LAST_PIECES)
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
-        self.pass_on: Callable[[bytes], bool] | None = None
-        """Takes a piece of the body as soon as it comes, while the reader of `chunks` waits for it. False leaves the
-        piece to the reader."""
+        self._link: Link | None = None
+        self.pass_on: Callable[[bytes, bytes], bool] | None = None
+        """Takes whole chunks of the body as they come, framed, and their content, while the reader of `chunks` waits.
+        False leaves them to the reader."""
         self._reader_waits = False
+        self._is_between_chunks = False
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._is_paused = False
         self._has_head = self._has_begun = False
         self._is_whole = False
         self._broken: BrokenError | None = None
-        self._moved = asyncio.Event()  # set when data came or the connection ended
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._moved: asyncio.Future[None] | None = None
+        """Done when data came, the connection ended, or more can be written; None before anyone waited for that."""
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first header of that name, given in lower case; None if there is none."""
-        return next((value for key, value in self.headers if key.lower() == name), None)
+        return self._named.get(name)
 
     @property
     def content_length(self) -> int | None:
@@ -89,12 +93,6 @@ class Response(asyncio.Protocol):
         value = self.header(b"content-length")
         is_chunked = self.header(b"transfer-encoding") is not None
         return int(value) if value is not None and value.isdigit() and not is_chunked else None
-
-    @property
-    def is_stream(self) -> bool:
-        """True if one of our events can be inserted into it: an uncompressed event stream."""
-        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        return kind == b"text/event-stream" and self.header(b"content-encoding") is None
 
     @property
     def edges(self) -> Edges:
@@ -111,13 +109,17 @@ class Response(asyncio.Protocol):
         return not (self._is_whole or self._is_paused or self.is_broken)
 
     @property
+    def is_read(self) -> bool:
+        """True if the answer is whole and all of it was read."""
+        return self._is_whole and not self._chunks
+
+    @property
     def is_broken(self) -> bool:
         return self._broken is not None
 
     def give_up(self, why: str) -> None:
         """End the answer: its reader gets a HungError after the data that has come so far."""
         self._break(HungError(why))
-        self._writable.set()
         self._wake()
 
     async def read(self) -> bytes:
@@ -140,16 +142,23 @@ class Response(asyncio.Protocol):
 
     # Called by `request`.
 
+    def connect(self, socket_path: Path) -> None:
+        """Raises OSError."""
+        self._link = Link(socket_path, self)
+
     async def send(self, head: bytes, body: bytes) -> None:
         """Write the request. Returns when all is written, or when the engine has answered before that."""
-        transport = self._connected()
-        transport.write(head)
-        view = memoryview(body)
-        for at in range(0, len(body), PIECE_BYTES):
-            await self._writable.wait()
-            if self._has_head or self._broken is not None:
-                return
-            transport.write(view[at : at + PIECE_BYTES])
+        link = self._linked()
+        for left in (memoryview(head + body[:PIECE_BYTES]), memoryview(body)[PIECE_BYTES:]):
+            while left and not self._has_head and self._broken is None:
+                if sent := link.send(left[:PIECE_BYTES]):
+                    left = left[sent:]
+                else:
+                    link.on_writable(self._wake)
+                    try:
+                        await self._until_moved()
+                    finally:
+                        link.off_writable()
 
     async def until_head(self) -> None:
         while not self._has_head:
@@ -158,29 +167,30 @@ class Response(asyncio.Protocol):
         self._has_begun = True
 
     def close(self) -> None:
-        self._connected().abort()
+        self._linked().close()
+        # Both hold this answer: the circles would stay until the garbage collector comes.
+        self._link = None
+        del self._parser
 
-    # Called by asyncio.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the same methods
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
+    # Called by the link.
 
     def data_received(self, data: bytes) -> None:
+        if self._reader_waits and self._is_between_chunks and self.pass_on is not None:
+            content = content_of(data)
+            if content is not None and self.pass_on(data, content):
+                self._note(content)
+                return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._break(BrokenError("it wants another protocol"))
         except httptools.HttpParserError as error:
             self._break(BrokenError(f"it sent something that is not HTTP: {error}"))
+        # After a chunk's end more than a line break would be a part of the next one's size.
+        self._is_between_chunks = self._is_between_chunks and data.endswith(b"\r\n")
         if self._buffered > BUFFER_BYTES and not self._is_paused:
             self._is_paused = True
-            self._connected().pause_reading()
+            self._linked().pause_reading()
         if self._chunks or self._is_whole or self._broken is not None or not self._has_begun:
             self._wake()
 
@@ -190,7 +200,6 @@ class Response(asyncio.Protocol):
             self._is_whole = True
         if not self._is_whole:
             self._break(BrokenError("the connection ended"))
-        self._writable.set()
         self._wake()
 
     # Called by httptools.
@@ -205,40 +214,52 @@ class Response(asyncio.Protocol):
             return
         self.status = status
         self._has_head = True
+        self._named = {name.lower(): value for name, value in reversed(self.headers)}
+        kind = self._named.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        self.is_stream = kind == b"text/event-stream" and b"content-encoding" not in self._named
         if self.method == "HEAD":
             self._is_whole = True  # Content-Length counts a body that is not sent
 
     def on_body(self, body: bytes) -> None:
-        if not (self._reader_waits and self.pass_on is not None and self.pass_on(body)):
-            # From here to the reader's next wait all pieces are the reader's, so that they stay in order.
-            self._reader_waits = False
-            self._chunks.append(body)
-            self._buffered += len(body)
+        # From here to the reader's next wait all pieces are the reader's, so that they stay in order.
+        self._reader_waits = False
+        self._chunks.append(body)
+        self._buffered += len(body)
         self._first_piece = self._first_piece or body[:FIRST_BYTES]
-        self._last_pieces.append(body[-LAST_BYTES:])  # cut, since pieces of a quarter of a MiB may come
-        if self.first_content is None and has_content(body):
-            self.first_content = time.monotonic()
-        if self._on_body is not None and self.status < 400:
-            self._on_body(body)
+        self._note(body)
+
+    def on_chunk_header(self) -> None:
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._is_between_chunks = True
 
     def on_message_complete(self) -> None:
         if self._has_head:
             self._is_whole = True
 
+    def _note(self, body: bytes) -> None:
+        self._last_pieces.append(body[-LAST_BYTES:])  # cut, since pieces of a quarter of a MiB may come
+        if self.status < 400 and has_content(body):
+            self.last_content = self._clock()
+            if self.first_content is None:
+                self.first_content = self.last_content
+
     def _resume(self) -> None:
         self._buffered = 0
         if self._is_paused:
             self._is_paused = False
-            self._connected().resume_reading()
+            self._linked().resume_reading()
 
     async def _until_moved(self) -> None:
-        self._moved.clear()
+        self._moved = asyncio.get_running_loop().create_future()
         self._reader_waits = self._has_begun
-        await self._moved.wait()
+        await self._moved
 
     def _wake(self) -> None:
         self._reader_waits = False
-        self._moved.set()
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
 
     def _break(self, error: BrokenError) -> None:
         self._broken = self._broken or error
@@ -247,11 +268,11 @@ class Response(asyncio.Protocol):
         if self._broken is not None:
             raise self._broken
 
-    def _connected(self) -> asyncio.Transport:
-        if self._transport is None:
+    def _linked(self) -> Link:
+        if self._link is None:
             message = "there is no connection yet"
             raise RuntimeError(message)
-        return self._transport
+        return self._link
 
 
 @asynccontextmanager
@@ -269,11 +290,10 @@ async def request(
     There is no total time limit: the prefill of a long prompt takes minutes without a byte. Raises UnreachableError,
     BrokenError.
     """
-    loop, taker = asyncio.get_running_loop(), response or Response(method)
+    response = response or Response(method)
     try:
-        async with asyncio.timeout(CONNECT_S):
-            _, response = await loop.create_unix_connection(lambda: taker, str(socket_path))
-    except (OSError, TimeoutError) as error:
+        response.connect(socket_path)
+    except OSError as error:
         # EAGAIN of connect(2) means that the engine's queue of connections is full, not that we lack anything.
         if is_lack(error) and not isinstance(error, BlockingIOError):
             tell("reaching the engine", error)

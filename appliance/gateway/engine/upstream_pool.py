@@ -84,8 +84,8 @@ class UpstreamPool:
         target = f"{path}?{query}" if query else path
         line = self._present
         self.sent += 1
-        response = upstream.Response(scope["method"], line.waits.note_piece if needs_model else None)
-        with line.taken(), line.waits.waiting(response, len(body)):
+        response = upstream.Response(scope["method"])
+        with line.taken(), line.waits.waiting(response, len(body), needs_model=needs_model):
             head = headers.to_engine(scope["headers"], self._dropped_headers, owner=scope.get(OWNER))
             async with upstream.request(line.socket_path, scope["method"], target, head, body, response):
                 yield response

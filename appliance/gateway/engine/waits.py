@@ -8,17 +8,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from appliance.gateway.engine.upstream import Response
-from appliance.gateway.wire.events import has_content
 
 
 class _Wait:
     """One waiting request. `waited_s` counts from `since`: when it began, or when any request last got something."""
 
-    def __init__(self, response: Response, body_bytes: int, since: float) -> None:
+    def __init__(self, response: Response, body_bytes: int, since: float, *, needs_model: bool) -> None:
         self.response = response
+        self._needs_model = needs_model
         self.body_bytes = body_bytes
         self.since = since
         self.waited_s = 0.0
+
+    @property
+    def last_content(self) -> float:
+        """When it last got something that only a working model sends."""
+        found = self.response.last_content if self._needs_model else None
+        return float("-inf") if found is None else found
 
     def pass_time(self, seconds: float, *, now: float, last: float) -> None:
         if last > self.since:
@@ -28,7 +34,8 @@ class _Wait:
 
 class Waits:
     """The requests of one engine. The watcher reports how much time has passed, because time in which the gateway stood
-    still is no silence of the engine."""
+    still is no silence of the engine. Each answer notes when content came, so that a piece costs nothing here.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -38,23 +45,25 @@ class Waits:
         self._left_s = 0.0
 
     @contextmanager
-    def waiting(self, response: Response, body_bytes: int) -> Iterator[None]:
-        """Count one request while the block runs, from before its connection is made."""
-        wait = _Wait(response, body_bytes, self._clock())
+    def waiting(self, response: Response, body_bytes: int, *, needs_model: bool = True) -> Iterator[None]:
+        """Count one request while the block runs, from before its connection is made. If it `needs_model`, content of
+        its answer ends the silence."""
+        wait = _Wait(response, body_bytes, self._clock(), needs_model=needs_model)
         self._all.add(wait)
         try:
             yield
         finally:
+            self._look()
             self._all.discard(wait)
             wait.pass_time(0.0, now=self._clock(), last=self._last)
             # an answer, even an error, shows that the engine answers others too
             self._left_s = self._left_s + wait.waited_s if response.is_owed else 0.0
 
-    def note_piece(self, piece: bytes) -> None:
-        """End the silence if the piece of an answer has content that only a working model sends. Called for each
-        token."""
-        if has_content(piece):
-            self.begin()
+    def _look(self) -> None:
+        """End the silence if content has come."""
+        last = max((wait.last_content for wait in self._all), default=self._last)
+        if last > self._last:
+            self._last, self._left_s = last, 0.0
 
     def begin(self) -> None:
         """Count anew: nothing waits yet."""
@@ -66,6 +75,7 @@ class Waits:
         return len(self._owed())
 
     def pass_time(self, seconds: float) -> None:
+        self._look()
         now = self._clock()
         for wait in self._owed():
             wait.pass_time(seconds, now=now, last=self._last)

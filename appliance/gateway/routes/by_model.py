@@ -61,7 +61,7 @@ class ByModel:
         except ClientLeft:
             return
         else:
-            await endpoint(scope, _again(body, receive), send)
+            await endpoint(scope, again(body, receive), send)
 
     async def _meant(self, scope: Scope, body: bytes) -> Backend:
         name = model_named_in(body, content_type_of(scope)) or model_asked(scope) or None
@@ -93,8 +93,8 @@ def overall_progress(roster: Sequence[Backend]) -> Progress:
     return first
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that delivers the body again before it continues."""
+def again(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that delivers the body before it continues."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def received() -> Message:

@@ -13,13 +13,13 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qs
 
 from appliance.console.progress import Progress
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway.clients import request_queue
-from appliance.gateway.clients.connections import WRITE_NOW
+from appliance.gateway.clients.connections import LEFT, WRITE_NOW
 from appliance.gateway.clients.request_log import KEY_NAME, Exchange, RequestLog
 from appliance.gateway.clients.traffic import Rate, Traffic
 from appliance.gateway.engine.engine_errors import EngineErrors, in_anthropic_form
@@ -34,7 +34,6 @@ from appliance.gateway.wire.mcp import refuse_mcp
 from appliance.gateway.wire.model_name import with_model, without_fields
 from appliance.gateway.wire.reasoning import with_template_words
 from appliance.keep_alive import parse_keep_alive
-from appliance.race import first_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -65,9 +64,9 @@ class ResponseWriter:
     """Writes a response and remembers what was sent, which decides how an error can still be reported."""
 
     def __init__(self, send: Send, dialect: Dialect, write_now: Callable[[bytes], bool] | None = None) -> None:
-        """`write_now` writes a piece without a task's turn, if the server can."""
+        """`write_now` writes whole chunks of events without a task's turn, if the server can."""
         self._send = send
-        self._write_now = write_now
+        self.write_now = write_now
         self._dialect = dialect
         self._last_chunk = b"\n\n"
         self.is_started = self.is_whole = False
@@ -110,13 +109,6 @@ class ResponseWriter:
         self._last_chunk = chunk
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    def write_now(self, chunk: bytes) -> bool:
-        """Write a later piece at once; False if nothing was written, and `write` has to."""
-        if self._write_now is None or not self._write_now(chunk):
-            return False
-        self._last_chunk = chunk
-        return True
-
     async def finish(self, chunk: bytes = b"") -> None:
         self.is_whole = True  # even if the client leaves while the last piece is sent
         await self._send({"type": "http.response.body", "body": chunk})
@@ -140,7 +132,7 @@ def _note(exchange: Exchange, requests: RequestLog) -> None:
         if exchange.watched is not None:
             slowed_by = exchange.watched.end(row)
     finally:
-        requests.add(replace(row, slowed_by=slowed_by))
+        requests.add(replace(row, slowed_by=slowed_by) if slowed_by else row)
 
 
 def _length(count: int) -> tuple[bytes, bytes]:
@@ -242,7 +234,7 @@ class EngineEndpoint:
         if self._route.dialect == "anthropic":
             body = with_template_words(body)
         serving = self._through_gate(scope, body, reply, exchange)
-        await unless_over(serving, until_client_left(receive), must_end=must_end)
+        await unless_over(serving, must_end=must_end, left=scope.get(LEFT))
 
     async def _through_gate(self, scope: Scope, body: bytes, reply: ResponseWriter, exchange: Exchange) -> None:
         if self._gate is None or not self._gate.waits:
@@ -428,16 +420,19 @@ async def _relay_events(
     dropped."""
     watch = events.ErrorWatch()
     filled = None if receipt is None else receipts.ReceiptEvents()
+    last = b""  # the end of the body in one piece with what ends it
+    write_now = reply.write_now
 
-    def pass_on(piece: bytes) -> bool:
-        if not (watch.passes(piece) and reply.write_now(piece)):
+    def pass_on(frames: bytes, content: bytes) -> bool:
+        if write_now is None or not watch.passes(content) or not (filled is None or filled.passes(content)):
             return False
-        rate.add(piece)
+        if not write_now(frames):
+            return False
+        rate.add(content)
         return True
 
     async for chunk in response.chunks():
-        if filled is None:
-            response.pass_on = pass_on  # from the second piece on: the first goes through everything that notes it
+        response.pass_on = pass_on  # from the second piece on: the first goes through everything that notes it
         rate.add(chunk)
         passed, error = watch.feed(chunk)
         if filled is not None and receipt is not None:
@@ -446,7 +441,9 @@ async def _relay_events(
                 passed += filled.end(*await receipt())
             if error is not None:
                 passed += filled.rest()
-        if passed:
+        if response.is_read and error is None:
+            last = passed
+        elif passed:
             await reply.write(passed)
         if error is not None and crowded and crowded in error:
             raise api_error.context_full()
@@ -458,7 +455,7 @@ async def _relay_events(
         if error is not None:
             raise api_error.of_engine(502, events.data_of(error))
     rest = watch.rest()
-    await reply.finish(rest if filled is None else filled.feed(rest) + filled.rest())
+    await reply.finish(last + (rest if filled is None else filled.feed(rest) + filled.rest()))
     return True
 
 
@@ -479,29 +476,37 @@ async def read_body(receive: Receive, declared_bytes: int, most: int = BODY_BYTE
             return bytes(body)
 
 
-async def until_client_left(receive: Receive) -> None:
-    """Wait until the connection is gone, then raise ClientLeft. Never returns."""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-
-
 async def unless_over(
-    work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, None], must_end: asyncio.Future[None]
+    work: Coroutine[Any, Any, T], *, must_end: asyncio.Future[None], left: asyncio.Future[None] | None = None
 ) -> T:
-    """Return the result of `work`, unless a watcher raises or `must_end` is done first. The others are cancelled and
-    have ended when this returns. Raises what the watcher raised, or ApiError if `must_end` is done."""
-    # Shielded, because other code waits for the same future.
-    working, *watching, _ = await first_of(work, *watchers, asyncio.shield(must_end))
-    for future in (working, *watching):
-        if not future.cancelled():
-            # Raises the exception of the one that ended by itself, `work` before the watchers.
-            future.result()
-    if working.cancelled():
-        raise api_error.shutting_down()
-    result: T = working.result()
-    return result
+    """Return the result of `work`, unless the client has left or `must_end` is done first, which cancels it. Raises
+    ClientLeft or ApiError then. `left` None: nobody tells, or nobody has to know.
+
+    Works in the caller's task, as `asyncio.timeout` does: tasks of their own would make every request slower.
+    """
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    over: list[asyncio.Future[None]] = []
+
+    def end(future: asyncio.Future[None]) -> None:
+        over.append(future)
+        task.cancel()
+
+    ends = [must_end] if left is None else [must_end, left]
+    for each in ends:
+        each.add_done_callback(end)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if task.cancelling() > len(over):
+            raise  # the task itself is cancelled
+    finally:
+        for each in ends:
+            each.remove_done_callback(end)
+        for _ in over:
+            task.uncancel()
+    if left in over:
+        raise ClientLeft
+    raise api_error.shutting_down()
 
 
 def content_type_of(scope: Scope) -> bytes:

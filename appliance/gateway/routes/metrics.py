@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,9 @@ class TokenCounts:
         self.endings[row.ending] += 1
         if row.tokens_in is not None:
             cached = row.tokens_cached or 0
-            self.tokens.update(prompt=row.tokens_in, cached=cached, computed=max(0, row.tokens_in - cached))
+            self.tokens["prompt"] += row.tokens_in
+            self.tokens["cached"] += cached
+            self.tokens["computed"] += max(0, row.tokens_in - cached)
             self.tokens["from_disk"] += row.tokens_from_disk or 0
         self.tokens["generated"] += row.tokens_out or 0
         self.durations["request"].observe(row.seconds)
@@ -112,21 +114,21 @@ class Metrics:
         self._insights = insights
         self._engine_counts = engine_counts
         self._fleet = fleet
-        self._models: dict[str, TokenCounts] = {}
+        self._models: defaultdict[str, TokenCounts] = defaultdict(TokenCounts)
         self._requests: Counter[tuple[str, str, str]] = Counter()
-        self._durations: dict[str, Histogram] = {}
-        self._first_bytes: dict[str, Histogram] = {}
+        self._durations: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self._first_bytes: defaultdict[str, Histogram] = defaultdict(Histogram)
 
     def answered(self, route: str, method: str, status: str, seconds: float) -> None:
         self._requests[route, method, status] += 1
-        self._durations.setdefault(route, Histogram()).observe(seconds)
+        self._durations[route].observe(seconds)
 
     def began_answer(self, route: str, seconds: float) -> None:
-        self._first_bytes.setdefault(route, Histogram()).observe(seconds)
+        self._first_bytes[route].observe(seconds)
 
     def finished(self, row: FinishedRequest) -> None:
         """Count an inference request that ended."""
-        self._models.setdefault(row.model, TokenCounts()).add(row)
+        self._models[row.model].add(row)
 
     def text(self) -> bytes:
         # Imported here, so that the first token after a start does not wait for it. A separate registry, so that two

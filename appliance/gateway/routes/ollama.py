@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from appliance.gateway.clients.connections import WRITE_NOW
+from appliance.gateway.clients.connections import LEFT, WRITE_NOW
 from appliance.gateway.clients.traffic import Traffic
 from appliance.gateway.engine.backend import Backend, ListedModel
 from appliance.gateway.engine.gate import FleetDoor
 from appliance.gateway.engine.roster import Roster
+from appliance.gateway.routes.by_model import again
 from appliance.gateway.routes.forward import (
     ClientLeft,
     ResponseWriter,
@@ -22,7 +23,6 @@ from appliance.gateway.routes.forward import (
     read_body,
     seconds_to_keep,
     unless_over,
-    until_client_left,
 )
 from appliance.gateway.routes.metrics import FAILED
 from appliance.gateway.routes.models import SERVES, Endpoint, find, found, listed_models
@@ -98,7 +98,7 @@ class OllamaApi:
         writer = Writer(asked.kind, asked.model or backend.name)
         if asked.path is None:
             with self._reading.admitted(is_work=False) as must_end:
-                done = await unless_over(self._keep(backend, asked), until_client_left(receive), must_end=must_end)
+                done = await unless_over(self._keep(backend, asked), must_end=must_end, left=scope.get(LEFT))
             await reply.document(writer.nothing(done))
             return
         if (endpoint := self._endpoints.get(asked.path)) is None:
@@ -107,9 +107,9 @@ class OllamaApi:
         body = asked.encoded(asked.model if is_one else backend.name)
         translated = _Translated(send, asked.kind, writer)
         inner = _inner_scope(scope, len(body))
-        client = _Client(body, receive)
-        await endpoint(inner, client, translated)
-        await translated.close(has_client=not client.has_left)
+        await endpoint(inner, again(body, receive), translated)
+        left = scope.get(LEFT)
+        await translated.close(has_client=left is None or not left.done())
         if translated.has_failed or FAILED in inner:
             scope[FAILED] = inner.get(FAILED, "502")
 
@@ -155,23 +155,6 @@ def _inner_scope(scope: Scope, length: int) -> Scope:
     headers = [*kept, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
     # Without WRITE_NOW every piece comes through `send`, which translates it.
     return {**{name: value for name, value in scope.items() if name != WRITE_NOW}, "headers": headers}
-
-
-class _Client:
-    """A `receive` that delivers the translated body, then what the client's own says: that it left."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-        self.has_left = False
-
-    async def __call__(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        message = await self._receive()
-        self.has_left = self.has_left or message["type"] == "http.disconnect"
-        return message
 
 
 class _Translated:

@@ -20,7 +20,11 @@ _PREFACE = re.compile(rb"(?::[^\n]*|event: response\.(?:created|queued|in_progre
 
 def has_content(chunk: bytes) -> bool:
     """True unless the chunk holds only events that may precede any content."""
-    return not chunk.startswith((b":", b"event: response.")) or bool(_PREFACE.sub(b"", chunk).strip())
+    return (
+        chunk.startswith(b"data:")
+        or not chunk.startswith((b":", b"event: response."))
+        or bool(_PREFACE.sub(b"", chunk).strip())
+    )
 
 
 class Found(NamedTuple):
@@ -52,8 +56,9 @@ class ErrorWatch:
     def passes(self, chunk: bytes) -> bool:
         """True if `feed` would pass the chunk whole and hold nothing back: it has whole events, and none is an error.
         Quick, and changes nothing."""
-        may_be_error = b'data: {"error":' in chunk or b"event: error" in chunk
-        return not may_be_error and chunk.endswith(b"\n\n") and not self._held
+        if self._held or not chunk.endswith(b"\n\n"):
+            return False
+        return b"error" not in chunk or not (b'data: {"error":' in chunk or b"event: error" in chunk)
 
     def rest(self) -> bytes:
         """Return the held bytes at the end of the stream."""

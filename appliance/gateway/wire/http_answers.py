@@ -72,8 +72,7 @@ def _are_too_large(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def _compresses(name: bytes, value: bytes) -> bool:
-    plain = _PLAIN.get(name)
-    return plain is not None and value.strip().lower() not in plain
+    return name in _PLAIN and value.strip().lower() not in _PLAIN[name]
 
 
 def as_response(error: ApiError, dialect: Dialect = "openai") -> bytes:

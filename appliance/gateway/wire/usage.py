@@ -76,23 +76,21 @@ def _documents(edges: Edges) -> Iterator[Mapping[str, Any]]:
 
 def _events(edges: Edges) -> Iterator[Mapping[str, Any]]:
     """Yield the events with numbers or endings. Texts have no line breaks of their own: each line is the engine's."""
-    for line in edges.begin.split(b"\n")[:-1]:
-        yield from _event(line)
+    yield from _told(edges.begin.split(b"\n")[:-1])
     first, *lines = edges.end.split(b"\n")
     if edges.begin and lines and not first.startswith(_DATA):
         # The end of a cut event: the last one of OpenAI's responses repeats the answer and may be longer than is kept.
         members = list(last_members(first, _NAMES))
         yield from (_members_at(depth, members) for depth in (_INSIDE, _DOCUMENT))
-    for line in (first, *lines):
-        yield from _event(line)
+    yield from _told((first, *lines))
 
 
-def _event(line: bytes) -> Iterator[Mapping[str, Any]]:
-    if not (line.startswith(_DATA) and _TOLD.search(line)):
-        return
-    event = parse_object(line[len(_DATA) :]) or {}
-    inner = event.get(_INNER.get(str(event.get("type")), ""))
-    yield inner if isinstance(inner, dict) else event
+def _told(lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        if line.startswith(_DATA) and _TOLD.search(line):
+            event = parse_object(line[len(_DATA) :]) or {}
+            inner = event.get(_INNER.get(str(event.get("type")), ""))
+            yield inner if isinstance(inner, dict) else event
 
 
 def _members_at(depth: int, members: Iterable[Member]) -> dict[str, Any]:

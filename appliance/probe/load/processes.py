@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
@@ -17,11 +18,35 @@ def query_tree(own_pid: int) -> dict[int, float]:
     # Access denied: /proc is mounted with hidepid. A part of the tree would count our own work as foreign.
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         head = psutil.Process(own_pid)
-        for process in (head, *head.children(recursive=True)):
+        for process in (head, *_below(head)):
             with suppress(psutil.NoSuchProcess):  # the process ended meanwhile
                 tree[process.pid] = _cpu_seconds(process)
         return tree
     return {}
+
+
+def _below(head: psutil.Process) -> Iterator[psutil.Process]:
+    """Yield the descendants of the process, by the kernel's lists of children.
+
+    psutil reads every process of the machine for that: 3 ms for 134 of them. Kernels without the lists (gVisor) leave
+    that as the only way.
+    """
+    if not Path(f"/proc/{head.pid}/task/{head.pid}/children").exists():
+        yield from head.children(recursive=True)
+        return
+    pids = [head.pid]
+    while pids:
+        for child in _children(pids.pop()):
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or /proc hides it
+                yield psutil.Process(child)
+                pids.append(child)
+
+
+def _children(pid: int) -> Iterator[int]:
+    with suppress(OSError):  # the process ended meanwhile, or /proc hides it
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+                yield from map(int, (thread / "children").read_text().split())
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
@@ -37,7 +62,7 @@ def private_mib(pids: Iterable[int]) -> float:
     for pid in pids:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             head = psutil.Process(pid)
-            for process in (head, *head.children(recursive=True)):
+            for process in (head, *_below(head)):
                 with suppress(psutil.NoSuchProcess):
                     memory = process.memory_info()
                     found += max(0, memory.rss - memory.shared) / 2**20

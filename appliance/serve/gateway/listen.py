@@ -141,6 +141,7 @@ def backend_of(slot: ModelSlot, part: HostPart | None = None, fleet: Fleet | Non
         },
         elsewhere=part.elsewhere if part else None,
         listed=slot.listed,
+        shown_name=lambda: slot.name,
         engine_restarts=lambda: slot.restarts,
         aliases=engine.metric_aliases,
         slots=lambda: slot.plan.parallel if slot.plan else 0,

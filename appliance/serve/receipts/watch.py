@@ -36,6 +36,7 @@ class Watcher:
         self.prompts = Prompts()
         self.finished_on: Engine | None = None  # the engine of the last request that ended well
         self._sampled: LoadSample | None = None
+        self._reading: asyncio.Task[LoadSample | None] | None = None
         self._reference: Reference | None = None
         self._reference_of: tuple[object, object] = (None, None)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -57,12 +58,22 @@ class Watcher:
         # Imported here, with the first request and in a thread: a start needs none of it.
         from appliance.probe.load.counters import query_load
 
-        if self._sampled is None or time.monotonic() - self._sampled.time_s > FRESH_S:
+        if self._is_stale():
             try:
                 self._sampled = query_load()
             except OSError:  # no file is left to read with
                 return None
         return self._sampled
+
+    def sampled(self) -> asyncio.Future[LoadSample | None]:
+        """Return the same as `sample`, read beside the event loop. Requests of one moment share one reading."""
+        reading = self._reading
+        if reading is None or (reading.done() and self._is_stale()):
+            reading = self._reading = self.in_thread(self.sample)
+        return reading
+
+    def _is_stale(self) -> bool:
+        return self._sampled is None or time.monotonic() - self._sampled.time_s > FRESH_S
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run beside the request, whatever becomes of it."""
@@ -98,7 +109,7 @@ class RequestWatch:
         prompt = prompt_of(body)
         self._hashes = hashes_of(prompt)
         self._shared, self._read_by = watcher.prompts.find(self._hashes, len(prompt))
-        self._before = watcher.in_thread(watcher.sample)
+        self._before = watcher.sampled()
         meter = served.meter
         self._has_energy = meter.has_gpus or not meter.why_unknown or meter.last is None
         self._first = watcher.in_thread(lambda: meter.read(fresh_s=ENERGY_FRESH_S)) if self._has_energy else None

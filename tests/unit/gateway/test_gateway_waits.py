@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -29,8 +32,8 @@ class Stage:
         self.waits.pass_time(seconds if counted_s is None else counted_s)
         return self.waits.silent_s
 
-    def response(self, *, needs_model: bool = True) -> Response:
-        return Response("POST", self.waits.note_piece if needs_model else None)
+    def response(self) -> Response:
+        return Response("POST", self.clock)
 
 
 @pytest.fixture
@@ -78,8 +81,8 @@ def test_clients_that_leave_with_nothing_add_up_until_one_is_answered(stage: Sta
         with stage.waits.waiting(stage.response(), 1):
             assert stage.turn(10.0) == waited
         assert (stage.waits.requests, stage.turn(100.0)) == (0, waited)
-    refused = stage.response(needs_model=False)
-    with stage.waits.waiting(refused, 1):
+    refused = stage.response()
+    with stage.waits.waiting(refused, 1, needs_model=False):
         answer(refused, b"no", status=b"400 Bad Request")
         assert stage.turn(1.0) == 30.0
     assert stage.waits.silent_s == 0.0
@@ -88,24 +91,25 @@ def test_clients_that_leave_with_nothing_add_up_until_one_is_answered(stage: Sta
 @pytest.mark.parametrize("status", [b"400 Bad Request", b"500 Internal Server Error"])
 def test_what_is_refused_or_needs_no_model_is_nothing_for_those_who_wait(stage: Stage, status: bytes) -> None:
     with stage.waits.waiting(stage.response(), 1):
-        for other, code in ((stage.response(), status), (stage.response(needs_model=False), b"200 OK")):
-            with stage.waits.waiting(other, 1):
+        for needs_model, code in ((True, status), (False, b"200 OK")):
+            other = stage.response()
+            with stage.waits.waiting(other, 1, needs_model=needs_model):
                 stage.turn(5.0)
                 answer(other, b"{}", status=code)
         assert stage.turn(5.0) == 15.0
 
 
-def test_one_that_is_answered_in_part_and_whose_client_does_not_read_is_not_owed(stage: Stage) -> None:
+async def test_one_that_is_answered_in_part_and_whose_client_does_not_read_is_not_owed(stage: Stage) -> None:
     response = stage.response()
-
-    class Transport:
-        def pause_reading(self) -> None: ...
-
-    response.connection_made(Transport())  # type: ignore[arg-type]
-    with stage.waits.waiting(response, 1):
-        begin(response)
-        response.data_received(b"x" * 300 * 2**10)
-        assert (stage.waits.requests, stage.turn(60.0)) == (0, 0.0)
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as engine:
+        engine.bind(f"{folder}/engine")
+        engine.listen()
+        response.connect(Path(folder, "engine"))
+        with stage.waits.waiting(response, 1):
+            begin(response)
+            response.data_received(b"x" * 300 * 2**10)
+            assert (stage.waits.requests, stage.turn(60.0)) == (0, 0.0)
+        response.close()
 
 
 def test_a_new_engine_owes_nothing(stage: Stage) -> None:

@@ -128,6 +128,22 @@ def test_a_stream_that_breaks_off_loses_nothing() -> None:
         assert passed(*pieces) == stream
 
 
+@pytest.mark.parametrize("usage", [{}, {"usage": {"prompt_tokens": 3}}])
+def test_events_that_pass_without_a_look_change_nothing(usage: dict[str, Any]) -> None:
+    stream = [chunk("one"), chunk("two"), chunk('"usage":{'), chunk("three", **usage), DONE, b": later\n\n"]
+    events, found, looked_at = ReceiptEvents(), b"", 0
+    for piece in stream:
+        if found and events.passes(piece):
+            found += piece
+            continue
+        looked_at += 1
+        found += events.feed(piece)
+        if events.is_at_end:
+            found += events.end(RECEIPT, (None, None))
+    assert found == passed(*stream)
+    assert looked_at == (3 if usage else 2)  # the first, that with usage, and the last
+
+
 def test_what_follows_the_end_passes() -> None:
     assert passed(chunk("a"), DONE + b": later\n\n", b"more").endswith(DONE + b": later\n\nmore")
 
