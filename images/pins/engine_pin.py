@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 
 from images import docker
 from images.errors import BuildError, MatrixError, VerificationError
-from images.matrix.matrix import LOCKS, MATRIX_FILE
+from images.matrix.matrix import LOCKS, MATRIX_FILE, Engine
 
 INDEX = "https://pypi.org/simple"
 SOURCE = "vendor/llama.cpp"  # in the package
@@ -183,24 +183,28 @@ def _try(root: Path, patch: str, source: Path) -> Trial:
     return Trial(patch=Path(patch).stem, missed=missed if done.code else {})
 
 
-def write(root: Path, lock: str, distribution: str, pin: Pin, *, was: str) -> None:
+def write(root: Path, engine: Engine, pin: Pin) -> None:
     """Writes the pin into matrix and `.in` file. The lock itself is `lock`'s to write."""
+    source = engine.source
     path = root / MATRIX_FILE
-    path.write_text(rewrite(path.read_text("utf-8"), pin), "utf-8")
-    asks = root / LOCKS / f"{lock}.in"
-    text = asks.read_text("utf-8")
-    if f"{distribution}=={was}\n" not in text:
-        message = f"{asks.relative_to(root)} does not ask for {distribution}=={was}"
+    path.write_text(rewrite(path.read_text("utf-8"), engine.name, pin), "utf-8")
+    asks = root / LOCKS / f"{source.lock}.in"
+    text, was, now = (
+        asks.read_text("utf-8"),
+        *(f"{source.distribution}=={at}\n" for at in (source.release, pin.release)),
+    )
+    if was not in text:
+        message = f"{asks.relative_to(root)} does not ask for {was.strip()}"
         raise MatrixError(message)
-    asks.write_text(text.replace(f"{distribution}=={was}\n", f"{distribution}=={pin.release}\n"), "utf-8")
+    asks.write_text(text.replace(was, now), "utf-8")
 
 
-def rewrite(text: str, pin: Pin) -> str:
+def rewrite(text: str, name: str, pin: Pin) -> str:
     """Returns the matrix with the engine's four lines changed, and no other byte. Raises MatrixError without them."""
     engines = re.search(r"^engines:\n", text, re.MULTILINE)
-    block = re.compile(BLOCK.format(engine="llama"), re.MULTILINE).search(text, engines.end()) if engines else None
+    block = re.compile(BLOCK.format(engine=name), re.MULTILINE).search(text, engines.end()) if engines else None
     if block is None:
-        message = f"{MATRIX_FILE}: llama is not written as a block of lines below `engines:`"
+        message = f"{MATRIX_FILE}: {name} is not written as a block of lines below `engines:`"
         raise MatrixError(message)
     lines = block.group(1)
     for key, value in {
@@ -211,7 +215,7 @@ def rewrite(text: str, pin: Pin) -> str:
     }.items():
         lines, count = re.subn(rf"^{key}: .*$", f"{key}: {value}", lines, flags=re.MULTILINE)
         if count != 1:
-            message = f"{MATRIX_FILE}: engine llama has {count} lines `{key.strip()}:` where one is expected"
+            message = f"{MATRIX_FILE}: engine {name} has {count} lines `{key.strip()}:` where one is expected"
             raise MatrixError(message)
     return text[: block.start(1)] + lines + text[block.end(1) :]
 

@@ -15,8 +15,6 @@ from images.matrix.matrix import MATRIX_FILE
 from images.pins import engine_pin, lock
 from images.verbs import flags
 
-ENGINE = "llama"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_certificates(parser)
@@ -35,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         message = f"--keep names something that is there already: {options.keep}"
         raise UsageError(message, hint="name a new folder")
     loaded = matrix.load(ROOT)
-    engine = next(cell.engine for cell in loaded.cells if cell.engine.name == ENGINE)
+    engine = next(cell.engine for cell in loaded.cells if cell.engine.patches)
     source, ca_bundle = engine.source, build.check_ca_bundle(options.ca_bundle)
     release = engine_pin.find(source.distribution, options.release, index_url=options.index_url, ca_bundle=ca_bundle)
     if release.version == source.release:
@@ -45,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             [f"{source.distribution} {release.version}: as it is pinned"],
         )
         return 0
-    progress(ENGINE, f"{source.distribution} {release.version}, {source.release} is pinned")
+    progress(engine.name, f"{source.distribution} {release.version}, {source.release} is pinned")
     with tempfile.TemporaryDirectory(prefix="engine-pin-") as made:
         folder = options.keep or Path(made)
         engine_pin.unpack(release, folder, ca_bundle=ca_bundle)
@@ -60,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         raise VerificationError(message, hint=hint)
     if options.dry_run:
         return 0
-    engine_pin.write(ROOT, source.lock, source.distribution, found, was=source.release)
+    engine_pin.write(ROOT, engine, found)
     lock.lock(ROOT, source.lock, "sdist", ca_bundle=ca_bundle, upgrade=False, index_url=options.index_url)
-    progress(ENGINE, f"{MATRIX_FILE} and the lock {source.lock} are written; now: {render.RENDER_COMMAND}")
+    progress(engine.name, f"{MATRIX_FILE} and the lock {source.lock} are written; now: {render.RENDER_COMMAND}")
     return 0
