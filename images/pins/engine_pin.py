@@ -189,14 +189,11 @@ def write(root: Path, engine: Engine, pin: Pin) -> None:
     path = root / MATRIX_FILE
     path.write_text(rewrite(path.read_text("utf-8"), engine.name, pin), "utf-8")
     asks = root / LOCKS / f"{source.lock}.in"
-    text, was, now = (
-        asks.read_text("utf-8"),
-        *(f"{source.distribution}=={at}\n" for at in (source.release, pin.release)),
-    )
+    text, was = asks.read_text("utf-8"), f"{source.distribution}=={source.release}\n"
     if was not in text:
         message = f"{asks.relative_to(root)} does not ask for {was.strip()}"
         raise MatrixError(message)
-    asks.write_text(text.replace(was, now), "utf-8")
+    asks.write_text(text.replace(was, f"{source.distribution}=={pin.release}\n"), "utf-8")
 
 
 def rewrite(text: str, name: str, pin: Pin) -> str:
