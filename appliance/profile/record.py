@@ -29,7 +29,7 @@ from appliance.tune.figures.speeds import measured_speeds, predicted_speeds
 from appliance.tune.figures.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 8
+SCHEMA = 9
 # Settings that change the speed, and so the key.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "draft_tokens", "engine_arg", "experts_used", "fill_minutes", "gpu_layers",

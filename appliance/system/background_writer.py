@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from appliance.system.detached import HANGS_S
 from appliance.system.lack import is_lack, tell
+
+_log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
@@ -80,5 +83,10 @@ class BackgroundWriter:
             self._has_some.clear()
             is_last = self.is_over
             self._writes_since = time.monotonic()
-            self._problem = self._write(self._problem)
-            self._writes_since = None
+            try:
+                self._problem = self._write(self._problem)
+            except Exception as error:  # whatever it is: what comes later is written
+                _log.exception("writing %s failed", self._name)
+                self._problem = str(error) or type(error).__name__
+            finally:
+                self._writes_since = None

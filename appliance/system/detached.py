@@ -75,6 +75,12 @@ class Glance(Generic[T]):
         """Wait for a new result from the volume, as `answered`. An error is left to the next caller."""
         with suppress(VolumeError):
             self._last = await answered(self._call, place)
+            self._asking = None  # an earlier call that ends later has an older result
+
+    @property
+    def last(self) -> T:
+        """The last result, without a call."""
+        return self._last
 
     def __call__(self) -> T:
         """Return the result; the last one while the call hangs. Raises the error of the call."""

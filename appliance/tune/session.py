@@ -180,7 +180,8 @@ class TuningSession:
         self._budget.begin()
         await detached(self._results.load)  # from the volume, while the gateway may be serving
         kept = self._results.kept.measurements
-        self._results.measurements[:] = (*before.measurements, *kept)
+        new = (measurement for measurement in kept if measurement not in before.measurements)
+        self._results.measurements[:] = (*before.measurements, *new)
         space = self._make_space(before.kv_checks)
         possible = await detached(self._possible, space)
         plans = {plan.key: plan for plan in (*before.plans, *possible)}

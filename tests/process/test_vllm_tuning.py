@@ -15,7 +15,7 @@ from tests.process.stages.vllm_home import VllmHome
 WAIT_S = 120.0  # a dozen starts of the fake, on a machine that may be busy
 LOADS = 4
 # Six plans: a search of all would take minutes.
-FEW: dict[str, Any] = {"kv_type": "bf16", "engine_arg": "--enforce-eager"}
+FEW: dict[str, Any] = {"kv_type": "bf16", "engine_arg": "--enforce-eager", "check_profile": "off"}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_idle_time_measures_the_serving_engine_first_and_ends_at_the_loads_of_a_
         tuned = serving.event("tuned", timeout_s=WAIT_S)
         assert tuned["goes_on_from"] is not None
         assert len(loaded(home)) <= LOADS
-        assert "--speculative-config" in loaded(home)[-1], "speculation has loads of its own"
+        assert any("--speculative-config" in line for line in loaded(home)), "speculation has loads of its own"
         serving.event("idle_changed", timeout_s=WAIT_S)
         assert "--max-num-batched-tokens 1024" in home.started[-1]
         told = serving.document("tuning")
@@ -89,6 +89,7 @@ def test_a_request_ends_measuring_on_its_engine_and_what_was_measured_stays(home
         status, _ = serving.chat()
         assert status == 200
         serving.event("tune_measured", timeout_s=WAIT_S)
-        assert loaded(home) == []
-        assert len(seen(serving, "idle_measure_serving")) >= 2, "it went on in a later pause"
+        before = serving.names()[: serving.names().index("tune_measured")]
+        assert before.count("idle_measure_serving") >= 2, "it went on in a later pause"
+        assert len(loaded(home)) <= 1, "the next plan is loaded, this one was measured where it serves"
         serving.terminate()

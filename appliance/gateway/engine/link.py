@@ -46,7 +46,10 @@ class Link:
             return self._socket.send(data)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:
+        except ConnectionError:
+            return len(data)
+        except OSError as error:  # as ENOBUFS: the connection lives on, and the engine would wait for the rest
+            self._end(error)
             return len(data)
 
     def on_writable(self, tell: Callable[[], None]) -> None:

@@ -266,7 +266,8 @@ class Response:
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
-            raise self._broken
+            # A new one: the traceback of a kept one would hold this answer, and with it the request's body.
+            raise type(self._broken)(*self._broken.args)
 
     def _linked(self) -> Link:
         if self._link is None:

@@ -486,10 +486,13 @@ async def unless_over(
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
     over: list[asyncio.Future[None]] = []
+    is_working = True
 
     def end(future: asyncio.Future[None]) -> None:
-        over.append(future)
-        task.cancel()
+        # A callback that is scheduled already comes even if it is removed. One cancel is enough: the work cleans up.
+        if is_working and not over:
+            over.append(future)
+            task.cancel()
 
     ends = [must_end] if left is None else [must_end, left]
     for each in ends:
@@ -500,6 +503,7 @@ async def unless_over(
         if task.cancelling() > len(over):
             raise  # the task itself is cancelled
     finally:
+        is_working = False
         for each in ends:
             each.remove_done_callback(end)
         for _ in over:

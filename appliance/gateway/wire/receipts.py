@@ -73,7 +73,7 @@ class ReceiptEvents:
         has usage. Quick, and changes nothing; the first piece of a stream has to be fed, for the fields of our own."""
         if self._partial or self._held or self.is_at_end:
             return self._is_over
-        return b'"usage"' not in piece and b"[DONE]" not in piece
+        return bool(self._before) and b'"usage"' not in piece and b"[DONE]" not in piece
 
     def end(self, receipt: Receipt, tokens: tuple[int | None, int | None] = (None, None)) -> bytes:
         """Return the end of the stream so far, with the receipt. `tokens` are those of prompt and answer, for a stream

@@ -50,6 +50,7 @@ class SpeculationCheck:
 
     of: str
     window: int  # tokens that are continued from the same prefix
+    kv_type: str = ""  # of the KV cache that the answers were made with
     prompts: tuple[ComparedPrompt, ...] = ()
     plain_documents: tuple[bool, ...] = ()
     documents: tuple[bool, ...] = ()

@@ -39,7 +39,8 @@ class BackgroundTasks:
         self._alone = asyncio.Lock()  # held by a probe, and while bandwidths are measured: they would slow each other
         # a profile and a mode, and True if the mode wants more than the profile has
         self._more: tuple[Profile, str, bool] | None = None
-        self._shorter: set[int] = set()  # contexts tried since needles were lost: each once in a start
+        self._shorter: set[int | None] = set()  # contexts tried since needles were lost: each once in a start
+        self._allowed: set[str] = set()  # keys of plans that came in the place of refused ones in this start
 
     async def run(self, backend: Backend) -> None:
         """Work beside serving. Never returns. Raises FatalError if an engine does not come back."""
@@ -159,7 +160,7 @@ class BackgroundTasks:
         mode, budget_s = served.settings.mode, served.settings.budget_s
         if profile is not None and self._shorter_context(profile):
             return True
-        if profile is None or mode == profile.mode or served.standing(profile).is_pinned:
+        if profile is None or mode == profile.mode or served.standing_for_use(profile).is_pinned:
             return False
         # Kept: the question makes every plan there is, and is asked again for the same profile.
         if self._more is None or self._more[:2] != (profile, mode):
@@ -172,7 +173,7 @@ class BackgroundTasks:
         """Return the context to measure since needles were lost in every measured one; None once it was tried, and for
         a context that the user gave or a pinned profile."""
         served = self._served
-        if served.settings.ctx_size or served.standing(profile).is_pinned:
+        if served.settings.ctx_size or served.standing_for_use(profile).is_pinned:
             return None
         found = context_to_measure(profile)
         return None if found in self._shorter else found
@@ -190,7 +191,8 @@ class BackgroundTasks:
             tuning.is_busy = None  # after a lack as well, which begins all of this anew
         if not is_over:
             return
-        if before is not None and (shorter := self._shorter_context(before)):
+        # Given up before it was tried: not again in this start. A profile that was measured anew has its own.
+        if before is not None and served.profile is before and (shorter := self._shorter_context(before)):
             self._shorter.add(shorter)
         tuning.why_not_best = tuner.why_given_up
         tuning.wanted_now.clear()
@@ -243,8 +245,13 @@ class BackgroundTasks:
             return await self._why_not_beside(served.start, wanted) if wanted else "no plan serves"
 
         tuner = self._tuner(backend, state, comparison.measure, why_no_room, lambda: comparison.gained - before)
+        plan = served.host.plan
         if await tuner.run() and comparison.is_due:
-            comparison.give_up()  # its engines or the allowed plan did not load: the next start tries again
+            now = served.host.plan
+            if now is None or plan is None or now.key == plan.key or now.key in self._allowed:
+                comparison.give_up()  # its engines or the allowed plan did not load: the next start tries again
+            else:
+                self._allowed.add(now.key)  # in place of a refused one, and it has to be compared too
 
     def _need_s(self) -> float:
         """Predict the time for a load and one measurement at the workload's depth, from the plan that serves."""
@@ -270,7 +277,7 @@ class BackgroundTasks:
 
         served = self._served
         async with served.measuring() as is_ours:
-            found = await detached(served.store.load, served.key) if is_ours else None
+            found = await served.find_profile() if is_ours else None
             await served.renew_standing(found)
             if is_ours and (found is None or is_due(served, found)):
                 await measure_serving(served)
@@ -283,14 +290,14 @@ class BackgroundTasks:
         # here: a start from a profile that holds never needs it
         from appliance.serve.engine.choose_plan import use_profile
         from appliance.serve.engine.kernels import check_runner_up, plan_without
-        from appliance.serve.engine.measure import measure, measure_more
+        from appliance.serve.engine.measure import measure
 
         served = self._served
         self._session_before = served.session
         async with served.measuring() as is_ours:
             if not is_ours:
                 return None
-            found = await detached(served.store.load, served.key)
+            found = await served.find_profile()
             await served.renew_standing(found)
             if found is not None and is_due(served, found):
                 found = None  # it is measured anew
@@ -300,12 +307,25 @@ class BackgroundTasks:
             beside = None if is_alone else await self._space_now()
             try:
                 if found is not None:
-                    context = self._shorter_context(found)
-                    return use_profile(served, await measure_more(served, found, context=context, beside=beside))
+                    return use_profile(served, await self._measure_more(found, beside))
                 served.profile = await measure(served, shows_phase=False, beside=beside)
             except FatalError as error:
                 return await plan_without(served, served.inputs.kernels.variant, error)
             return served.profile.plan
+
+    async def _measure_more(self, profile: Profile, beside: Space | None) -> Profile:
+        """Measure a shorter context if needles were lost, else what the mode needs. A context counts as tried unless a
+        request interrupts it."""
+        from appliance.serve.engine.measure import measure_more  # here: a start from a profile that holds needs it not
+
+        context = self._shorter_context(profile)
+        try:
+            more = await measure_more(self._served, profile, context=context, beside=beside)
+        except FatalError:
+            self._shorter.add(context)
+            raise
+        self._shorter.add(context)
+        return more
 
     async def _space_now(self, start: StartInputs | None = None) -> Space:
         """Return the plans for the memory that is free beside the engine that serves."""

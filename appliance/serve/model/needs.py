@@ -22,7 +22,7 @@ def is_due(served: ServedModel, profile: Profile | None) -> bool:
     """True if there is no profile, or if it is stale, provisional or unfinished, and not pinned."""
     if profile is None:
         return True
-    standing = served.standing(profile)
+    standing = served.standing_for_use(profile)
     if standing.is_pinned:
         return False
     # A machine that is always busy must not be measured again and again: once in a process, and at most twice.

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from appliance.start.checks import usable_gpus
 from appliance.start.inputs import StartInputs
 from appliance.supervisor import Crash
 from appliance.system.background_writer import BackgroundWriter
-from appliance.system.detached import Glance, answered, detached
+from appliance.system.detached import Glance, begin, detached
 from appliance.values import dataclass
 from appliance.volume import hold_files
 
@@ -123,6 +124,7 @@ class ServedModel:
         self.experts = expert_files(self.start, report)
         self._checks = BackgroundWriter("checks", self._write_checks, every_s=0.0, again_s=0.0)
         self._standing: tuple[Profile, Glance[ProfileStatus]] | None = None
+        self._releasing: Future[object] | None = None  # of the lock of measuring
         self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     def report_death(self, crash: Crash) -> FatalError:
@@ -198,6 +200,7 @@ class ServedModel:
         self.profile = replace(before, checks=checks)
         if self.measured_here is before:
             self.measured_here = self.profile
+        self.unkept.exchange(before, self.profile)
         self._checks.wake()
 
     def _write_checks(self, before: str) -> str:
@@ -219,18 +222,42 @@ class ServedModel:
     @asynccontextmanager
     async def measuring(self) -> AsyncIterator[bool]:
         """Yield True if this process may measure for the key; see `ProfileStore.tuning`. Raises VolumeError."""
+        if self._releasing is not None:  # our own lock of before would count as another process's
+            with suppress(VolumeError):
+                await asyncio.wrap_future(self._releasing)
         lock = self.store.tuning(self.key)
         is_ours = await detached(lock.__enter__)
         try:
             yield is_ours
         finally:
-            with suppress(VolumeError):  # a volume that hangs: the call ends when it answers
-                await answered(lambda: lock.__exit__(None, None, None), self.store.folder, within_s=END_S)
+            self._releasing = begin(lambda: lock.__exit__(None, None, None))
+            with suppress(VolumeError, TimeoutError):  # a volume that hangs: the call ends when it answers
+                async with asyncio.timeout(END_S):
+                    await asyncio.wrap_future(self._releasing)
+
+    async def find_profile(self) -> Profile | None:
+        """Return the profile of the key on the volume, with the checks of the one that serves if that is newer or not
+        written yet. Raises VolumeError."""
+        found, mine = await detached(self.store.load, self.key), self.profile
+        if mine is None or mine.key != self.key:
+            return found
+        if found is None:
+            return mine if self.unkept.holds(mine) else None
+        return replace(found, checks=mine.checks) if found.created == mine.created else found
 
     def standing(self, profile: Profile) -> ProfileStatus:
         """Return the marks of the profile on the volume now; while the volume hangs, those that were seen last. Raises
         VolumeError."""
         return self._glance_at(profile)()
+
+    def standing_for_use(self, profile: Profile) -> ProfileStatus:
+        """Return the marks as `standing`; those that were seen last if the volume cannot be read: no reason to end
+        serving, and whoever writes tells it."""
+        glance = self._glance_at(profile)
+        try:
+            return glance()
+        except VolumeError:
+            return glance.last
 
     async def renew_standing(self, profile: Profile | None) -> None:
         """Look at the marks of the profile and wait for them, for HANGS_S at most: the next `standing` has them."""
@@ -240,6 +267,9 @@ class ServedModel:
     def _glance_at(self, profile: Profile) -> Glance[ProfileStatus]:
         if self._standing is None or self._standing[0] is not profile:
             unknown = ProfileStatus(stale=None, provisional=profile.disturbance, is_pinned=False)
+            before = self._standing
+            if before is not None and (before[0].key, before[0].created) == (profile.key, profile.created):
+                unknown = before[1].last  # only its checks went on
             self._standing = profile, Glance(lambda: self.store.status(profile), unknown)
         return self._standing[1]
 

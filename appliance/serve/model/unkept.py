@@ -78,6 +78,15 @@ class Unkept:
         self._is_wanted.set()
         self._tell(error)
 
+    def holds(self, profile: Profile) -> bool:
+        """True if the profile is only in memory."""
+        return self._profile is profile
+
+    def exchange(self, before: Profile, after: Profile) -> None:
+        """Write `after` in the place of `before`, if that is held: its checks went on."""
+        if self._profile is before:
+            self._profile = after
+
     def close(self, timeout_s: float) -> None:
         """Write results that are left. Waits for `timeout_s` at most."""
         self._writer.close(timeout_s)

@@ -67,10 +67,14 @@ class Watcher:
 
     def sampled(self) -> asyncio.Future[LoadSample | None]:
         """Return the same as `sample`, read beside the event loop. Requests of one moment share one reading."""
-        reading = self._reading
-        if reading is None or (reading.done() and self._is_stale()):
-            reading = self._reading = self.in_thread(self.sample)
-        return reading
+        if self._reading is not None and not self._reading.done():
+            return self._reading
+        if not self._is_stale():  # by whichever reading came last
+            known: asyncio.Future[LoadSample | None] = asyncio.get_running_loop().create_future()
+            known.set_result(self._sampled)
+            return known
+        self._reading = self.in_thread(self.sample)
+        return self._reading
 
     def _is_stale(self) -> bool:
         return self._sampled is None or time.monotonic() - self._sampled.time_s > FRESH_S

@@ -347,7 +347,7 @@ def eventually(ask: Callable[[], Any], *, timeout_s: float = ANSWER_S, what: Cal
         waited_s = time.monotonic() - began
         assert waited_s < timeout_s, f"not within {timeout_s} s: {what()}"
         # What takes long is asked for less often: each question costs a millisecond of a CPU that others compute with.
-        time.sleep(min(max(0.02, waited_s / 50), 0.1))
+        time.sleep(min(max(0.02, waited_s / 50), 0.05))
     return found
 
 

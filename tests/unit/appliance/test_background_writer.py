@@ -53,3 +53,23 @@ def test_nothing_to_write_needs_no_thread() -> None:
     before = threading.active_count()
     BackgroundWriter("test", lambda problem: problem, every_s=0.0, again_s=0.0).close(0.0)
     assert threading.active_count() == before
+
+
+def test_a_write_that_raises_does_not_end_the_writing() -> None:
+    written: list[str] = []
+
+    def write(before: str) -> str:
+        written.append(before)
+        if len(written) == 1:
+            raise MemoryError
+        return ""
+
+    writer = BackgroundWriter("test", write, every_s=0.0, again_s=0.0)
+    writer.wake()
+    deadline = time.monotonic() + 60
+    while not writer.problem:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert writer.silent_s == 0
+    writer.close(60)
+    assert written == ["", "MemoryError"]

@@ -61,6 +61,23 @@ def test_a_glance_shows_the_last_result_while_the_call_hangs() -> None:
     eventually(lambda: glance() == 2)
 
 
+async def test_an_older_result_does_not_replace_a_newer_one() -> None:
+    goes_on, answers = threading.Event(), iter(("old", "new", "newer"))
+
+    def ask() -> str:
+        found = next(answers)
+        assert found != "old" or goes_on.wait(60)
+        return found
+
+    glance = Glance(ask, unknown="none")
+    assert glance() == "none"
+    await glance.renew(Path("/data"))
+    assert glance.last == "new"
+    goes_on.set()
+    assert eventually(glance) == "newer"
+    assert glance.last == "newer"
+
+
 def test_a_glance_raises_the_error_of_its_call() -> None:
     def refuse() -> int:
         message = "it is gone"

@@ -93,3 +93,63 @@ async def test_the_task_can_go_on_after_the_end() -> None:
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
+
+
+async def test_an_end_in_the_turn_in_which_the_work_ends_cancels_nothing_later(running: Running) -> None:
+    """Its callback is scheduled by then, and cannot be taken back."""
+    went_on = asyncio.Event()
+
+    async def work() -> str:
+        await went_on.wait()
+        return "done"
+
+    async def request() -> str:
+        found = await unless_over(work(), must_end=running.must_end, left=running.left)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return found
+
+    task = asyncio.create_task(request())
+    await asyncio.sleep(0)
+    went_on.set()
+    running.must_end.set_result(None)
+    assert await task == "done"
+    with pytest.raises(ApiError):
+        await running.task
+
+
+async def test_work_that_does_not_wait_is_not_cancelled_after_it() -> None:
+    must_end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    must_end.set_result(None)
+
+    async def work() -> str:
+        return "done"
+
+    assert await unless_over(work(), must_end=must_end) == "done"
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+async def test_the_work_cleans_up_whatever_else_ends(running: Running) -> None:
+    cleaned = False
+
+    async def work() -> None:
+        nonlocal cleaned
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned = True
+
+    loop = asyncio.get_running_loop()
+    must_end, left = loop.create_future(), loop.create_future()
+    task = asyncio.create_task(unless_over(work(), must_end=must_end, left=left))
+    await asyncio.sleep(0)
+    left.set_result(None)
+    must_end.set_result(None)
+    with pytest.raises(ClientLeft):
+        await task
+    assert cleaned
+    running.left.set_result(None)
+    with pytest.raises(ClientLeft):
+        await running.task

@@ -41,7 +41,8 @@ class SpeculationSubject:
         profile = self._served.profile
         of = plan.speculation.describe() if plan.speculation else ""
         found = profile.checks.speculation if profile else None
-        return found if found and found.of == of else SpeculationCheck(of=of, window=WINDOW)
+        is_same = found is not None and found.of == of and (found.verdict != "open" or found.kv_type == plan.kv_type)
+        return found if found and is_same else SpeculationCheck(of=of, window=WINDOW, kv_type=plan.kv_type)
 
     async def compare(self, plan: Plan, run: RunEngine) -> None:
         """Make the three runs, each as far as an earlier sitting left it, and judge."""

@@ -34,6 +34,21 @@ async def test_it_is_told_what_is_on_the_volume(is_kept: bool, words: str) -> No
     assert words in told["message"]
 
 
+async def test_a_held_profile_is_written_with_its_newest_checks() -> None:
+    store = Slow()
+    first, second = (cast(Any, SimpleNamespace(key=SimpleNamespace(id="abc"), goes_on_from=None)) for _ in range(2))
+    unkept = Unkept(cast(ProfileStore, store), Report("json", StringIO()), try_every_s=0.01)
+    unkept.exchange(first, second)
+    assert not unkept.holds(second), "nothing is held yet"
+    unkept.hold(first, VolumeError("full"))
+    unkept.exchange(first, second)
+    assert (unkept.holds(first), unkept.holds(second)) == (False, True)
+    writing = asyncio.create_task(unkept.write())
+    await eventually(lambda: bool(store.written))
+    writing.cancel()
+    assert store.written == [second]
+
+
 class Slow:
     """A store whose writes wait until they are let go on."""
 
