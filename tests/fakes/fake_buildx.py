@@ -48,7 +48,8 @@ def labels_of(words: list[str]) -> dict[str, str]:
 
 def write_archive(path: Path, layer: bytes, labels: dict[str, str]) -> None:
     config = json.dumps({"config": {"Labels": labels}}).encode()
-    document = {"config": {"digest": digest(config)}, "layers": [{"digest": digest(layer)}]}
+    parts = [{"digest": digest(data), "size": len(data)} for data in (config, layer)]  # both are required of a descriptor
+    document = {"config": parts[0], "layers": parts[1:]}
     manifest = json.dumps(document).encode()
     index = json.dumps({"manifests": [{"digest": digest(manifest)}]}).encode()
     blobs = {f"blobs/{digest(data).replace(':', '/')}": data for data in (config, layer, manifest)}
