@@ -10,14 +10,16 @@ import hashlib
 import re
 import shlex
 import shutil
+import tarfile
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from images import docker
 from images.errors import ArchiveError, BuildError, MatrixError, UsageError, VerificationError
@@ -29,6 +31,7 @@ from images.matrix.matrix import Cell, Platform
 from images.matrix.publisher import Publisher
 from images.pins import debian
 
+T = TypeVar("T")
 ARCHIVES = Path(".make/images")
 # 2026-01-01T00:00:00Z. Without git there is no date to take; any fixed one gives the same bytes twice.
 FALLBACK_EPOCH_S = 1767225600
@@ -283,8 +286,7 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
             raise explain_failure(job.cell, finished.lines)
         refuse_moved(root, job)
         digest = manifest_digest(job.archive)
-        with oci.opened(job.archive) as tar:
-            compressed_bytes = oci.compressed_bytes(oci.manifest_of(tar))
+        compressed_bytes = _of_archive(job.archive, lambda tar: oci.compressed_bytes(oci.manifest_of(tar)))
         engine.load(job.archive)
     finally:
         job.archive.unlink(missing_ok=True)
@@ -626,9 +628,13 @@ def _explain_apt(cell: Cell, said: Sequence[str], last: str) -> BuildError:
 
 def manifest_digest(archive: Path) -> str:
     """Returns the digest of the image that buildx wrote. Raises BuildError if the output is not one image."""
+    return _of_archive(archive, lambda tar: oci.read(tar).manifest)
+
+
+def _of_archive(archive: Path, read: Callable[[tarfile.TarFile], T]) -> T:
     try:
         with oci.opened(archive) as tar:
-            return oci.read(tar).manifest
+            return read(tar)
     except VerificationError as error:
         message = f"buildx left something else than one image: {error.message}"
         raise BuildError(message, hint="is the disk full? what buildx itself said stands above") from error

@@ -48,7 +48,7 @@ def labels_of(words: list[str]) -> dict[str, str]:
 
 def write_archive(path: Path, layer: bytes, labels: dict[str, str]) -> None:
     config = json.dumps({"config": {"Labels": labels}}).encode()
-    parts = [{"digest": digest(data), "size": len(data)} for data in (config, layer)]  # both are required of a descriptor
+    parts = [{"digest": digest(data), "size": len(data)} for data in (config, layer)]
     document = {"config": parts[0], "layers": parts[1:]}
     manifest = json.dumps(document).encode()
     index = json.dumps({"manifests": [{"digest": digest(manifest)}]}).encode()
