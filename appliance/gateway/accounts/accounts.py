@@ -42,6 +42,11 @@ class Accounts:
         self._speed = 0.0
         self.problem = ""  # what is wrong with the file; empty if nothing is
 
+    @property
+    def is_known(self) -> bool:
+        """True once the file was looked at; before that no key is known to be wrong."""
+        return self._is_known
+
     async def find(self, presented: Iterable[bytes]) -> NamedKey | None:
         """Return the key that one of the presented ones is, ended ones included; None if there is none.
 

@@ -10,7 +10,7 @@ from appliance.gateway.accounts.accounts import Accounts, has_ended
 from appliance.gateway.accounts.named_keys import NamedKey
 from appliance.gateway.clients.auth import presented_keys
 from appliance.gateway.clients.request_log import KEY_NAME, OWNER
-from appliance.gateway.wire.api_error import ApiError, invalid_key, lacking
+from appliance.gateway.wire.api_error import ApiError, invalid_key, keys_unknown, lacking
 from appliance.system.lack import is_lack, tell
 from appliance.system.saved_prompts import owner_of
 
@@ -65,7 +65,7 @@ class NamedDoor:
             tell("reading the named keys", error)
             raise lacking() from error
         if key is None:
-            raise invalid_key()
+            raise invalid_key() if self._accounts.is_known else keys_unknown()
         if has_ended(key):
             raise ApiError(401, "key_ended", f"the key '{key.name}' was valid until {key.until}", headers=_BEARER)
         return key

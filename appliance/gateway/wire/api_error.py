@@ -101,6 +101,12 @@ def invalid_key() -> ApiError:
     )
 
 
+def keys_unknown() -> ApiError:
+    """Return the error for a key while the named keys cannot be read yet: clients take a 401 as final."""
+    detail = "the named keys cannot be read yet, since the volume does not answer; try again in a moment"
+    return ApiError(503, "keys_unknown", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
     return ApiError(404, "model_not_found", f"the model `{name[:200]}` does not exist: {_named(known)}")
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from appliance.errors import ConfigError
 from appliance.gateway.accounts.accounts import LOOK_EVERY_S, PRESENTED_MAX, Accounts
+from appliance.gateway.accounts.door import NamedDoor
 from appliance.gateway.accounts.named_keys import KEYS_MAX, add_key, remove_key, rotate_key
 from appliance.gateway.wire.api_error import ApiError
+from appliance.system.detached import HANGS_S
 from tests.unit.gateway.test_key_limits import Clock
 
 
@@ -43,6 +47,44 @@ async def test_many_that_ask_at_once_share_one_look(tmp_path: Path) -> None:
     accounts = Accounts(path)
     found = await asyncio.gather(*(name_of(accounts, key) for key in keys.values() for _ in range(50)))
     assert [*dict.fromkeys(found)] == ["a", "b", "c"]
+
+
+async def test_a_key_is_not_called_wrong_before_the_keys_were_read(tmp_path: Path) -> None:
+    """A client takes 401 as final; the volume may answer in a moment."""
+    goes_on = threading.Event()
+
+    class Hanging(Accounts):
+        def _look(self) -> None:
+            assert goes_on.wait(60)
+            super()._look()
+
+    path, clock = tmp_path / "keys.json", Clock()
+    key = add_key(path, "ci", {})
+    accounts = Hanging(path, clock)
+    door = NamedDoor(answer, accounts, work=("/v1/models",), free=(), below=())
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", f"Bearer {key}".encode())]}
+    asking = asyncio.create_task(ask(door, scope))
+    await asyncio.sleep(0)
+    clock.now += 2 * HANGS_S
+    second = await ask(door, scope)
+    assert isinstance(second, ApiError)
+    assert (second.status, second.code) == (503, "keys_unknown")
+    goes_on.set()
+    assert await asking is None
+    wrong = await ask(door, {**scope, "headers": [(b"authorization", b"Bearer sk-wrong")]})
+    assert isinstance(wrong, ApiError)
+    assert (wrong.status, wrong.code) == (401, "invalid_api_key")
+
+
+async def answer(_scope: Any, _receive: Any, _send: Any) -> None: ...
+
+
+async def ask(door: NamedDoor, scope: dict[str, Any]) -> ApiError | None:
+    try:
+        await door(dict(scope), cast(Any, None), cast(Any, None))
+    except ApiError as error:
+        return error
+    return None
 
 
 async def test_of_many_presented_keys_only_a_few_are_compared(tmp_path: Path) -> None:
