@@ -22,7 +22,20 @@ import urllib.request
 import uuid
 from typing import Any
 
-from benchmarks.start import HARDENED, IMAGE, LIMIT_S, MODEL, cpu_name, free_port, has_token, run, spread, volume
+from appliance.host.docker.http import Gateway
+from benchmarks.start import (
+    HARDENED,
+    IMAGE,
+    LIMIT_S,
+    MODEL,
+    cpu_name,
+    free_port,
+    has_token,
+    run,
+    spread,
+    until_ready,
+    volume,
+)
 
 NAMES = ("alpha", "beta")
 FILE = "models:\n" + "".join(f"  {name}: {{model: {name}.gguf, ctx_size: 2048}}\n" for name in NAMES)
@@ -107,7 +120,7 @@ def _rounds(options: argparse.Namespace, name: str) -> tuple[list[float], list[f
     run("docker", "run", "--detach", *HARDENED, *limited, *publish, *settings, options.image, "serve")
     swaps, bares = [], []
     try:
-        _until_ready(port, container)
+        until_ready(Gateway(host="127.0.0.1", port=port), container, LIMIT_S)
         for turn in range(options.rounds + 1):
             wanted = NAMES[(turn + 1) % 2]
             swaps.append(_swap(port, wanted))
@@ -151,19 +164,6 @@ def _bare(image: str, name: str, port: int, model: str, limited: tuple[str, ...]
     argv = [*argv[:at], *argv[at + 2 :], "--host", "127.0.0.1", "--port", "11435"]
     words = ("--entrypoint", "python3", image, "-c", SCRIPT, json.dumps(ASKED), *argv)
     return float(run("docker", "run", "--rm", *HARDENED, *limited, "-v", f"{name}:/data", *words))
-
-
-def _until_ready(port: int, container: str) -> None:
-    began = time.monotonic()
-    while True:
-        try:
-            _get(port, "/health/ready")
-        except OSError:
-            if time.monotonic() - began > LIMIT_S:
-                sys.exit(f"error: not ready within {LIMIT_S:g} s\n\n{run('docker', 'logs', container)}")
-            time.sleep(0.1)
-        else:
-            return
 
 
 def _get(port: int, path: str) -> Any:  # noqa: ANN401 - a JSON document

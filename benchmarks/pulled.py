@@ -9,7 +9,6 @@ The engine must not have the image, since the download would then be nothing. DO
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import subprocess
 import sys
@@ -17,10 +16,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.start import cpu_name, free_port, has_token, run, volume
+from appliance.host.docker.http import Gateway
+from benchmarks.start import cpu_name, free_port, run, until_ready, volume
 
 LIMIT_S = 300.0
 BODY = json.dumps(
@@ -87,15 +87,15 @@ def _asked(image: str, clock: Clock, *, is_offline: bool) -> str:
         run("docker", "run", "--detach", "--name", name, "--volume", f"{data}:/data", *published, image)
         clock.note("docker run")
         try:
-            address = ("127.0.0.1", port)
+            gateway = Gateway(host="127.0.0.1", port=port)
             if network:
                 place = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
-                address = (run("docker", "inspect", "--format", place, name).strip(), 11435)
-            _until_ready(address, name)
+                gateway = Gateway(host=run("docker", "inspect", "--format", place, name).strip(), port=11435)
+            until_ready(gateway, name, LIMIT_S)
             clock.note("ready")
-            key = run("docker", "exec", name, "appliance", "key").strip()
+            gateway = replace(gateway, key=run("docker", "exec", name, "appliance", "key").strip())
             clock.note("its key")
-            return _answer(address, key, clock)
+            return _answer(gateway, clock)
         finally:
             run("docker", "rm", "--force", name)
 
@@ -114,37 +114,15 @@ def _network(is_offline: bool) -> Iterator[str | None]:
         run("docker", "network", "rm", name)
 
 
-def _until_ready(address: tuple[str, int], name: str) -> None:
-    ends = time.monotonic() + LIMIT_S
-    while time.monotonic() < ends:
-        connection = http.client.HTTPConnection(*address, timeout=10)
-        try:
-            connection.request("GET", "/health/ready")
-            if connection.getresponse().status == 200:
-                return
-        except (OSError, http.client.HTTPException):
-            pass  # not listening yet
-        finally:
-            connection.close()
-        time.sleep(0.02)
-    sys.exit(f"error: not ready within {LIMIT_S:g} s\n\n{run('docker', 'logs', name)}")
-
-
-def _answer(address: tuple[str, int], key: str, clock: Clock) -> str:
-    connection = http.client.HTTPConnection(*address, timeout=LIMIT_S)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    connection.request("POST", "/v1/chat/completions", BODY, headers)
-    reply = connection.getresponse()
-    if reply.status != 200:
-        sys.exit(f"error: the answer has status {reply.status}: {reply.read()[:500]!r}")
+def _answer(gateway: Gateway, clock: Clock) -> str:
     text = ""
-    while line := reply.readline():
-        if has_token(line):
-            if not text:
+    with gateway.stream("/v1/chat/completions", BODY) as events:
+        for event in events:
+            piece = event["choices"][0]["delta"].get("content") if event["choices"] else None
+            if piece and not text:
                 clock.note("first token")
-            text += json.loads(line[6:])["choices"][0]["delta"]["content"]
+            text += piece or ""
     clock.note("the rest of the answer")
-    connection.close()
     return text
 
 

@@ -22,9 +22,11 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from appliance.host.docker.http import Gateway, NoAnswerError
 
 IMAGE = "appliance:llama-cpu"
 NEVER_SLOWER_THAN = 3.0  # times the median, beside load
@@ -186,6 +188,17 @@ def has_token(line: bytes) -> bool:
     """True for a line of a stream with a piece of the answer's text."""
     choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
     return bool(choices and choices[0]["delta"].get("content"))
+
+
+def until_ready(gateway: Gateway, container: str, limit_s: float) -> None:
+    """Wait until the appliance of a container is ready. Ends the benchmark with its log after `limit_s`."""
+    ends = time.monotonic() + limit_s
+    while time.monotonic() < ends:
+        with suppress(NoAnswerError):  # it does not listen yet
+            if gateway.get("/health/ready").status == 200:
+                return
+        time.sleep(0.02)
+    sys.exit(f"error: not ready within {limit_s:g} s\n\n{run('docker', 'logs', container)}")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from appliance.engines.tables import load_table
 from appliance.errors import (
     DriverTooOldError,
     EngineLibraryError,
@@ -63,13 +64,11 @@ def find_cuda_error(words: str) -> CudaError | None:
 
 @cache
 def load_cuda_errors() -> tuple[CudaError, ...]:
-    import yaml  # here: only an engine that failed is looked up, and every start imports this module
-
     return tuple(
         CudaError(
             number=number, name=name, driver_name=driver, text=text, kind=GROUPS[group["is"]], remedy=group["remedy"]
         )
-        for group in yaml.safe_load(_DATA.read_text(encoding="utf-8"))
+        for group in load_table(_DATA)
         for number, name, driver, text in group["errors"]
     )
 

@@ -75,10 +75,10 @@ class Trial:
 def find(distribution: str, wanted: str | None, *, index_url: str | None, ca_bundle: Path | None) -> Release:
     """Asks the index for the newest release with a source distribution, or for `wanted`. Raises BuildError."""
     address = f"{(index_url or INDEX).rstrip('/')}/{canonicalize_name(distribution)}/"
-    answer = _get(address, ca_bundle, accept=ANSWER).json()
+    answer = _get(address, ca_bundle, accept=ANSWER)
     try:
-        known = {found.version: found for found in _releases(answer["files"], distribution, address)}
-    except (AttributeError, KeyError, TypeError) as error:
+        known = {found.version: found for found in _releases(answer.json()["files"], distribution, address)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         message = f"the index's answer is not a project page of PEP 691: {error!r}"
         raise BuildError(message, hint="is it the right index? --index-url takes its simple API") from error
     if wanted is None and known:
@@ -128,13 +128,12 @@ def unpack(release: Release, folder: Path, *, ca_bundle: Path | None) -> None:
 
 def read(release: Release, folder: Path, repository: str) -> Pin:
     """Returns what an unpacked release says of itself, with upstream's number of the build. Raises BuildError."""
-    changes = (folder / "CHANGELOG.md").read_text("utf-8", errors="replace") if folder.exists() else ""
+    changes, cmake = _text(folder / "CHANGELOG.md"), _text(folder / SOURCE / "CMakeLists.txt")
     section = re.search(rf"^## \[{re.escape(release.version)}\]\n(.*?)(?=^## |\Z)", changes, re.MULTILINE | re.DOTALL)
     commits = UPDATE.findall(section[1]) if section else []
     if not commits:
         message = f"release {release.version} does not say which commit of llama.cpp it carries: CHANGELOG.md"
         raise BuildError(message, hint=f"set version, build and commit in {MATRIX_FILE} by hand")
-    cmake = (folder / SOURCE / "CMakeLists.txt").read_text("utf-8", errors="replace")
     parts = dict(VERSION.findall(cmake))
     if parts.keys() != {"MAJOR", "MINOR", "PATCH"}:
         message = f"release {release.version} does not say llama.cpp's version where it is looked for: CMakeLists.txt"
@@ -147,6 +146,10 @@ def read(release: Release, folder: Path, repository: str) -> Pin:
         build=build,
         commit=commit,
     )
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
 
 
 def _tag_of(commit: str, repository: str) -> tuple[int, str]:
@@ -223,12 +226,9 @@ def _get(url: str, ca_bundle: Path | None, *, accept: str = "*/*") -> requests.R
             url, headers={"Accept": accept}, timeout=TIMEOUT_S, verify=str(ca_bundle) if ca_bundle else True
         )
         answer.raise_for_status()
-        if accept == ANSWER:
-            answer.json()
-    except (requests.RequestException, ValueError) as error:
+    except requests.RequestException as error:
         # Without the address: it may hold a password.
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        why = f"status {status}" if status else type(error).__name__
+        why = f"status {error.response.status_code}" if error.response is not None else type(error).__name__
         message = f"the package index cannot be asked: {why}"
         raise BuildError(
             message, hint="--ca-bundle behind an intercepting proxy, --index-url for another index"

@@ -32,7 +32,7 @@ CMAKE = (
 )
 
 
-def packed(version: str, source: str = SOURCE, commit: str = COMMIT) -> bytes:
+def packed(version: str, source: str = SOURCE, commit: str = COMMIT, without: str = "") -> bytes:
     """Return a source distribution with the few files that are read, and one that must stay outside."""
     files = {
         "PKG-INFO": f"Metadata-Version: 2.2\nName: llama-cpp-python\nVersion: {version}\n",
@@ -45,6 +45,8 @@ def packed(version: str, source: str = SOURCE, commit: str = COMMIT) -> bytes:
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w:gz") as tar:
         for name, text in files.items():
+            if name == without:
+                continue
             member = tarfile.TarInfo(f"llama_cpp_python-{version}/{name}")
             member.size = len(text.encode())
             tar.addfile(member, io.BytesIO(text.encode()))
@@ -179,6 +181,14 @@ def no_commit(world: World) -> None:
     world.releases["llama_cpp_python-9.0.tar.gz"] = packed("9.0", commit="")
 
 
+def no_changelog(world: World) -> None:
+    world.releases["llama_cpp_python-9.0.tar.gz"] = packed("9.0", without="CHANGELOG.md")
+
+
+def no_cmake(world: World) -> None:
+    world.releases["llama_cpp_python-9.0.tar.gz"] = packed("9.0", without="vendor/llama.cpp/CMakeLists.txt")
+
+
 def other_page(world: World) -> None:
     world.page = ["not", "a", "page"]
 
@@ -191,10 +201,12 @@ def other_page(world: World) -> None:
         (no_archive, 60, "release 9.0 cannot be unpacked"),
         (no_tag, 60, "is of the commit that the release carries: ccccccccc"),
         (no_commit, 60, "release 9.0 does not say which commit of llama.cpp it carries"),
+        (no_changelog, 60, "release 9.0 does not say which commit of llama.cpp it carries"),
+        (no_cmake, 60, "release 9.0 does not say llama.cpp's version where it is looked for"),
         (other_page, 60, "the index's answer is not a project page of PEP 691"),
         (lambda _: None, 60, "the index has no source of llama-cpp-python"),
     ],
-    ids=["patch", "bytes", "archive", "tag", "commit", "page", "nothing"],
+    ids=["patch", "bytes", "archive", "tag", "commit", "changelog", "cmake", "page", "nothing"],
 )
 def test_what_cannot_be_pinned_is_named_and_nothing_is_written(
     world: World, plant: Callable[[World], None], code: int, said: str

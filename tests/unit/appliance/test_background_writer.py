@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from appliance.system.background_writer import BackgroundWriter
+from tests.process.stages.boot import eventually
 
 
 def test_what_comes_while_it_writes_is_written_before_it_ends() -> None:
@@ -41,10 +41,7 @@ def test_a_stop_does_not_wait_for_the_next_try() -> None:
 
     writer = BackgroundWriter("test", write, every_s=0.0, again_s=600.0)
     writer.wake()
-    deadline = time.monotonic() + 60
-    while not writer.problem:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: writer.problem)
     writer.close(60)
     assert told == ["", "no room"]
 
@@ -66,10 +63,7 @@ def test_a_write_that_raises_does_not_end_the_writing() -> None:
 
     writer = BackgroundWriter("test", write, every_s=0.0, again_s=0.0)
     writer.wake()
-    deadline = time.monotonic() + 60
-    while not writer.problem:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: writer.problem)
     assert writer.silent_s == 0
     writer.close(60)
     assert written == ["", "MemoryError"]

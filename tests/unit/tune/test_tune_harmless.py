@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.engine import Completion
 from appliance.plan import (
     NEEDLE_DEPTHS,
     Checks,
@@ -24,6 +23,7 @@ from appliance.plan import (
 )
 from appliance.plan.observed.checks import SIGNIFICANT
 from appliance.tune.harmless import ANSWER, WINDOW, answer_plainly, continue_windows
+from tests.unit.tune.answering import Answering
 
 EMPTY = SpeculationCheck(of="up to 8 tokens drafted by n-grams", window=WINDOW)
 KIND = "f16"
@@ -31,7 +31,7 @@ WINDOWS = 12 * ANSWER // WINDOW
 
 
 @dataclass
-class Placed:
+class Placed(Answering):
     """A client whose next token depends on the place and on the last token; `changed` says which places differ.
 
     A difference changes all that follows it in one answer, as it does in a model.
@@ -40,33 +40,15 @@ class Placed:
     changed: Callable[[int], bool] = lambda _: False
     asked: list[int] = field(default_factory=list)
 
-    async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
-        assert as_chat
-        return list(range(len(text.split())))
-
-    async def complete(
-        self,
-        prompt: Sequence[int],
-        tokens: int,
-        *,
-        uses_cache: bool = True,
-        slot: int | None = None,
-        seed: int | None = None,
-    ) -> Completion:
-        del uses_cache, slot, seed
+    async def answer(self, prompt: Sequence[int], tokens: int) -> Sequence[int]:
         self.asked.append(len(prompt))
         made = [prompt[-1]]
         for place in range(len(prompt), len(prompt) + tokens):
             made.append(made[-1] + (2 if self.changed(place) else 1))
-        return Completion(
-            read=len(prompt),
-            cached=0,
-            made=tokens,
-            tokens=tuple(made[1:]),
-            prefill_ms=1.0,
-            decode_ms=1.0,
-            drafted=tokens,
-        )
+        return made[1:]
+
+    def drafted(self, tokens: int) -> int:
+        return tokens
 
 
 async def compared(

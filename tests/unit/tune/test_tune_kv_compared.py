@@ -10,38 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.engine import Completion
 from appliance.plan import CacheCheck, CachePrompt, Checks
 from appliance.tune.figures.perplexity import LIMIT
 from appliance.tune.harmless import ANSWER, WINDOW
 from appliance.tune.kv_compared import answer_exactly, compare_likely, judged, moved_nats
+from tests.unit.tune.answering import Answering
 
 EMPTY = CacheCheck(kv_type="fp8")
 WINDOWS = ANSWER // WINDOW
 
 
 @dataclass
-class Telling:
+class Telling(Answering):
     """A client that tells two likely tokens. The first one's probability depends on the prompt and on `moves`."""
 
     moves: float = 0.0
     asked: list[int] = field(default_factory=list)  # lengths of prompts
-
-    async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
-        assert as_chat
-        return list(range(len(text.split())))
-
-    async def complete(
-        self,
-        prompt: Sequence[int],
-        tokens: int,
-        *,
-        uses_cache: bool = True,
-        slot: int | None = None,
-        seed: int | None = None,
-    ) -> Completion:
-        made = tuple(range(len(prompt), len(prompt) + tokens))
-        return Completion(read=len(prompt), cached=0, made=tokens, tokens=made, prefill_ms=1, decode_ms=1)
 
     async def likely(self, prompt: Sequence[int], count: int) -> Mapping[int, float]:
         self.asked.append(len(prompt))

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from appliance.engines.engine import Completion
 from appliance.plan import NEEDLE_DEPTHS, NeedleRow
 from appliance.tune.trials.needles import find_needles, haystack
+from tests.unit.tune.answering import Answering
 
 CONTEXT = 8192
 
 
 @dataclass
-class Seeing:
+class Seeing(Answering):
     """A client whose model sees the last `window` tokens, which are words."""
 
     window: int = 10**9
@@ -30,16 +30,7 @@ class Seeing:
         pieces = text.replace(" ", "\0 ").split("\0")
         return [self.ids.setdefault(piece, len(self.ids)) for piece in pieces]
 
-    async def complete(
-        self,
-        prompt: Sequence[int],
-        tokens: int,
-        *,
-        uses_cache: bool = True,
-        slot: int | None = None,
-        seed: int | None = None,
-    ) -> Completion:
-        del uses_cache, slot, seed
+    async def answer(self, prompt: Sequence[int], tokens: int) -> Sequence[int]:
         self.asked.append(len(prompt))
         if self.is_stuck:
             await asyncio.Event().wait()
@@ -47,8 +38,7 @@ class Seeing:
         text = "".join(words[token] for token in prompt[-self.window :])
         city = f"{text.rpartition('secret number of ')[2]} nowhere".split()[0]
         number = text.partition(f"The secret number of {city} is ")[2].split(".")[0] or "unknown"
-        made = (await self.tokenize(f"x {number}"))[1 : tokens + 1]
-        return Completion(read=len(prompt), cached=0, made=tokens, tokens=tuple(made), prefill_ms=1.0, decode_ms=1.0)
+        return (await self.tokenize(f"x {number}"))[1 : tokens + 1]
 
 
 def verdicts(rows: Sequence[NeedleRow]) -> dict[float, str]:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from appliance.engines.tables import load_table
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.plan import Choice
@@ -102,10 +103,7 @@ def _trouble(row: Row, kind: Kind, model: Model, engine: EngineFacts) -> Iterato
 
 @cache
 def _table() -> Mapping[Kind, tuple[Row, ...]]:
-    import yaml  # imported here, so that starts of other engines do not pay for it
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, a sixth of the time
-    found: Mapping[Kind, Any] = yaml.load(_DATA.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
+    found: Mapping[Kind, Any] = load_table(_DATA)
     return {kind: tuple(map(_row, each)) for kind, each in found.items()}
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from appliance.engines.tables import load_table
 from appliance.values import dataclass
 
 _DATA = Path(__file__).with_name("chips.yaml")
@@ -132,8 +133,5 @@ def _on_cpu(chip: Chip, isa: Sequence[str]) -> Chip:
 
 @cache
 def _load() -> Mapping[str, Any]:
-    import yaml  # imported here, so that starts of other engines do not pay for it
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, a sixth of the time
-    found: Mapping[str, Any] = yaml.load(_DATA.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
+    found: Mapping[str, Any] = load_table(_DATA)
     return found
