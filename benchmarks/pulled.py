@@ -23,13 +23,11 @@ from appliance.host.docker.http import Gateway
 from benchmarks.start import cpu_name, free_port, run, until_ready, volume
 
 LIMIT_S = 300.0
-BODY = json.dumps(
-    {
-        "messages": [{"role": "user", "content": "In one sentence: what is a lighthouse for?"}],
-        "max_tokens": 32,
-        "stream": True,
-    }
-)
+BODY = {
+    "messages": [{"role": "user", "content": "In one sentence: what is a lighthouse for?"}],
+    "max_tokens": 32,
+    "stream": True,
+}
 
 
 @dataclass
