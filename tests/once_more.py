@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 MOST = 3
-"""More failures than this are no lack of time, and none runs again."""
+"""Failures in more files than this are no lack of time, and none runs again. Files are counted, since all tests of one
+may share a browser or a container that came too late."""
 KEPT = Path(".make")
 FAILED = 1  # pytest's exit code if tests failed, and nothing else went wrong
 
@@ -26,7 +27,7 @@ def main(stage: str, arguments: list[str], kept: Path = KEPT) -> int:
     arguments = ["-o", f"cache_dir={folder}", *arguments]
     code = run(*arguments, "--cache-clear")
     failed = failures(folder) if code == FAILED else []
-    if not 0 < len(failed) <= MOST:
+    if not 0 < len({test.split("::")[0] for test in failed}) <= MOST:
         return code
     print(f"{stage}: {counted(len(failed))} failed beside others; once more, alone", flush=True)
     code = run(*arguments, "--last-failed", "-n", "0", f"--junitxml={kept}/junit/{stage}-alone.xml")

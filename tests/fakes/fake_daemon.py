@@ -57,6 +57,8 @@ class Daemon:
         self.knobs = knobs
         self.containers: dict[str, Container] = {}
         self.starts = 0
+        # One change of a container at a time, as a daemon does: who removes one that is being started waits for that.
+        self.changing = threading.RLock()
 
     def find(self, word: str) -> Container | None:
         found = self.containers.values()
@@ -84,10 +86,11 @@ class Daemon:
         return [(each["HostIp"], int(each["HostPort"]))]
 
     def end(self, container: Container, code: int = 0) -> None:
-        if container.server:
-            container.server.shutdown()
-            container.server.server_close()
-        container.server, container.state, container.exit_code = None, "exited", code
+        with self.changing:
+            if container.server:
+                container.server.shutdown()
+                container.server.server_close()
+            container.server, container.state, container.exit_code = None, "exited", code
 
     def phase(self, container: Container) -> dict[str, Any]:
         """The document of readiness. However late somebody asks, no phase is over before it was told."""
@@ -364,7 +367,9 @@ class DockerHandler(_Quiet):
         if word == "json":
             return self.say(200, _inspected(self.daemon, found))
         if word == "start":
-            return self.say(*self.daemon.start(found))
+            with self.daemon.changing:
+                status, told = self.daemon.start(found)
+            return self.say(status, told)
         if word == "stop":
             self.daemon.end(found)
             return self.say(204)

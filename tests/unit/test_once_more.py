@@ -13,13 +13,29 @@ TESTS = """
 from pathlib import Path
 import pytest
 
-@pytest.mark.parametrize("name", {names})
-def test_it(name):
+def is_over(name):
     left = Path(__file__).parent / name
     times = int(left.read_text())
     left.write_text(str(times - 1))
-    assert times <= 0
+    return times <= 0
+
+@pytest.mark.parametrize("name", {names})
+def test_it(name):
+    assert is_over(name)
 """
+# All share what one fixture makes.
+SHARED = (
+    TESTS
+    + """
+@pytest.fixture(scope="module")
+def shared():
+    assert is_over("late")
+
+@pytest.mark.parametrize("number", range({many}))
+def test_with_it(shared, number):
+    pass
+"""
+)
 pytestmark = pytest.mark.thorough
 
 
@@ -61,9 +77,25 @@ def test_a_test_that_fails_twice_fails_the_stage(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / ".make/unsteady.txt").exists()
 
 
-def test_many_failures_are_no_lack_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stage(tmp_path, monkeypatch, **{f"t{number}": 1 for number in range(once_more.MOST + 1)}) == 1
-    assert runs(tmp_path, "t0", 1) == 1
+def test_failures_in_many_files_are_no_lack_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    files = [f"test_{number}.py" for number in range(once_more.MOST + 1)]
+    for name in files:
+        (tmp_path / f"t{name}").write_text("1")
+        (tmp_path / name).write_text(TESTS.format(names=[f"t{name}"]))
+    monkeypatch.chdir(tmp_path)
+    assert once_more.main("process", ["-q", *files], tmp_path / ".make") == 1
+    assert runs(tmp_path, "ttest_0.py", 1) == 1
+
+
+def test_the_tests_of_what_came_too_late_are_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "late").write_text("1")
+    many = once_more.MOST + 2
+    (tmp_path / "test_shared.py").write_text(SHARED.format(names=[], many=many))
+    monkeypatch.chdir(tmp_path)
+    assert once_more.main("container", ["-q", "test_shared.py"], tmp_path / ".make") == 0
+    assert len((tmp_path / ".make/unsteady.txt").read_text().splitlines()) == many
 
 
 def test_nothing_to_run_is_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

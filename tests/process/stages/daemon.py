@@ -73,16 +73,20 @@ sys.exit({code})
 
     def asked(self, path: str) -> list[dict[str, Any]]:
         """Return the bodies of the daemon's requests with this path."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        rows = [json.loads(line) for line in lines]
-        return [row["body"] for row in rows if row["path"] == path]
+        return [row["body"] for row in self._rows() if row["path"] == path]
 
     def told(self, verb: str) -> list[dict[str, Any]]:
         """Return the bodies of the daemon's requests with this verb, of any container."""
-        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
         return [
-            row["body"] for row in rows if row["path"].startswith("containers/") and row["path"].endswith(f"/{verb}")
+            row["body"]
+            for row in self._rows()
+            if row["path"].startswith("containers/") and row["path"].endswith(f"/{verb}")
         ]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return what was asked of the daemon, without a line that it is writing now."""
+        lines = self.log.read_text().splitlines(keepends=True) if self.log.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def created(self) -> dict[str, Any]:
         """Return the body of the last request for a new container."""
