@@ -514,7 +514,9 @@ def main() -> int:
     address, folder = sys.argv[1].rstrip("/"), Path(sys.argv[2])
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path="/usr/bin/chromium",
+            args=["--no-sandbox", "--disable-dev-shm-usage"],
+            timeout=WAIT_MS,
         )
         looker = Looker(browser, address, os.environ["KEY"], folder)
         seen = {"fleet": fleet(looker)} if "fleet" in sys.argv[3:] else one_model(looker)
