@@ -167,7 +167,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan, 
         usable_mib=float(inputs.usable_mib - unified_mib(inputs, placement)),
         launch=LlamaLaunch(
             threads=threads.count,
-            threads_batch=threads.count,
+            threads_batch=threads.reading,
             numa=threads.numa.mode,
             cpus=threads.cpus,
             batch=max(BATCH, ubatch),

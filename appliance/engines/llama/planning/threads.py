@@ -49,6 +49,7 @@ class Threads:
     """Predicted number of threads, NUMA mode and CPU affinity, with the reasons."""
 
     count: int
+    reading: int  # while a prompt is read
     numa: Numa
     cpus: tuple[int, ...]
     choices: tuple[Choice, ...]
@@ -63,10 +64,12 @@ def threads_of(
     if not placed.placement.is_whole and not numa.cpus:
         choice = _priced(choice, hardware.cpu, rates, costs, placed.placement, count)
     choice = choice if count == first else replace(choice, value=str(count))
+    cpus = cpus_of(hardware.cpu, engine, numa, placed.placement, count)
     return Threads(
         count=count,
+        reading=count + (0 if settings.threads or cpus else hardware.cpu.prompt_threads_more),
         numa=numa,
-        cpus=cpus_of(hardware.cpu, engine, numa, placed.placement, count),
+        cpus=cpus,
         choices=(choice, numa.choice) if numa.choice else (choice,),
     )
 

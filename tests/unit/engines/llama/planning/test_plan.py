@@ -196,6 +196,23 @@ def test_threads_never_exceed_the_quota(logical: int, physical: int, quota: floa
     assert max(launch_of(each).threads for each in here.all()) == hardware.cpu.threads_max
 
 
+@pytest.mark.parametrize(
+    ("logical", "physical", "quota", "threads", "reading"),
+    [(2, 2, None, 2, 2), (2, 2, 1.5, 1, 2), (2, 2, 1.2, 1, 1), (8, 8, 2.5, 2, 3), (8, 8, 6.9, 6, 6), (8, 1, 1.5, 1, 1)],
+)
+def test_prompts_are_read_with_one_more_thread_where_that_fills_the_quota(
+    logical: int, physical: int, quota: float | None, threads: int, reading: int
+) -> None:
+    found = first(hardware=machine(logical=logical, physical=physical, quota=quota))
+    assert (launch_of(found).threads, launch_of(found).threads_batch) == (threads, reading)
+    assert ("read prompts" in reason(found, "threads")) == (reading > threads)
+
+
+def test_threads_asked_for_also_read_prompts() -> None:
+    found = first(hardware=machine(logical=2, physical=2, quota=1.5), threads="1")
+    assert launch_of(found).threads_batch == 1
+
+
 def test_threads_asked_for_are_held_at_the_quota_and_said() -> None:
     found = first(hardware=machine(quota=2.0), threads="8")
     assert launch_of(found).threads == 2

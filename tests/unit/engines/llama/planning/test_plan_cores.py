@@ -178,6 +178,8 @@ def test_where_nobody_knows_which_cpus_the_large_cores_have_threads_are_not_boun
 def test_a_quota_takes_the_fastest_cores() -> None:
     best = space(replace(CIX, cpu=replace(CIX.cpu, quota=5.0))).best
     assert (launch_of(best).threads, launch_of(best).cpus) == (5, LARGE)
+    best = space(replace(CIX, cpu=replace(CIX.cpu, quota=1.5))).best
+    assert launch_of(best).threads_batch == 1, "the threads are bound to the cores that were chosen"
 
 
 def test_an_older_plan_is_kept_on_the_cpus_of_today() -> None:
