@@ -377,7 +377,11 @@ class Settings:
         _kv_type, "auto", "KV cache type: f16, q8_0 and others; separate types for K and V as in q8_0/q4_0", "TYPE"
     )
     threads: int | None = _setting(
-        _integer(1, 4096), None, "threads of the engine (default: measured)", "N", is_rare=True
+        _integer(1, 4096),
+        None,
+        "threads of the engine (default: measured); beside other work fewer of them may decode",
+        "N",
+        is_rare=True,
     )
     cpu_variant: str = _setting(
         _text,
