@@ -80,6 +80,21 @@ def test_speculation_that_changes_answers_is_refused_for_good(speculating: Home,
     assert "is refused" in home.command("plan", beside=None, **QUICK, **FEW_PLANS).stdout
 
 
+def test_a_plan_in_its_place_that_does_not_load_is_loaded_once(speculating: Home, tmp_path: Path) -> None:
+    """The other comparison does not load it again."""
+    home = copied(speculating, tmp_path / "home")
+    home.set_engine(*FASTER, "--changes", "0.02")
+    engine = home.folder / "engine/llama-server"
+    dies = 'case "$said" in *--spec-type*|*m.sock*|--*list*) ;; *) exit 1 ;; esac\n'
+    engine.write_text(engine.read_text().replace("case ", f"{dies}case ", 1))
+    with home.serving(**QUICK, **FEW_PLANS) as serving:
+        serving.wait_ready()
+        assert "did not load" in serving.event("idle_failed")["message"]
+        serving.event("profile_probed")
+        assert sum("m.sock" not in line and "--spec-type" not in line for line in home.started) == 1
+        assert serving.chat()[0] == 200
+
+
 def test_harmless_speculation_stays_on_and_a_request_interrupts_the_check(speculating: Home, tmp_path: Path) -> None:
     home = copied(speculating, tmp_path / "home")
     home.set_engine(*FASTER, "--works-s", "0.01", "--sleeps")

@@ -87,7 +87,8 @@ class BackgroundTasks:
                 continue
             due = next((each for each in comparisons if each.is_due), None)
             if due is not None and not served.sharing.is_shared.is_set():
-                await self._serve_checked(backend, due)
+                if not await self._serve_checked(backend, due):
+                    comparisons.clear()  # each ends with the same allowed plan
                 continue
             # Together: on a busy machine the drift stays unknown for hours.
             await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
@@ -234,8 +235,9 @@ class BackgroundTasks:
             is_shared=served.sharing.is_shared,
         )
 
-    async def _serve_checked(self, backend: Backend, comparison: Comparison) -> None:
-        """Compare, and load another plan if the checks do not allow the one that serves."""
+    async def _serve_checked(self, backend: Backend, comparison: Comparison) -> bool:
+        """Compare, and load another plan if the checks do not allow the one that serves. Returns False if the allowed
+        plan did not load: the next start tries again."""
         served, before = self._served, comparison.gained
         state = TuningState()  # of its own: measuring has ended, which documents go on to say
         state.wanted_now = served.tuning.wanted_now
@@ -249,9 +251,9 @@ class BackgroundTasks:
         if await tuner.run() and comparison.is_due:
             now = served.host.plan
             if now is None or plan is None or now.key == plan.key or now.key in self._allowed:
-                comparison.give_up()  # its engines or the allowed plan did not load: the next start tries again
-            else:
-                self._allowed.add(now.key)  # in place of a refused one, and it has to be compared too
+                return False
+            self._allowed.add(now.key)  # in place of a refused one, and it has to be compared too
+        return True
 
     def _need_s(self) -> float:
         """Predict the time for a load and one measurement at the workload's depth, from the plan that serves."""

@@ -51,23 +51,18 @@ class Comparison:
         self._served = served
         self._subject = subject
         self._left_s = limit_s
-        self._is_given_up = False
 
     @property
     def is_due(self) -> bool:
         """True if the plan that serves was not compared yet, or if it is not the one that the checks allow."""
         plan = self._served.host.plan
-        if plan is None or self._is_given_up or not is_wanted(self._served):
+        if plan is None or not is_wanted(self._served):
             return False
         return self._is_open(plan) or self._served.host.is_another(allowed(self._served, plan))
 
     @property
     def gained(self) -> int:
         return self._subject.gained
-
-    def give_up(self) -> None:
-        """Leave it to the next start."""
-        self._is_given_up = True
 
     def _is_open(self, plan: Plan) -> bool:
         return self._left_s > 0 and self._subject.is_open(plan)
