@@ -19,6 +19,7 @@ import pytest
 from appliance.command import Command
 from appliance.console.progress import Phase
 from appliance.errors import EngineError, EngineNotReadyError
+from appliance.serve.background import idle_tuner
 from appliance.serve.background.idle_policy import LOOKS
 from appliance.supervisor import Restart
 from tests.process.stages.idle import GRACE_S, MESSAGES, FakePlan, IdleStage, Measuring, fake_plan, idle_stage, running
@@ -215,15 +216,14 @@ async def test_who_waits_for_the_result_waits_for_no_idle_period(
     assert stage.host.plan == BEST
 
 
-async def test_one_sitting_an_idle_period(stage: IdleStage) -> None:
-    """The sitting is over and more is left to measure. Measuring goes on only after the next request."""
-    measuring = Measuring(stage.folder, [0.0, 0.0, 60.0])
-    async with running(stage.tuner(measuring)):
-        await eventually(lambda: len(measuring.sittings) == 2)
-        await asyncio.sleep(0.6)
-        assert measuring.calls == [False]
-        await stage.model()
-        await eventually(lambda: len(measuring.sittings) == 1)
+async def test_while_another_container_measures_it_is_tried_again_without_a_request(
+    stage: IdleStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_tuner, "AGAIN_S", 0.3)
+    measuring = Measuring(stage.folder, [0.0, 0.0, 0.0], BEST)
+    async with running(stage.tuner(measuring)) as task:
+        await ended(task)
+    assert (measuring.calls, stage.backend.traffic.arrivals) == ([False] * 3, 0)
 
 
 # Beside the work of others, and between requests that come often
@@ -411,8 +411,10 @@ async def test_a_held_client_is_told_what_happens(stage: IdleStage) -> None:
     assert told[-2:] == ["data: [DONE]", ""]
 
 
-async def test_once_an_idle_period(stage: IdleStage) -> None:
-    """The sitting ends and more is left to measure. Only a request opens the next period."""
+async def test_once_an_idle_period(stage: IdleStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another container measures, and each try in place of the engine costs a load. Only a request opens the next
+    period."""
+    monkeypatch.setattr(idle_tuner, "AGAIN_S", 0.1)
     measuring = Measuring(stage.folder, [0.0, 0.0, 60.0])
     async with running(stage.tuner(measuring, why_no_room=NO_ROOM, idle_s=0.1)):
         await eventually(lambda: len(stage.events("idle_back")) == 1)

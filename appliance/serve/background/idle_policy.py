@@ -39,11 +39,10 @@ class IdleState:
     has_room: bool  # memory holds a second engine
     is_measured: bool  # True if nothing is left to measure
     has_better: bool  # True if another plan than the one that serves was measured as the best
-    was_measured_now: bool  # True if measuring ended by itself in this idle period
     was_reloaded_now: bool  # True if the engine was reloaded in this idle period
     pauses: tuple[float, ...] = ()  # earlier pauses in seconds; empty if a client waits for the result
     need_s: float = 0.0  # time to load an engine and measure at one depth
-    rest_s: float = 0.0  # how much longer a busy machine is left alone
+    rest_s: float = 0.0  # how much longer a machine is left to others, which are busy or measure
     has_baseline: bool = True  # False if the plan that serves is to be measured on its own engine
     is_calm: bool = True  # True if a look in this idle period found the machine quiet
 
@@ -70,7 +69,7 @@ def decide(now: IdleState, *, idle_s: float, settle_s: float = SETTLE_S) -> Deci
     is_alone = not now.has_room
     if not now.is_measured and not now.has_baseline:
         return _of_serving(now, settle_s)
-    if (is_alone and now.was_reloaded_now) or (not now.is_measured and now.was_measured_now):
+    if is_alone and now.was_reloaded_now:
         return _wait(CHECK_AGAIN_S)
     left_s = (max(idle_s, settle_s) if is_alone else settle_s) - now.idle_s
     if left_s > 0:

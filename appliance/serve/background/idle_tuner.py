@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 P = TypeVar("P")
 LACK_S = 10.0  # between two tries if open files, memory or processes are lacking
+AGAIN_S = 60.0  # between two tries while another container measures
 STOP_S = 1.0  # measuring has to end within this: a request waits for it, and then for the load
 
 
@@ -47,8 +48,9 @@ class IdleTuner(Generic[P]):
     """Tunes one model whose engine serves. Reads `tuning.wanted_now` and writes `tuning.is_busy`.
 
     `measure(is_alone)` goes on from earlier measurements, which it keeps itself. It returns the best plan if nothing is
-    left to measure, and None if it ends for another reason. A request cancels it; its engine must be gone within a
-    second then, so start it with a grace of 0. A FatalError from it ends the tuning, and serving goes on.
+    left to measure, and None while another container measures: it is tried again after AGAIN_S, and in place of the
+    engine only in the next idle period, since each try costs a load. A request cancels it; its engine must be gone
+    within a second then, so start it with a grace of 0. A FatalError from it ends the tuning, and serving goes on.
 
     `measure_serving()` measures the plan that serves on its own engine, before anything is loaded; None: that is not
     done. An error of the engine ends it, and the plan is measured like all others.
@@ -104,6 +106,7 @@ class IdleTuner(Generic[P]):
         self._wasted = 0  # sittings in a row that were interrupted before anything was kept
         self._busy_looks = 0
         self._not_before = 0.0
+        self._others_until = 0.0  # as far as is known, another container measures until then
         self._calm_in: int | None = None  # the idle period in which a look found the machine quiet
         self._told: set[str] = set()
         self._look_again_s = idle_s
@@ -112,7 +115,6 @@ class IdleTuner(Generic[P]):
         self.failure: FatalError | None = None  # the error that ended measuring
         self.why_given_up = ""
         # Idle periods are told apart by how many requests came before them.
-        self._measured_in: int | None = None
         self._reloaded_in: int | None = None
         self._began = time.monotonic()
 
@@ -178,14 +180,18 @@ class IdleTuner(Generic[P]):
             has_room=has_room,
             is_measured=self._best is not None or self._is_given_up,
             has_better=not self._is_given_up and self._best is not None and self._host.is_another(self._best),
-            was_measured_now=self._measured_in == traffic.arrivals,
             was_reloaded_now=self._reloaded_in == traffic.arrivals,
             pauses=self._pauses,
             need_s=doubled(self._need_s(), self._wasted),
-            rest_s=0.0 if self._measures_anyway else max(0.0, self._not_before - time.monotonic()),
+            rest_s=self._rest_s,
             has_baseline=self._has_baseline,
             is_calm=self._measures_anyway or self._calm_in == traffic.arrivals,
         )
+
+    @property
+    def _rest_s(self) -> float:
+        begins = max(self._others_until, 0.0 if self._measures_anyway else self._not_before)
+        return max(0.0, begins - time.monotonic())
 
     @property
     def _pauses(self) -> tuple[float, ...]:
@@ -328,7 +334,6 @@ class IdleTuner(Generic[P]):
 
     async def _measure(self, *, is_alone: bool) -> None:
         """Measure until nothing is left, a request comes, or other programs crowd the machine."""
-        period = self._traffic.arrivals
         arrived_at = 0.0
         crowded = _never if self._measures_anyway else self._until_crowded
 
@@ -353,14 +358,15 @@ class IdleTuner(Generic[P]):
             words = f"a request came: measuring stopped within {seconds:.2f} s and goes on in the next pause"
             self._report.info("idle_stopped", words, seconds=round(seconds, 3))
             return
-        self._measured_in = period
         try:
             self._best = measuring.result()
         except FatalError as error:
             self.failure = error
             self._give_up(f"measuring failed: {error.message}; the prediction serves on")
+        if self._best is None:
+            self._others_until = time.monotonic() + AGAIN_S
         # The plan that serves gets the measured figures: documents would show the prediction otherwise.
-        if self._best is not None and not self._host.is_another(self._best):
+        elif not self._host.is_another(self._best):
             self._host.recognize(self._best)
 
     def _give_up(self, words: str) -> None:

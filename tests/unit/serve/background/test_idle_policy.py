@@ -24,6 +24,7 @@ from appliance.serve.background.idle_policy import (
 )
 
 IDLE_S = 600.0
+AGAIN_S = 60.0
 ALONE = {Action.MEASURE_ALONE, Action.SWAP_ALONE}  # requests that come meanwhile wait for a load
 SITUATIONS = st.builds(
     IdleState,
@@ -33,7 +34,6 @@ SITUATIONS = st.builds(
     has_room=st.booleans(),
     is_measured=st.booleans(),
     has_better=st.booleans(),
-    was_measured_now=st.booleans(),
     was_reloaded_now=st.booleans(),
     pauses=st.lists(st.floats(0.01, 2000), max_size=32).map(tuple),
     need_s=st.floats(0, 600),
@@ -49,7 +49,6 @@ QUIET = IdleState(
     has_room=False,
     is_measured=False,
     has_better=False,
-    was_measured_now=False,
     was_reloaded_now=False,
 )
 
@@ -80,13 +79,12 @@ def do(now: IdleState) -> Action:
         (replace(QUIET, has_room=True, idle_s=3.0, need_s=2.5, pauses=(5.0,) * 9), Action.WAIT),
         (replace(QUIET, has_room=True, idle_s=6.3, need_s=2.5, pauses=(5.0,) * 9), Action.MEASURE_BESIDE),
         (replace(QUIET, was_reloaded_now=True), Action.WAIT),
-        (replace(QUIET, was_measured_now=True), Action.WAIT),
-        (replace(QUIET, has_room=True, was_measured_now=True), Action.WAIT),
+        (replace(QUIET, has_room=True, rest_s=1.0), Action.WAIT),
         (replace(QUIET, has_room=True, was_reloaded_now=True), Action.MEASURE_BESIDE),
         (replace(QUIET, is_measured=True, has_better=True, was_reloaded_now=True), Action.WAIT),
         (replace(QUIET, is_measured=True), Action.END),
         (replace(QUIET, is_measured=True, has_better=True), Action.SWAP_ALONE),
-        (replace(QUIET, is_measured=True, has_better=True, was_measured_now=True), Action.SWAP_ALONE),
+        (replace(QUIET, is_measured=True, has_better=True, rest_s=1.0), Action.SWAP_ALONE),
         (replace(QUIET, is_measured=True, has_better=True, has_room=True, running=3, idle_s=0), Action.SWAP_BESIDE),
     ],
 )
@@ -107,7 +105,6 @@ def test_nobody_waits_who_need_not(now: IdleState, idle_s: float) -> None:
         assert not now.running
     if step.action in (Action.MEASURE_ALONE, Action.MEASURE_BESIDE):
         assert not now.is_measured
-        assert not now.was_measured_now
         assert now.is_calm
         assert now.rest_s == 0
         assert chance(now.pauses, now.idle_s, now.need_s) >= LIKELY
@@ -127,7 +124,6 @@ def test_a_fresh_idle_period_that_is_long_enough_is_used(now: IdleState, idle_s:
         is_ready=True,
         running=0,
         idle_s=idle_s + SETTLE_S,
-        was_measured_now=False,
         was_reloaded_now=False,
         pauses=(),
         rest_s=0.0,
@@ -180,7 +176,8 @@ def after(
 ) -> tuple[IdleState, int, bool]:
     """Return state, remaining work and whether something changed, after the step is done."""
     if step.action is Action.WAIT:
-        return replace(now, idle_s=now.idle_s + step.wait_s), left, is_changed
+        rest_s = max(0.0, now.rest_s - step.wait_s)
+        return replace(now, idle_s=now.idle_s + step.wait_s, rest_s=rest_s), left, is_changed
     if step.action in (Action.SWAP_ALONE, Action.SWAP_BESIDE):
         is_reload = step.action is Action.SWAP_ALONE
         return replace(now, was_reloaded_now=now.was_reloaded_now or is_reload, idle_s=now.idle_s + 1), left, True
@@ -190,7 +187,7 @@ def after(
     then = replace(
         now,
         idle_s=now.idle_s + measure_s,
-        was_measured_now=is_whole,
+        rest_s=AGAIN_S,
         was_reloaded_now=now.was_reloaded_now or is_alone,
     )
     return then, left, is_changed or (is_alone and left == 0 and has_better)
