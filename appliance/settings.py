@@ -618,7 +618,7 @@ class Settings:
     loads_a_day: int = _setting(
         _integer(1, 10000),
         20,
-        "with tune idle: at most so many engine loads a day (UTC) for measuring, which goes on the next day",
+        "in idle time: at most so many engine loads a day (UTC) for measuring and comparing, which go on the next day",
         "COUNT",
         is_rare=True,
     )

@@ -95,6 +95,28 @@ def test_a_plan_in_its_place_that_does_not_load_is_loaded_once(speculating: Home
         assert serving.chat()[0] == 200
 
 
+def test_a_comparison_counts_its_loads_and_ends_with_those_of_the_day(speculating: Home, tmp_path: Path) -> None:
+    home = copied(speculating, tmp_path / "home")
+    home.set_engine(*FASTER)
+    few = {**QUICK, **FEW_PLANS, "loads_a_day": "2"}
+    for _ in range(2):  # the second start finds the day's loads used up
+        with home.serving(**few) as serving:
+            serving.wait_ready()
+            assert "all 2 engine loads of this day" in serving.event("speculation_open")["message"]
+            serving.event("profile_probed")
+            assert "speculation_compared" not in serving.names()
+            serving.terminate()
+        assert sum("m.sock" in line for line in home.started) == 2
+    (path,) = home.profiles.glob("*.partial")
+    kept = json.loads(path.read_text())
+    assert kept["loads"]["count"] == 2
+    path.write_text(json.dumps({**kept, "loads": {"day": "2000-01-01", "count": 2}}))
+    with home.serving(**few) as serving:
+        serving.wait_ready()
+        assert serving.event("speculation_compared")["verdict"] == "harmless"
+    assert sum("m.sock" in line for line in home.started) == 3
+
+
 def test_harmless_speculation_stays_on_and_a_request_interrupts_the_check(speculating: Home, tmp_path: Path) -> None:
     home = copied(speculating, tmp_path / "home")
     home.set_engine(*FASTER, "--works-s", "0.01", "--sleeps")

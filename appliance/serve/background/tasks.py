@@ -13,7 +13,7 @@ from appliance.probe import probe
 from appliance.profile import Profile, context_to_measure, wants_more
 from appliance.race import all_of, first_of
 from appliance.serve.background.mode_switch import ModeSwitch, keep_modes
-from appliance.serve.model.needs import goes_on_after_s, is_due, needs_measuring
+from appliance.serve.model.needs import goes_on_after_s, is_due, needs_measuring, until_tomorrow_s
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.model.tuning_state import TuningState
 from appliance.start.inputs import StartInputs
@@ -40,6 +40,7 @@ class BackgroundTasks:
         # a profile and a mode, and True if the mode wants more than the profile has
         self._more: tuple[Profile, str, bool] | None = None
         self._shorter: set[int | None] = set()  # contexts tried since needles were lost: each once in a start
+        self._comparisons: list[Comparison] = []  # of this start
         self._allowed: set[str] = set()  # keys of plans that came in the place of refused ones in this start
 
     async def run(self, backend: Backend) -> None:
@@ -63,7 +64,7 @@ class BackgroundTasks:
         abilities = AbilityCheck(served, alone=self._alone)
         context = ContextCheck(served, alone=self._alone)
         # The cache first: speculative decoding is compared on the plan that is left.
-        comparisons = [Comparison(served, each) for each in (CacheSubject(served), SpeculationSubject(served))]
+        self._comparisons = [Comparison(served, each) for each in (CacheSubject(served), SpeculationSubject(served))]
         if is_wanted(served):
             await abilities.load()
         await self._unless_hurried(self._know_machine(backend))
@@ -85,10 +86,10 @@ class BackgroundTasks:
             await self._unless_hurried(context.find_needles(backend.traffic))
             if may_measure and served.profile is not None and self._shorter_context(served.profile):
                 continue
-            due = next((each for each in comparisons if each.is_due), None)
+            due = await self._due_comparison()
             if due is not None and not served.sharing.is_shared.is_set():
                 if not await self._serve_checked(backend, due):
-                    comparisons.clear()  # each ends with the same allowed plan
+                    self._comparisons.clear()  # each ends with the same allowed plan
                 continue
             # Together: on a busy machine the drift stays unknown for hours.
             await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
@@ -110,9 +111,12 @@ class BackgroundTasks:
             working.result()
 
     async def _until_it_goes_on(self) -> None:
-        """Return when an unfinished profile may be measured further, which is on another day; never for any other."""
-        after_s = goes_on_after_s(self._served.profile)
-        if self._served.settings.tune != "idle" or not after_s:
+        """Return when an unfinished profile may be measured or compared further, which is on another day; never for any
+        other."""
+        after_s = goes_on_after_s(self._served.profile) if self._served.settings.tune == "idle" else None
+        if not after_s and any(each.lacks_loads for each in self._comparisons):
+            after_s = until_tomorrow_s()
+        if not after_s:
             await asyncio.Event().wait()
         await asyncio.sleep(after_s or 0.0)
 
@@ -235,6 +239,12 @@ class BackgroundTasks:
             is_shared=served.sharing.is_shared,
         )
 
+    async def _due_comparison(self) -> Comparison | None:
+        for each in self._comparisons:
+            if await each.is_due():
+                return each
+        return None
+
     async def _serve_checked(self, backend: Backend, comparison: Comparison) -> bool:
         """Compare, and load another plan if the checks do not allow the one that serves. Returns False if the allowed
         plan did not load: the next start tries again."""
@@ -248,7 +258,7 @@ class BackgroundTasks:
 
         tuner = self._tuner(backend, state, comparison.measure, why_no_room, lambda: comparison.gained - before)
         plan = served.host.plan
-        if await tuner.run() and comparison.is_due:
+        if await tuner.run() and await comparison.is_due():
             now = served.host.plan
             if now is None or plan is None or now.key == plan.key or now.key in self._allowed:
                 return False

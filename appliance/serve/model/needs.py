@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 from appliance.errors import VolumeError
@@ -40,7 +40,16 @@ def goes_on_after_s(profile: Profile | None) -> float | None:
     """Return the seconds until an unfinished profile is measured further; None for any other."""
     if profile is None or profile.goes_on_from is None:
         return None
-    begins = datetime.fromisoformat(profile.goes_on_from).replace(tzinfo=UTC)
+    return _until_s(profile.goes_on_from)
+
+
+def until_tomorrow_s() -> float:
+    """Return the seconds until the next day of UTC."""
+    return _until_s((datetime.now(UTC) + timedelta(days=1)).date().isoformat())
+
+
+def _until_s(day: str) -> float:
+    begins = datetime.fromisoformat(day).replace(tzinfo=UTC)
     return max(0.0, (begins - datetime.now(UTC)).total_seconds())
 
 

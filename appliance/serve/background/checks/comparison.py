@@ -15,12 +15,18 @@ from appliance.plan import Plan
 from appliance.profile import best_of
 from appliance.serve.background.checks.context_check import is_wanted
 from appliance.serve.model.served_model import ServedModel
+from appliance.system.detached import detached
+from appliance.tune.checkpoint import PartialResults
 from appliance.tune.trials.engine import Bench, in_time, running, unless_stalled
 
 if TYPE_CHECKING:
     from appliance.command import Command
 
 LIMIT_S = 1800.0  # in one start, loads and interrupted work included: the next start continues
+
+
+class _NoLoadsLeftError(Exception):
+    """The engine loads of the day are used up."""
 
 
 class Subject(Protocol):
@@ -51,28 +57,51 @@ class Comparison:
         self._served = served
         self._subject = subject
         self._left_s = limit_s
+        self._is_told = False
+        self.lacks_loads = False  # True if it goes on another day, since the engine loads of this one are used up
 
-    @property
-    def is_due(self) -> bool:
-        """True if the plan that serves was not compared yet, or if it is not the one that the checks allow."""
+    async def is_due(self) -> bool:
+        """True if the plan that serves was not compared yet and an engine may be loaded for it today, or if it is not
+        the one that the checks allow."""
         plan = self._served.host.plan
         if plan is None or not is_wanted(self._served):
             return False
-        return self._is_open(plan) or self._served.host.is_another(allowed(self._served, plan))
+        return self._served.host.is_another(allowed(self._served, plan)) or await self._may_compare(plan)
 
     @property
     def gained(self) -> int:
         return self._subject.gained
 
-    def _is_open(self, plan: Plan) -> bool:
-        return self._left_s > 0 and self._subject.is_open(plan)
+    async def _may_compare(self, plan: Plan) -> bool:
+        self.lacks_loads = False
+        if self._left_s <= 0 or not self._subject.is_open(plan):
+            return False
+        self.lacks_loads = not self._may_load(await self._results())
+        if self.lacks_loads and not self._is_told:
+            self._is_told = True
+            used = f"all {self._served.settings.loads_a_day} engine loads of this day (UTC) are used"
+            words = f"{self._subject.describe(plan)}; {used}, and the next day goes on"
+            self._served.report.info(f"{self._subject.name}_open", words)
+        return not self.lacks_loads
+
+    async def _results(self) -> PartialResults:
+        """Return the results of unfinished tunings, which count the engine loads of the day."""
+        from appliance.serve.engine.measure import PartialOf  # here: a start from a profile may never need it
+
+        served = self._served
+        results = PartialResults(PartialOf(served=served, key=served.key), served.report, shows_phase=False)
+        await detached(results.load)
+        return results
+
+    def _may_load(self, results: PartialResults) -> bool:
+        return results.loads_today < self._served.settings.loads_a_day
 
     async def measure(self, _is_alone: bool) -> Plan | None:
         """Compare, and return the plan to serve. None while another container measures for the same key."""
         plan = self._served.host.plan
         if plan is None:
             return None
-        if self._is_open(plan):
+        if await self._may_compare(plan):
             async with self._served.measuring() as is_ours:
                 if not is_ours:
                     return None
@@ -86,6 +115,8 @@ class Comparison:
         except EngineError as error:
             report.warning(f"{subject.name}_not_compared", f"{subject.words} was not compared: {error.message}")
             self._left_s = 0.0
+        except _NoLoadsLeftError:
+            pass
         finally:
             self._left_s -= time.monotonic() - began
         if self._left_s <= 0 and subject.is_open(plan):
@@ -93,8 +124,15 @@ class Comparison:
 
     async def _run(self, plan: Plan, work: Callable[[Command], Awaitable[None]], *, doing: str) -> None:
         """See `RunEngine`. The engine is killed without a grace if this is cancelled."""
-        start = self._served.start
-        bench = Bench(engine=start.engine, install=start.install, socket_path=self._served.trial_socket)
+        start, results = self._served.start, await self._results()
+        if not self._may_load(results):
+            raise _NoLoadsLeftError
+        bench = Bench(
+            engine=start.engine,
+            install=start.install,
+            socket_path=self._served.trial_socket,
+            on_load=results.on_load,
+        )
         command = bench.start(plan)
 
         async def working() -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from appliance.serve.model.needs import goes_on_after_s, goes_on_now
+from appliance.serve.model.needs import goes_on_after_s, goes_on_now, until_tomorrow_s
 from tests.builders import profile
 
 
@@ -25,3 +25,9 @@ def test_it_goes_on_from_its_day_on(days: int, is_due: bool) -> None:
 def test_a_whole_profile_never_goes_on() -> None:
     assert goes_on_now(profile()) is False
     assert goes_on_after_s(profile()) is goes_on_after_s(None) is None
+
+
+def test_a_comparison_goes_on_when_the_next_day_begins() -> None:
+    tomorrow = (datetime.now(UTC) + timedelta(days=1)).date().isoformat()
+    after_s = goes_on_after_s(replace(profile(), goes_on_from=tomorrow))
+    assert until_tomorrow_s() == pytest.approx(after_s, abs=60)
