@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from appliance.plan import Plan
+from appliance.probe import Hardware
+from appliance.serve.background import idle_policy
+from tests.process.stages.front import front_of
+from tests.process.stages.supervisor import eventually
 from tests.process.stages.vllm_home import VllmHome
 
 # Few plans: a search of all would take minutes.
@@ -112,3 +119,35 @@ def test_a_cheaper_cache_stays_only_if_answers_stay(
         serving.event("profile_probed")
         assert (FP8 in home.started[-1], len(home.started)) == (verdict == "harmless", count + 1)
     home.free_segments()
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="vLLM reads an fp8 cache on a CPU with AVX-512 or AMX only")
+async def test_an_exact_cache_that_does_not_fit_beside_the_engine_is_loaded_in_its_place(
+    quantized: VllmHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second engine with the cheaper cache would fit."""
+    monkeypatch.setattr(idle_policy, "LOOKS", 0)  # other tests work beside this one
+    home = quantized.copy(tmp_path / "home")
+    home.set_engine("--fake-decode-ms", "5", "--fake-likely", "0.9", where=FP8)
+    settings = {**ANY_CACHE, "tune": "first", "idle_s": "3", "check_abilities": "off", "speculation": "off"}
+    async with front_of(home, stall_timeout_s=60.0, patience_s=60.0, **settings) as front:
+        served = front.served
+        plan = served.host.plan
+        assert plan is not None
+        exact = served.space_of_profile.exact(plan)
+        assert exact is not None
+
+        def with_free(mib: int) -> Hardware:
+            memory = replace(served.hardware.memory, limit_mib=None, available_mib=mib)
+            return replace(served.hardware, memory=memory)
+
+        def lacks(plan: Plan, mib: int) -> bool:
+            return isinstance(served.start.on(with_free(mib)).space().now(plan), str)
+
+        between = bisect_left(range(served.hardware.memory.total_mib), True, key=lambda mib: not lacks(plan, mib))
+        assert lacks(exact, between)
+        served.beside = lambda _: with_free(between)
+        await eventually(lambda: len(home.started) == 3, timeout_s=60)
+        await eventually(lambda: served.host.is_ready and len(home.started) == 4, timeout_s=30)
+        assert ["m.sock" in line for line in home.started] == [False, True, True, False]
+        assert [FP8 in line for line in home.started] == [True, False, True, True]

@@ -253,8 +253,8 @@ class BackgroundTasks:
         state.wanted_now = served.tuning.wanted_now
 
         async def why_no_room(plan: Plan | None) -> str:
-            wanted = plan or served.host.plan
-            return await self._why_not_beside(served.start, wanted) if wanted else "no plan serves"
+            wanted = (plan,) if plan else comparison.loads()
+            return await self._why_not_beside(served.start, *wanted) if wanted else "no plan serves"
 
         tuner = self._tuner(backend, state, comparison.measure, why_no_room, lambda: comparison.gained - before)
         plan = served.host.plan
@@ -357,13 +357,14 @@ class BackgroundTasks:
             return f"mode '{mode}' may want a context that fits only in place of the engine that serves"
         return await self._why_not_beside(served.start, wanted)
 
-    async def _why_not_beside(self, start: StartInputs, plan: Plan) -> str:
-        """Say why free memory holds no second engine with this plan; "" if it does."""
+    async def _why_not_beside(self, start: StartInputs, *plans: Plan) -> str:
+        """Say why free memory holds no second engine with each of these plans; "" if it does."""
         try:
-            found = (await self._space_now(start)).now(plan)
+            space = await self._space_now(start)
+            found = [space.now(plan) for plan in plans]
         except FatalError as error:  # a device that is gone: no reason to end serving
             return error.message
-        return found if isinstance(found, str) else ""
+        return next((each for each in found if isinstance(each, str)), "")
 
     async def _watch_drift(self, backend: Backend) -> None:
         """Probe until it is known whether the profile holds. The result is logged; a stale profile is marked."""

@@ -29,6 +29,10 @@ class CacheSubject:
     def is_open(self, plan: Plan) -> bool:
         return self._check(plan).verdict == "open" and self._served.space_of_profile.exact(plan) is not None
 
+    def compared_with(self, plan: Plan) -> tuple[Plan, ...]:
+        exact = self._served.space_of_profile.exact(plan) if self.is_open(plan) else None
+        return () if exact is None else (exact,)
+
     def describe(self, plan: Plan) -> str:
         return self._check(plan).describe()
 

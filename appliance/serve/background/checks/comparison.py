@@ -39,6 +39,9 @@ class Subject(Protocol):
     def is_open(self, plan: Plan) -> bool:
         """True if this plan has what is compared, and no verdict on it."""
 
+    def compared_with(self, plan: Plan) -> tuple[Plan, ...]:
+        """Return the plans that this one is compared with, unless they take less memory."""
+
     async def compare(self, plan: Plan, run: RunEngine) -> None:
         """Compare and judge, from where an earlier sitting left it. Raises the engine's error if it fails."""
 
@@ -67,6 +70,11 @@ class Comparison:
         if plan is None or not is_wanted(self._served):
             return False
         return self._served.host.is_another(allowed(self._served, plan)) or await self._may_compare(plan)
+
+    def loads(self) -> tuple[Plan, ...]:
+        """Return the plans that are loaded to compare the plan that serves; () if none serves."""
+        plan = self._served.host.plan
+        return () if plan is None else (plan, *self._subject.compared_with(plan))
 
     @property
     def gained(self) -> int:

@@ -31,6 +31,9 @@ class SpeculationSubject:
     def is_open(self, plan: Plan) -> bool:
         return plan.speculation is not None and self._check(plan).verdict == "open"
 
+    def compared_with(self, plan: Plan) -> tuple[Plan, ...]:
+        return ()  # without speculative decoding an engine takes less
+
     def describe(self, plan: Plan) -> str:
         return self._check(plan).describe()
 
