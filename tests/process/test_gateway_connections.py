@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -12,9 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
-from appliance.gateway.clients.connections import CONNECTIONS_MOST, SPARE, Limits, limits_within
+from appliance.gateway.app import App
+from appliance.gateway.clients.connections import CONNECTIONS_MOST, KNOWN, SPARE, Counts, Limits, limits_within
+from appliance.gateway.clients.request_log import RequestLog
+from appliance.gateway.clients.traffic import Traffic
+from appliance.gateway.engine.roster import roster_of
+from appliance.gateway.server import Gateway
 from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_all, read_until
+from tests.process.stages.supervisor import eventually as eventually_here
 
 CHAT = {"messages": [{"role": "user", "content": "hello there"}]}
 HEAD = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n".encode()
@@ -265,6 +273,30 @@ def test_who_leaves_with_another_request_behind_frees_the_slot(caplog: pytest.Lo
             time.sleep(0.1)  # until it was parsed, which nothing shows
         eventually(lambda: stage.engine_saw()["disconnects"] == 1, timeout_s=10)
     assert "Traceback" not in caplog.text
+
+
+async def test_who_leaves_before_the_key_is_known_does_not_count_on() -> None:
+    """The named keys may be read from a volume meanwhile."""
+    is_known, counts, ended = asyncio.Event(), Counts(), asyncio.Event()
+
+    async def find_key(scope: Scope, _receive: Receive, _send: Send) -> None:
+        await is_known.wait()
+        scope[KNOWN]()
+        ended.set()
+
+    app = App(find_key, roster_of([]), Traffic(), counts, RequestLog())
+    gateway = await Gateway.open(app, "127.0.0.1", 0)
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(LIVE)
+        await eventually_here(lambda: counts.open == 1)
+        writer.close()
+        await eventually_here(lambda: counts.open == 0)
+        is_known.set()
+        await ended.wait()
+        assert counts.open == 0
+    finally:
+        await gateway.drain(0.0)
 
 
 # How many there may be

@@ -154,7 +154,7 @@ class Connection(HttpProtocol):
     # Called by the application.
 
     def _know(self) -> None:
-        if not self.place[1]:
+        if not self.place[1] and self._all.has(self):  # else the client left while its key was looked for
             self._all.put(self, (self._wait, True))
 
     def _write_now(self, frames: bytes) -> bool:

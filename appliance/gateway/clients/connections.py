@@ -183,6 +183,9 @@ class Connections:
         self._in_rows += 1
         self._counts.open = self.open
 
+    def has(self, connection: Connection) -> bool:
+        return connection in self._rows[connection.place]
+
     def remove(self, connection: Connection) -> None:
         self._take_out(connection)
         self._counts.open = self.open
