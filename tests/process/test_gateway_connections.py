@@ -275,6 +275,14 @@ def test_who_leaves_with_another_request_behind_frees_the_slot(caplog: pytest.Lo
     assert "Traceback" not in caplog.text
 
 
+def test_who_leaves_with_a_large_request_behind_frees_the_slot() -> None:
+    with on_stage("fake_engine.py", "--works-s", "inf", "--sleeps") as stage:
+        with stage.post("/v1/chat/completions", CHAT) as connection:
+            eventually(lambda: counted(stage, "appliance_requests_in_flight") == 1)
+            connection.sendall(HEAD + b"Content-Length: 1000000\r\n\r\n" + b" " * 900_000)
+        eventually(lambda: stage.engine_saw()["disconnects"] == 1, timeout_s=10)
+
+
 async def test_who_leaves_before_the_key_is_known_does_not_count_on() -> None:
     """The named keys may be read from a volume meanwhile."""
     is_known, counts, ended = asyncio.Event(), Counts(), asyncio.Event()

@@ -14,6 +14,7 @@ from typing import Any
 
 import httptools
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -34,6 +35,8 @@ from appliance.gateway.wire.http_answers import HEADER_BYTES_MAX, HttpProtocol
 
 PIECE_BYTES = 16 * 2**10  # largest piece given to the parser at once, so that a header's size is counted as it arrives
 PIPELINED = 16  # most pipelined requests; each takes some kilobytes before a key was checked
+# Most pipelined bytes read ahead, as many as uvicorn allows to small bodies: the client's leaving is read after them.
+PIPELINED_BYTES = PIPELINED * HIGH_WATER_LIMIT
 
 
 @lru_cache(maxsize=1)
@@ -65,6 +68,10 @@ class Connection(HttpProtocol):
     @property
     def _wait(self) -> Wait | None:
         return self.place[0]
+
+    @property
+    def _read_ahead(self) -> int:
+        return sum(len(cycle.body) for cycle, _ in self.pipeline)
 
     @property
     def has_unread(self) -> bool:
@@ -134,6 +141,8 @@ class Connection(HttpProtocol):
     def on_body(self, body: bytes) -> None:
         self._is_bare = False
         super().on_body(body)
+        if self.cycle is not self._running and len(self.pipeline) < PIPELINED and self._read_ahead <= PIPELINED_BYTES:
+            self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
         self._is_in_header = False
