@@ -167,6 +167,15 @@ def test_what_a_proposal_adds_is_what_its_commands_write(project: Path) -> None:
     assert [path for path in written if not any(path.is_relative_to(each) for each in added)] == []
 
 
+def test_workflows_commit_by_one_script(project: Path, tmp_path: Path) -> None:
+    files = [path for path in (project / ".github").rglob("*") if path.is_file()]
+    assert [path.name for path in files if "user.name" in path.read_text("utf-8")] == ["commit"]
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    subprocess.run([project / ".github/commit", "Engine", "--allow-empty"], cwd=tmp_path, check=True)
+    done = subprocess.run(["git", "log", "--format=%an: %s"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"github-actions\[bot\]: Engine as of \d{4}-\d\d-\d\d\n", done.stdout)
+
+
 def test_workflows_name_no_address(project: Path) -> None:
     for path in [*(project / ".github").rglob("*.yml"), project / ci.JOBS_FILE, project / ".github/containerd-store"]:
         assert "://" not in path.read_text("utf-8")
