@@ -65,6 +65,8 @@ class Daemon:
         return next((each for each in found if word in (each.id, each.name, "/" + each.name)), None)
 
     def start(self, container: Container) -> tuple[int, Any]:
+        if container.id not in self.containers:
+            return 404, {"message": f"No such container: {container.id}"}
         if container.server:
             return 304, None
         self.starts += 1
@@ -412,8 +414,9 @@ class DockerHandler(_Quiet):
         found = self.daemon.find(id_)
         if found is None:
             return self.say(404, {"message": f"No such container: {id_}"})
-        self.daemon.end(found)
-        del self.daemon.containers[found.id]
+        with self.daemon.changing:
+            self.daemon.end(found)
+            self.daemon.containers.pop(found.id, None)
         return self.say(204)
 
     def _pull(self) -> None:

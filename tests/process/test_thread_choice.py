@@ -174,6 +174,25 @@ def test_batches_of_different_sizes_are_not_compared(library: ctypes.CDLL) -> No
     assert set(engine.used) == {2}
 
 
+def test_fewer_threads_do_not_stay_where_sizes_change_too_often_to_judge(library: ctypes.CDLL) -> None:
+    engine = Engine(library, 16, beside(3))
+    engine.decode(500, batch=4)
+    assert engine.used[-1] < 16
+    engine.token = alone
+    for _ in range(100):
+        engine.decode(3, batch=3)
+        engine.decode(3, batch=5)
+    assert set(engine.used[-300:]) == {16}
+
+
+@pytest.mark.parametrize("every", [9, 12, 15, 24, 40])
+def test_trials_that_another_size_cuts_are_not_repeated_at_once(library: ctypes.CDLL, every: int) -> None:
+    engine = Engine(library, 16, lambda threads: (0.05 / threads, 0.5))
+    for number in range(2000 // every):
+        engine.decode(every, batch=2 + number % 2)
+    assert engine.now - 100 < 1.1 * len(engine.used) * 0.05 / 16
+
+
 @given(
     threads=st.lists(st.integers(1, 600), min_size=1, max_size=5),
     steps=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1000), st.integers(1, 3)), min_size=1, max_size=300),

@@ -205,11 +205,13 @@ def fingerprint(hardware: Hardware, gpus: Sequence[Gpu] | None = None) -> dict[s
     """Return the parts of a profile's key: kinds and limits, no serial numbers and nothing that changes at run time."""
     cpu, memory = hardware.cpu, hardware.memory
     kinds = {"cores": [[group.capacity, group.cores] for group in cpu.groups]} if cpu.is_unequal else {}
+    more = {"prompt_threads_more": cpu.prompt_threads_more} if cpu.prompt_threads_more else {}
     return {
         "cpu": cpu.model_name,
         "threads_max": cpu.threads_max,
         "physical": cpu.physical,
         **kinds,  # only if the cores differ
+        **more,  # only if the quota has room for one
         "isa": list(cpu.isa),
         "memory_mib": memory.total_mib if memory.limit_mib is None else min(memory.limit_mib, memory.total_mib),
         "gpus": [_kind(gpu) for gpu in _in_pci_order(hardware, gpus)],

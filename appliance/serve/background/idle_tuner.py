@@ -273,7 +273,8 @@ class IdleTuner(Generic[P]):
             self._report.warning("idle_failed_serving", words)
 
     async def _measure_beside(self) -> None:
-        self._report.info("idle_measure", "idle: measuring on a second engine while the first keeps serving")
+        if not self._others_until:  # else it was said, and the other container may still measure
+            self._report.info("idle_measure", "idle: measuring on a second engine while the first keeps serving")
         await self._measure(is_alone=False)
 
     async def _measure_alone(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from appliance.engines.engine import Space
@@ -89,11 +90,13 @@ class BackgroundTasks:
             due = await self._due_comparison()
             if due is not None and not served.sharing.is_shared.is_set():
                 if not await self._serve_checked(backend, due):
-                    self._comparisons.clear()  # each ends with the same allowed plan
+                    self._leave_to_next_start(due)
                 continue
             # Together: on a busy machine the drift stays unknown for hours.
             await self._unless_hurried(all_of(self._look_at_machine(backend), context.soak(backend.traffic)))
             await served.renew_standing(served.profile)
+            if await self._due_comparison() is not None:
+                continue  # its loads were used up, and another day has begun meanwhile
             if served.settings.tune != "idle" or not needs_measuring(served):
                 served.tuning.wanted_now.clear()
                 await self._unless_hurried(self._know_machine_at_last(backend))
@@ -241,13 +244,14 @@ class BackgroundTasks:
 
     async def _due_comparison(self) -> Comparison | None:
         for each in self._comparisons:
-            if await each.is_due():
-                return each
+            with suppress(VolumeError):  # it does not answer, which the log has said: nothing is due until it does
+                if await each.is_due():
+                    return each
         return None
 
     async def _serve_checked(self, backend: Backend, comparison: Comparison) -> bool:
-        """Compare, and load another plan if the checks do not allow the one that serves. Returns False if the allowed
-        plan did not load: the next start tries again."""
+        """Compare, and load another plan if the checks do not allow the one that serves. Returns False if that brought
+        neither a verdict nor another plan: the next start tries again."""
         served, before = self._served, comparison.gained
         state = TuningState()  # of its own: measuring has ended, which documents go on to say
         state.wanted_now = served.tuning.wanted_now
@@ -264,6 +268,16 @@ class BackgroundTasks:
                 return False
             self._allowed.add(now.key)  # in place of a refused one, and it has to be compared too
         return True
+
+    def _leave_to_next_start(self, comparison: Comparison) -> None:
+        """Compare no more in this start: this one, or all if the allowed plan did not load, with which each ends."""
+        from appliance.serve.background.checks.comparison import allowed  # here: no start needs it
+
+        host = self._served.host
+        if host.plan is not None and host.is_another(allowed(self._served, host.plan)):
+            self._comparisons.clear()
+        else:
+            self._comparisons.remove(comparison)
 
     def _need_s(self) -> float:
         """Predict the time for a load and one measurement at the workload's depth, from the plan that serves."""

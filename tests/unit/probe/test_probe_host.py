@@ -236,6 +236,8 @@ def test_the_fingerprint_is_of_kinds_in_pci_order() -> None:
     )
     assert fingerprint(busier) == print_
     assert fingerprint(replace(HARDWARE, cpu=replace(HARDWARE.cpu, quota=4.0))) != print_
+    one, more = (replace(HARDWARE, cpu=replace(HARDWARE.cpu, quota=quota)) for quota in (1.0, 1.5))
+    assert fingerprint(one) != fingerprint(more), "one more thread reads prompts"
     unlimited = replace(HARDWARE, memory=replace(HARDWARE.memory, limit_mib=5000))
     assert fingerprint(unlimited)["memory_mib"] == 1000  # a limit above what there is limits nothing
 

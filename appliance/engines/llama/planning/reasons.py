@@ -485,8 +485,7 @@ def threads(cpu: Cpu, first: int) -> Choice:
     seen = f"{cpu.physical or 'unknown'} physical, {cpu.logical} logical{quota}"
     which = "the fastest of the physical cores" if first < cpu.cores else "physical cores"
     equal = f"; they count as equal, since {printable(cpu.groups_problem)}" if cpu.groups_problem else ""
-    more = f"; {first + 1} read prompts, which fill the rest of the quota" if cpu.prompt_threads_more else ""
-    why = f"{which} that this container may use ({seen}){equal}{more}; its neighbours are measured"
+    why = f"{which} that this container may use ({seen}){equal}; its neighbours are measured"
     return Choice(name="threads", value=str(first), reason=why, source="probe")
 
 

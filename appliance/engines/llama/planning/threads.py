@@ -65,9 +65,14 @@ def threads_of(
         choice = _priced(choice, hardware.cpu, rates, costs, placed.placement, count)
     choice = choice if count == first else replace(choice, value=str(count))
     cpus = cpus_of(hardware.cpu, engine, numa, placed.placement, count)
+    reading = count
+    if not (settings.threads or cpus or placed.placement.is_whole) and count == hardware.cpu.cores:
+        reading += hardware.cpu.prompt_threads_more
+    if reading > count:
+        choice = replace(choice, reason=f"{choice.reason}; {reading} read prompts, which fill the rest of the quota")
     return Threads(
         count=count,
-        reading=count + (0 if settings.threads or cpus else hardware.cpu.prompt_threads_more),
+        reading=reading,
         numa=numa,
         cpus=cpus,
         choices=(choice, numa.choice) if numa.choice else (choice,),

@@ -30,7 +30,8 @@ class CacheSubject:
         return self._check(plan).verdict == "open" and self._served.space_of_profile.exact(plan) is not None
 
     def compared_with(self, plan: Plan) -> tuple[Plan, ...]:
-        exact = self._served.space_of_profile.exact(plan) if self.is_open(plan) else None
+        is_loaded = self.is_open(plan) and not self._check(plan).is_answered
+        exact = self._served.space_of_profile.exact(plan) if is_loaded else None
         return () if exact is None else (exact,)
 
     def describe(self, plan: Plan) -> str:

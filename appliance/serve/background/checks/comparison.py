@@ -15,7 +15,7 @@ from appliance.plan import Plan
 from appliance.profile import best_of
 from appliance.serve.background.checks.context_check import is_wanted
 from appliance.serve.model.served_model import ServedModel
-from appliance.system.detached import detached
+from appliance.system.detached import answered
 from appliance.tune.checkpoint import PartialResults
 from appliance.tune.trials.engine import Bench, in_time, running, unless_stalled
 
@@ -93,12 +93,13 @@ class Comparison:
         return not self.lacks_loads
 
     async def _results(self) -> PartialResults:
-        """Return the results of unfinished tunings, which count the engine loads of the day."""
+        """Return the results of unfinished tunings, which count the engine loads of the day. Raises VolumeError if the
+        volume does not answer."""
         from appliance.serve.engine.measure import PartialOf  # here: a start from a profile may never need it
 
         served = self._served
         results = PartialResults(PartialOf(served=served, key=served.key), served.report, shows_phase=False)
-        await detached(results.load)
+        await answered(results.load, served.store.folder)
         return results
 
     def _may_load(self, results: PartialResults) -> bool:

@@ -94,6 +94,13 @@ def test_the_same_facts_give_the_same_plans() -> None:
     )
 
 
+def test_what_a_gpu_reads_gets_no_more_threads() -> None:
+    here = MACHINES["2x4090"]
+    found = space(replace(here, cpu=replace(here.cpu, quota=1.5)), shape("qwen3-8b")).best
+    assert found.placement.is_whole
+    assert (launch_of(found).threads, launch_of(found).threads_batch) == (1, 1)
+
+
 cards = st.lists(st.tuples(st.integers(2000, 50000), st.sampled_from([200.0, 448.0, 936.0, 1008.0])), max_size=3)
 models = st.sampled_from(sorted(set(PUBLISHED) - {"deepseek-v3"}))
 hosts = st.sampled_from(["cpu-16g", "2x4090"])
