@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
-from images.build.build import BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, Job, moment_labels, output
+from images.build.build import BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, Job, moment_labels
 from images.matrix import render
 from images.matrix.matrix import Cell, Platform
 from images.matrix.publisher import Publisher
@@ -71,7 +71,7 @@ def _header() -> str:
 
 
 def _target(cell: Cell, publisher: Publisher) -> dict[str, object]:
-    archive = ARCHIVES / f"{cell.id}.oci.tar"
+    archive = (ARCHIVES / f"{cell.id}.oci.tar").as_posix()
     labels = {label: _value(cell, name) for label, name in LABEL_VARIABLES.items()}
     return {
         "context": ".",
@@ -82,7 +82,7 @@ def _target(cell: Cell, publisher: Publisher) -> dict[str, object]:
         "secret": ["id=ca,src=${CA_BUNDLE}"],
         # Attestations hold the moment of the build; with them no two indexes are the same.
         "attest": ["type=provenance,disabled=true", "type=sbom,disabled=true"],
-        "output": [output(cell, cell.tag, archive)],
+        "output": [f"type=oci,name={cell.tag},dest={archive},rewrite-timestamp=true,oci-mediatypes=true"],
     }
 
 

@@ -35,15 +35,6 @@ def test_the_argv_exports_an_archive_that_can_be_compared(job: build.Job) -> Non
     assert not {"--secret", "--build-context", "--no-cache"} & set(argv)
 
 
-def test_an_engine_from_wheels_is_compressed_quickly_in_every_export(job: build.Job, project: Path) -> None:
-    cells = {cell.id: cell for cell in matrix.load(project).cells}
-    assert "compression-level" not in build.output(cells["llama-cpu"], "a", job.archive)
-    for cell in (cells["vllm-cpu"], cells["vllm-cu130"]):
-        exporter = build.output(cell, cell.tag, job.archive)
-        assert exporter.endswith(",compression-level=1")
-        assert exporter in build.buildx_argv(replace(job, cell=cell, tag=cell.tag))
-
-
 def test_certificates_go_in_as_a_secret(job: build.Job) -> None:
     argv = build.buildx_argv(replace(job, ca_bundle=Path("/etc/ca.pem"), no_cache=True))
     assert argv[argv.index("--secret") + 1] == "id=ca,src=/etc/ca.pem"
