@@ -42,7 +42,7 @@ def project() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex[:8]}"
     client = docker.from_env()
     yield name
-    for container in client.containers.list(all=True):
+    for container in client.containers.list(all=True, ignore_removed=True):
         if name in str(container.name):
             container.remove(force=True, v=True)
     for kind in (client.networks.list(names=[name]), client.volumes.list(filters={"name": name})):

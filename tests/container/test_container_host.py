@@ -49,7 +49,7 @@ def names(count: int = 1) -> Iterator[list[str]]:
     try:
         yield made
     finally:
-        for container in client.containers.list(all=True):
+        for container in client.containers.list(all=True, ignore_removed=True):
             if str(container.name).removeprefix("appliance-").removesuffix("-before").removesuffix("-replaced") in made:
                 container.remove(force=True, v=True)
         client.close()

@@ -88,7 +88,7 @@ class Front:
     def states(self) -> dict[str, str]:
         client = docker.from_env()
         label = f"com.docker.compose.project={self.project}"
-        found = client.containers.list(all=True, filters={"label": label})
+        found = client.containers.list(all=True, ignore_removed=True, filters={"label": label})
         states = {each.labels["com.docker.compose.service"]: each.status for each in found}
         client.close()
         return states

@@ -40,7 +40,7 @@ class Replicas:
 
     def container(self, service: str) -> Container:
         labels = [f"com.docker.compose.project={self.project}", f"com.docker.compose.service={service}"]
-        (found,) = self.client.containers.list(all=True, filters={"label": labels})
+        (found,) = self.client.containers.list(all=True, ignore_removed=True, filters={"label": labels})
         return found
 
     def logs(self) -> str:

@@ -113,7 +113,9 @@ def _copy(place: Workspace) -> None:
 
 
 def _remove(client: docker.DockerClient, place: Workspace) -> None:
-    for container in client.containers.list(all=True, filters={"label": f"appliance.test={place.name}"}):
+    for container in client.containers.list(
+        all=True, ignore_removed=True, filters={"label": f"appliance.test={place.name}"}
+    ):
         container.remove(force=True)
     for volume in client.volumes.list():
         if volume.name.startswith(place.name):

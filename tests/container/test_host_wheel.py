@@ -131,7 +131,7 @@ def name() -> Iterator[str]:
     try:
         yield made
     finally:
-        for container in client.containers.list(all=True, filters={"name": f"appliance-{made}"}):
+        for container in client.containers.list(all=True, ignore_removed=True, filters={"name": f"appliance-{made}"}):
             container.remove(force=True, v=True)
 
 
