@@ -147,7 +147,7 @@ async def test_an_exact_cache_that_does_not_fit_beside_the_engine_is_loaded_in_i
         between = bisect_left(range(served.hardware.memory.total_mib), True, key=lambda mib: not lacks(plan, mib))
         assert lacks(exact, between)
         served.beside = lambda _: with_free(between)
-        await eventually(lambda: len(home.started) == 3, timeout_s=60)
-        await eventually(lambda: served.host.is_ready and len(home.started) == 4, timeout_s=30)
+        await eventually(lambda: len(home.started) == 3, timeout_s=180)
+        await eventually(lambda: served.host.is_ready and len(home.started) == 4, timeout_s=180)
         assert ["m.sock" in line for line in home.started] == [False, True, True, False]
         assert [FP8 in line for line in home.started] == [True, False, True, True]

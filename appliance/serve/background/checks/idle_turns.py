@@ -1,4 +1,8 @@
-"""Turns of a check on the engine that serves: one begins in a pause between requests, and the next request ends it."""
+"""Turns of a check on the engine that serves: one begins in a pause between requests, and the next request ends it.
+
+Other programs that take a large part of the machine end it too, and none begins beside them: what a check asks takes
+every core for minutes, and a game or another container would be slowed by it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.errors import EngineNotReadyError
 from appliance.race import first_of
+from appliance.serve.background.idle_policy import LOOKS, look_again_s
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
@@ -43,19 +48,49 @@ class IdleTurns:
         self._alone = alone
         self._after_s = min(after_s, served.settings.idle_s)
         self._breaks = 0
+        self._busy_looks = 0
+        self._calm_in: int | None = None  # the idle period in which a look found the machine quiet
+        self._not_before = 0.0
         self.left_s = limit_s
 
     async def until_idle(self, traffic: Traffic) -> None:
-        """Wait for a pause that is long enough while the engine answers and no other model is wanted."""
+        """Wait for a pause that is long enough while the engine answers, no other model is wanted and no other program
+        crowds the machine. After LOOKS busy looks others are no reason to wait: the machine may never be quiet."""
         while True:
+            await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
             await until_quiet(self._served, traffic, self._after_s)
-            if self._served.host.is_ready:
+            if not self._served.host.is_ready:
+                await asyncio.sleep(LOOK_EVERY_S)
+            elif self._comes_anyway or await self._is_calm(traffic):
                 return
-            await asyncio.sleep(LOOK_EVERY_S)
+
+    @property
+    def _comes_anyway(self) -> bool:
+        return self._busy_looks >= LOOKS
+
+    async def _is_calm(self, traffic: Traffic) -> bool:
+        """Look once in an idle period. A request ends the look, since our own engine works then."""
+        period = traffic.arrivals
+        if self._calm_in == period:
+            return True
+        looking, _ = await first_of(self._served.what_crowds(), traffic.until_arrival())
+        if looking.cancelled() or period != traffic.arrivals:
+            return False
+        if looking.result():
+            self._leave_alone()
+            return False
+        self._calm_in = period
+        return True
+
+    def _leave_alone(self) -> None:
+        """Wait for a quieter machine, twice as long each time."""
+        self._busy_looks += 1
+        self._calm_in = None
+        self._not_before = time.monotonic() + look_again_s(self._busy_looks, self._served.settings.idle_s)
 
     async def take(self, work: Coroutine[Any, Any, T], traffic: Traffic, *, most_s: float | None = None) -> T | None:
-        """Do the work. None if a request came, another model is loaded, or the engine was taken away meanwhile; also
-        after `most_s`.
+        """Do the work. None if a request came, another model is loaded, other programs crowd the machine, or the engine
+        was taken away meanwhile; also after `most_s`.
 
         Raises EngineNotReadyError (43) if the engine died of it.
         """
@@ -63,11 +98,13 @@ class IdleTurns:
         supervisor = served.host.supervisor
         crash_before = supervisor.crash if supervisor else None
         async with self._alone:
-            working, *_ = await first_of(
-                work, traffic.until_arrival(), served.sharing.is_shared.wait(), timeout_s=most_s
-            )
+            leaving = (traffic.until_arrival(), served.sharing.is_shared.wait())
+            crowded = () if self._comes_anyway else (served.until_crowded(),)
+            working, _, _, *crowding = await first_of(work, *leaving, *crowded, timeout_s=most_s)
         self.left_s -= time.monotonic() - began
         if working.cancelled():
+            if any(not each.cancelled() for each in crowding):
+                self._leave_alone()
             return None
         try:
             found: T = working.result()
