@@ -1,7 +1,7 @@
 """python -m tests.fakes.never_busy VERB …: the appliance as it is, measuring whatever else the machine does."""
 
 from appliance.__main__ import main
-from appliance.serve.background import idle_policy
+from appliance.probe.load import patience
 
-idle_policy.LOOKS = 0
+patience.LOOKS = 0
 raise SystemExit(main())

@@ -14,8 +14,6 @@ LIKELY = 0.5  # a load is begun if it is more likely than not that it comes to a
 # A pause counts as like the longest one, and so about to end, until it is 1/JITTER times as long.
 JITTER = 0.8
 NEED_MOST_S = 600.0
-LOOKS = 5  # looks that find the machine busy; then it is measured as it is, since it may never be quiet
-LOOK_AGAIN_S = 60.0  # after the first busy look, doubled after each
 
 
 class Action(StrEnum):
@@ -107,11 +105,6 @@ def worth_after_s(pauses: Sequence[float], idle_s: float, need_s: float) -> floa
     """
     times = (idle_s, *sorted(pause / JITTER for pause in pauses if pause / JITTER > idle_s))
     return next(at for at in times if at == times[-1] or chance(pauses, at, need_s) >= LIKELY) - idle_s
-
-
-def look_again_s(looks: int, idle_s: float) -> float:
-    """Seconds until the next look after `looks` busy ones."""
-    return min(LOOK_AGAIN_S, idle_s) * 2.0 ** (looks - 1)
 
 
 def doubled(need_s: float, wasted: int) -> float:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.errors import FatalError
+from appliance.probe.load import patience
 from appliance.race import first_of
 from appliance.serve.background.idle_policy import (
-    LOOKS,
     SETTLE_S,
     Action,
     IdleState,
     decide,
     doubled,
-    look_again_s,
     worth_after_s,
 )
 from appliance.serve.model.engine_host import EngineHost, Upstream
@@ -201,7 +200,7 @@ class IdleTuner(Generic[P]):
     @property
     def _measures_anyway(self) -> bool:
         """True if other programs are ignored: a client waits for the result, or the machine was never quiet."""
-        return self._is_hurried or self._busy_looks >= LOOKS
+        return self._is_hurried or patience.is_used_up(self._busy_looks)
 
     async def _look(self) -> None:
         """Look at the machine. A request ends the look, since our own engine works then."""
@@ -218,8 +217,8 @@ class IdleTuner(Generic[P]):
         """Wait for a quieter machine, twice as long each time."""
         self._busy_looks += 1
         self._calm_in = None
-        self._not_before = time.monotonic() + look_again_s(self._busy_looks, self._look_again_s)
-        most_s = sum(look_again_s(looks, self._look_again_s) for looks in range(1, LOOKS))
+        self._not_before = time.monotonic() + patience.look_again_s(self._busy_looks, self._look_again_s)
+        most_s = patience.most_s(self._look_again_s)
         self._tell("idle_busy", f"{words}: measuring waits for a quieter moment, {most_s / 60:.0f} min at most")
 
     def _tell_pauses(self) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.errors import EngineNotReadyError
+from appliance.probe.load import patience
 from appliance.race import first_of
-from appliance.serve.background.idle_policy import LOOKS, look_again_s
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
@@ -55,7 +55,7 @@ class IdleTurns:
 
     async def until_idle(self, traffic: Traffic) -> None:
         """Wait for a pause that is long enough while the engine answers, no other model is wanted and no other program
-        crowds the machine. After LOOKS busy looks others are no reason to wait: the machine may never be quiet."""
+        crowds the machine. After some busy looks others are no reason to wait: the machine may never be quiet."""
         while True:
             await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
             await until_quiet(self._served, traffic, self._after_s)
@@ -66,7 +66,7 @@ class IdleTurns:
 
     @property
     def _comes_anyway(self) -> bool:
-        return self._busy_looks >= LOOKS
+        return patience.is_used_up(self._busy_looks)
 
     async def _is_calm(self, traffic: Traffic) -> bool:
         """Look once in an idle period. A request ends the look, since our own engine works then."""
@@ -86,7 +86,7 @@ class IdleTurns:
         """Wait for a quieter machine, twice as long each time."""
         self._busy_looks += 1
         self._calm_in = None
-        self._not_before = time.monotonic() + look_again_s(self._busy_looks, self._served.settings.idle_s)
+        self._not_before = time.monotonic() + patience.look_again_s(self._busy_looks, self._served.settings.idle_s)
 
     async def take(self, work: Coroutine[Any, Any, T], traffic: Traffic, *, most_s: float | None = None) -> T | None:
         """Do the work. None if a request came, another model is loaded, other programs crowd the machine, or the engine
