@@ -261,7 +261,8 @@ class Engine:
 def _served(image: str, limits: tuple[str, ...]) -> Iterator[Engine]:
     """It measures nothing by itself, so that only what is asked for runs."""
     engine = Engine(port=free_port())
-    words = ("--publish", f"127.0.0.1:{engine.port}:11435", "--env", "APPLIANCE_AUTH=off", *limits)
+    published = ("--publish", f"127.0.0.1:{engine.port}:11435", "--shm-size", "1g")  # the last for vLLM
+    words = (*published, "--env", "APPLIANCE_AUTH=off", *limits)
     with _container(*words, image, "serve", "--tune", "off") as name:
         until = time.monotonic() + LIMIT_S
         while not engine.is_ready():
