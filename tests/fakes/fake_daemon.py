@@ -65,6 +65,15 @@ class Daemon:
         return next((each for each in found if word in (each.id, each.name, "/" + each.name)), None)
 
     def start(self, container: Container) -> tuple[int, Any]:
+        with self.changing:
+            return self._started(container)
+
+    def remove(self, container: Container) -> None:
+        with self.changing:
+            self.end(container)
+            self.containers.pop(container.id, None)
+
+    def _started(self, container: Container) -> tuple[int, Any]:
         if container.id not in self.containers:
             return 404, {"message": f"No such container: {container.id}"}
         if container.server:
@@ -369,9 +378,7 @@ class DockerHandler(_Quiet):
         if word == "json":
             return self.say(200, _inspected(self.daemon, found))
         if word == "start":
-            with self.daemon.changing:
-                status, told = self.daemon.start(found)
-            return self.say(status, told)
+            return self.say(*self.daemon.start(found))
         if word == "stop":
             self.daemon.end(found)
             return self.say(204)
@@ -414,9 +421,7 @@ class DockerHandler(_Quiet):
         found = self.daemon.find(id_)
         if found is None:
             return self.say(404, {"message": f"No such container: {id_}"})
-        with self.daemon.changing:
-            self.daemon.end(found)
-            self.daemon.containers.pop(found.id, None)
+        self.daemon.remove(found)
         return self.say(204)
 
     def _pull(self) -> None:

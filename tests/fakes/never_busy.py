@@ -1,7 +1,7 @@
 """python -m tests.fakes.never_busy VERB …: the appliance as it is, measuring whatever else the machine does."""
 
 from appliance.__main__ import main
-from appliance.probe.load import patience
+from appliance.serve.model import courtesy
 
-patience.LOOKS = 0
+courtesy.LOOKS = 0
 raise SystemExit(main())

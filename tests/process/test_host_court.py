@@ -25,7 +25,7 @@ def most_running(host: Host) -> int:
     """Return how many containers ran at the same time at most, by what the daemon was asked."""
     running: set[str] = set()
     most = 0
-    for row in map(json.loads, host.log.read_text().splitlines()):
+    for row in host.rows():
         words = row["path"].split("/")
         if words[0] == "containers" and words[-1] == "start":
             running.add(words[1])

@@ -19,8 +19,8 @@ import pytest
 from appliance.command import Command
 from appliance.console.progress import Phase
 from appliance.errors import EngineError, EngineNotReadyError
-from appliance.probe.load.patience import LOOKS
 from appliance.serve.background import idle_tuner
+from appliance.serve.model.courtesy import LOOKS
 from appliance.supervisor import Restart
 from tests.process.stages.idle import GRACE_S, MESSAGES, FakePlan, IdleStage, Measuring, fake_plan, idle_stage, running
 from tests.process.stages.supervisor import eventually, fake_command, is_alive, is_healthy

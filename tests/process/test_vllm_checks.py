@@ -11,7 +11,7 @@ import pytest
 
 from appliance.plan import Plan
 from appliance.probe import Hardware
-from appliance.probe.load import patience
+from appliance.serve.model import courtesy
 from tests.process.stages.front import front_of
 from tests.process.stages.supervisor import eventually
 from tests.process.stages.vllm_home import VllmHome
@@ -126,7 +126,7 @@ async def test_an_exact_cache_that_does_not_fit_beside_the_engine_is_loaded_in_i
     quantized: VllmHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second engine with the cheaper cache would fit."""
-    monkeypatch.setattr(patience, "LOOKS", 0)  # other tests work beside this one
+    monkeypatch.setattr(courtesy, "LOOKS", 0)  # other tests work beside this one
     home = quantized.copy(tmp_path / "home")
     home.set_engine("--fake-decode-ms", "5", "--fake-likely", "0.9", where=FP8)
     settings = {**ANY_CACHE, "tune": "first", "idle_s": "3", "check_abilities": "off", "speculation": "off"}

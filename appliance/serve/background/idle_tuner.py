@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from appliance.console.progress import Phase
 from appliance.console.report import Report
 from appliance.errors import FatalError
-from appliance.probe.load import patience
 from appliance.race import first_of
 from appliance.serve.background.idle_policy import (
     SETTLE_S,
@@ -20,6 +19,7 @@ from appliance.serve.background.idle_policy import (
     doubled,
     worth_after_s,
 )
+from appliance.serve.model.courtesy import Courtesy
 from appliance.serve.model.engine_host import EngineHost, Upstream
 from appliance.serve.model.tuning_state import TuningState
 from appliance.supervisor import Crash
@@ -98,17 +98,13 @@ class IdleTuner(Generic[P]):
         self._patient_settle_s = settle_s
         self._need_s = need_s
         self._gained = gained
-        self._what_else_works = what_else_works
+        self._courtesy = Courtesy(what_else_works, idle_s)
         self._until_crowded = until_crowded
         self._gives_way = gives_way or asyncio.Event()
         self._is_shared = is_shared or asyncio.Event()
         self._wasted = 0  # sittings in a row that were interrupted before anything was kept
-        self._busy_looks = 0
-        self._not_before = 0.0
         self._others_until = 0.0  # as far as is known, another container measures until then
-        self._calm_in: int | None = None  # the idle period in which a look found the machine quiet
         self._told: set[str] = set()
-        self._look_again_s = idle_s
         self._best: P | None = None
         self._is_given_up = False
         self.failure: FatalError | None = None  # the error that ended measuring
@@ -184,13 +180,12 @@ class IdleTuner(Generic[P]):
             need_s=doubled(self._need_s(), self._wasted),
             rest_s=self._rest_s,
             has_baseline=self._has_baseline,
-            is_calm=self._measures_anyway or self._calm_in == traffic.arrivals,
+            is_calm=self._is_hurried or self._courtesy.is_calm(traffic),
         )
 
     @property
     def _rest_s(self) -> float:
-        begins = max(self._others_until, 0.0 if self._measures_anyway else self._not_before)
-        return max(0.0, begins - time.monotonic())
+        return max(self._others_until - time.monotonic(), 0.0 if self._is_hurried else self._courtesy.rest_s)
 
     @property
     def _pauses(self) -> tuple[float, ...]:
@@ -200,26 +195,19 @@ class IdleTuner(Generic[P]):
     @property
     def _measures_anyway(self) -> bool:
         """True if other programs are ignored: a client waits for the result, or the machine was never quiet."""
-        return self._is_hurried or patience.is_used_up(self._busy_looks)
+        return self._is_hurried or self._courtesy.is_used_up
 
     async def _look(self) -> None:
-        """Look at the machine. A request ends the look, since our own engine works then."""
-        period = self._traffic.arrivals
-        looking, _ = await first_of(self._what_else_works(), self._traffic.until_arrival())
-        if looking.cancelled() or period != self._traffic.arrivals:
-            return
-        if words := looking.result():
-            self._leave_alone(words)
-        else:
-            self._calm_in = period
+        if words := await self._courtesy.look(self._traffic):
+            self._tell_busy(words)
 
-    def _leave_alone(self, words: str) -> None:
-        """Wait for a quieter machine, twice as long each time."""
-        self._busy_looks += 1
-        self._calm_in = None
-        self._not_before = time.monotonic() + patience.look_again_s(self._busy_looks, self._look_again_s)
-        most_s = patience.most_s(self._look_again_s)
-        self._tell("idle_busy", f"{words}: measuring waits for a quieter moment, {most_s / 60:.0f} min at most")
+    def _crowded_out(self, words: str) -> None:
+        self._courtesy.leave_alone()
+        self._tell_busy(words)
+
+    def _tell_busy(self, words: str) -> None:
+        minutes = self._courtesy.most_s / 60
+        self._tell("idle_busy", f"{words}: measuring waits for a quieter moment, {minutes:.0f} min at most")
 
     def _tell_pauses(self) -> None:
         need_s = doubled(self._need_s(), self._wasted)
@@ -262,7 +250,7 @@ class IdleTuner(Generic[P]):
         )
         if measuring.cancelled():
             if not crowding.cancelled():
-                self._leave_alone(crowding.result())
+                self._crowded_out(crowding.result())
             return
         self._has_baseline = True
         try:
@@ -348,7 +336,7 @@ class IdleTuner(Generic[P]):
             await first_of(self._traffic.until_arrival(), timeout_s=LACK_S)
             return
         if measuring.cancelled() and arriving.cancelled():
-            self._leave_alone(crowding.result())
+            self._crowded_out(crowding.result())
             self._reloaded_in = None  # else the next try would wait for a request, which may not come for days
             return
         is_wasted = measuring.cancelled() and not self._gained()
@@ -363,6 +351,7 @@ class IdleTuner(Generic[P]):
         except FatalError as error:
             self.failure = error
             self._give_up(f"measuring failed: {error.message}; the prediction serves on")
+            return
         if self._best is None:
             self._others_until = time.monotonic() + AGAIN_S
         # The plan that serves gets the measured figures: documents would show the prediction otherwise.

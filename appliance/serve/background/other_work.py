@@ -1,7 +1,7 @@
 """Tell the user if other programs on the CPUs slow the engine down, from looks while it answers.
 
-Fewer threads are not tried. The engine's barrier yields, so that two threads beside four busy processes decode 63 tok/s
-and one thread 74, and on the quiet machine 122 and 75: a change would cost a load and win little while the others work.
+No other plan is loaded for that: the engine itself decodes with as many threads as are fastest beside them
+(images/decisions.md), and a load would cost more than is left to win while the others work.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from appliance.engines.engine import Space
@@ -244,9 +243,8 @@ class BackgroundTasks:
 
     async def _due_comparison(self) -> Comparison | None:
         for each in self._comparisons:
-            with suppress(VolumeError):  # it does not answer, which the log has said: nothing is due until it does
-                if await each.is_due():
-                    return each
+            if await each.is_due():
+                return each
         return None
 
     async def _serve_checked(self, backend: Backend, comparison: Comparison) -> bool:

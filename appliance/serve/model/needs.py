@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 
 from appliance.errors import VolumeError
@@ -10,6 +10,7 @@ from appliance.profile import Profile
 from appliance.profile.at_start import TRIES
 from appliance.serve.model.served_model import ServedModel
 from appliance.system.detached import Glance
+from appliance.tune.budget import day_after, utc_day
 
 
 def needs_measuring(served: ServedModel) -> bool:
@@ -33,7 +34,7 @@ def is_due(served: ServedModel, profile: Profile | None) -> bool:
 
 def goes_on_now(profile: Profile) -> bool:
     """True if measuring ended for lack of loads or time, and may go on today."""
-    return profile.goes_on_from is not None and datetime.now(UTC).date().isoformat() >= profile.goes_on_from
+    return profile.goes_on_from is not None and utc_day() >= profile.goes_on_from
 
 
 def goes_on_after_s(profile: Profile | None) -> float | None:
@@ -45,7 +46,7 @@ def goes_on_after_s(profile: Profile | None) -> float | None:
 
 def until_tomorrow_s() -> float:
     """Return the seconds until the next day of UTC."""
-    return _until_s((datetime.now(UTC) + timedelta(days=1)).date().isoformat())
+    return _until_s(day_after(utc_day()))
 
 
 def _until_s(day: str) -> float:

@@ -73,17 +73,17 @@ sys.exit({code})
 
     def asked(self, path: str) -> list[dict[str, Any]]:
         """Return the bodies of the daemon's requests with this path."""
-        return [row["body"] for row in self._rows() if row["path"] == path]
+        return [row["body"] for row in self.rows() if row["path"] == path]
 
     def told(self, verb: str) -> list[dict[str, Any]]:
         """Return the bodies of the daemon's requests with this verb, of any container."""
         return [
             row["body"]
-            for row in self._rows()
+            for row in self.rows()
             if row["path"].startswith("containers/") and row["path"].endswith(f"/{verb}")
         ]
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """Return what was asked of the daemon, without a line that it is writing now."""
         lines = self.log.read_text().splitlines(keepends=True) if self.log.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
-from appliance.errors import EngineError
+from appliance.errors import EngineError, VolumeError
 from appliance.plan import Plan
 from appliance.profile import best_of
 from appliance.serve.background.checks.context_check import is_wanted
@@ -84,7 +84,11 @@ class Comparison:
         self.lacks_loads = False
         if self._left_s <= 0 or not self._subject.is_open(plan):
             return False
-        self.lacks_loads = not self._may_load(await self._results())
+        try:
+            results = await self._results()
+        except VolumeError:  # it does not answer, which the log has said: nothing is compared until it does
+            return False
+        self.lacks_loads = not self._may_load(results)
         if self.lacks_loads and not self._is_told:
             self._is_told = True
             used = f"all {self._served.settings.loads_a_day} engine loads of this day (UTC) are used"

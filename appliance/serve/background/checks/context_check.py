@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -93,7 +92,7 @@ class ContextCheck:
             return
         while is_wanted(served) and self._soak.left_s > 0:
             await self._soak.until_idle(traffic)
-            plan, profile, began = served.host.plan, served.profile, time.monotonic()
+            plan, profile = served.host.plan, served.profile
             if plan is None or profile is None or plan.context < LEAST_CONTEXT:
                 return
             count = _Count(profile.checks.soak or SoakCount())
@@ -102,7 +101,7 @@ class ContextCheck:
                 await self._soak.take(self._ask(plan, count), traffic, most_s=most_s)
             except EngineNotReadyError:
                 count.add("engine", "it ended while it answered")
-            served.keep_checks(replace(profile.checks, soak=count.after(time.monotonic() - began)))
+            served.keep_checks(replace(profile.checks, soak=count.after(self._soak.turn_s)))
             if self._soak.left_s <= 0 and served.profile and (soaked := served.profile.checks.soak):
                 told = served.report.warning if soaked.failed else served.report.info
                 told("soak", f"soak with tools: {soaked.describe()}", failed=soaked.failed, answers=soaked.answers)

@@ -12,8 +12,8 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.errors import EngineNotReadyError
-from appliance.probe.load import patience
 from appliance.race import first_of
+from appliance.serve.model.courtesy import Courtesy
 
 if TYPE_CHECKING:
     from appliance.gateway.clients.traffic import Traffic  # for the name only: it takes half a second to import
@@ -48,45 +48,22 @@ class IdleTurns:
         self._alone = alone
         self._after_s = min(after_s, served.settings.idle_s)
         self._breaks = 0
-        self._busy_looks = 0
-        self._calm_in: int | None = None  # the idle period in which a look found the machine quiet
-        self._not_before = 0.0
+        self._courtesy = Courtesy(served.what_crowds, served.settings.idle_s)
         self.left_s = limit_s
+        self.turn_s = 0.0  # of the last one, without its wait for probes and measurements
 
     async def until_idle(self, traffic: Traffic) -> None:
         """Wait for a pause that is long enough while the engine answers, no other model is wanted and no other program
-        crowds the machine. After some busy looks others are no reason to wait: the machine may never be quiet."""
+        crowds the machine."""
         while True:
-            await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+            await asyncio.sleep(self._courtesy.rest_s)
             await until_quiet(self._served, traffic, self._after_s)
             if not self._served.host.is_ready:
                 await asyncio.sleep(LOOK_EVERY_S)
-            elif self._comes_anyway or await self._is_calm(traffic):
+            elif self._courtesy.is_calm(traffic):
                 return
-
-    @property
-    def _comes_anyway(self) -> bool:
-        return patience.is_used_up(self._busy_looks)
-
-    async def _is_calm(self, traffic: Traffic) -> bool:
-        """Look once in an idle period. A request ends the look, since our own engine works then."""
-        period = traffic.arrivals
-        if self._calm_in == period:
-            return True
-        looking, _ = await first_of(self._served.what_crowds(), traffic.until_arrival())
-        if looking.cancelled() or period != traffic.arrivals:
-            return False
-        if looking.result():
-            self._leave_alone()
-            return False
-        self._calm_in = period
-        return True
-
-    def _leave_alone(self) -> None:
-        """Wait for a quieter machine, twice as long each time."""
-        self._busy_looks += 1
-        self._calm_in = None
-        self._not_before = time.monotonic() + patience.look_again_s(self._busy_looks, self._served.settings.idle_s)
+            else:
+                await self._courtesy.look(traffic)
 
     async def take(self, work: Coroutine[Any, Any, T], traffic: Traffic, *, most_s: float | None = None) -> T | None:
         """Do the work. None if a request came, another model is loaded, other programs crowd the machine, or the engine
@@ -94,17 +71,19 @@ class IdleTurns:
 
         Raises EngineNotReadyError (43) if the engine died of it.
         """
-        served, began = self._served, time.monotonic()
+        served = self._served
         supervisor = served.host.supervisor
         crash_before = supervisor.crash if supervisor else None
         async with self._alone:
+            began = time.monotonic()
             leaving = (traffic.until_arrival(), served.sharing.is_shared.wait())
-            crowded = () if self._comes_anyway else (served.until_crowded(),)
+            crowded = () if self._courtesy.is_used_up else (served.until_crowded(),)
             working, _, _, *crowding = await first_of(work, *leaving, *crowded, timeout_s=most_s)
-        self.left_s -= time.monotonic() - began
+        self.turn_s = time.monotonic() - began
+        self.left_s -= self.turn_s
         if working.cancelled():
             if any(not each.cancelled() for each in crowding):
-                self._leave_alone()
+                self._courtesy.leave_alone()
             return None
         try:
             found: T = working.result()

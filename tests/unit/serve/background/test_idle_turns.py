@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from appliance.gateway.clients.traffic import Traffic
-from appliance.probe.load.patience import LOOKS
 from appliance.serve.background.checks.idle_turns import IdleTurns
+from appliance.serve.model.courtesy import LOOKS
 from appliance.serve.model.served_model import ServedModel
 from appliance.serve.model.sharing import Sharing
 
